@@ -17,12 +17,11 @@ from typing import Literal, get_args
 
 import torch
 
-from pellucid.machine import hardware
 from pellucid.policy import policy
 from pellucid.policy.policy import Policy
-from pellucid.samplers.adapters import adapter_of
-from pellucid.samplers.vllm import VLLM, weights_of
+from pellucid.rollout.vllm import VLLMSampler, copy_adapter_weights, get_push_weights
 from pellucid.types import Prompt, Sampling
+from pellucid.utils import hardware
 
 Way = Literal["merged", "request"]
 
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     device = hardware.pick_device("auto")
-    learner = policy.load(options.model, device, torch.bfloat16, 1.0, lora_rank=options.rank)
+    learner = policy.load_policy(options.model, device, torch.bfloat16, 1.0, lora_rank=options.rank)
     prompts = [Prompt(f"{i}", f"Count from {i} to a hundred:") for i in range(options.prompts)]
     sampling = Sampling(options.group, max_tokens=options.tokens, seed="0")
     found = defaultdict[Way, list[tuple[float, float]]](list)
@@ -45,7 +44,7 @@ def main() -> None:
         for way in get_args(Way):
             found[way].append(measured(way, learner, prompts, sampling))
     for way, pairs in found.items():
-        pushed = weights_of(learner) if way == "merged" else adapter_of(learner)
+        pushed = get_push_weights(learner) if way == "merged" else copy_adapter_weights(learner)
         megabytes = sum(x.nbytes for x in pushed.values()) / 1e6
         seconds, rate = (median(column) for column in zip(*pairs, strict=True))
         print(f"{way:8} {megabytes:7.1f} MB a push, {seconds:.2f} s with its proof, {rate:.0f} tokens a second")
@@ -53,7 +52,7 @@ def main() -> None:
 
 def measured(way: Way, learner: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[float, float]:
     """Seconds of the second push, and tokens a second of sampling after it."""
-    sampler = VLLM(len(prompts) * sampling.n, 1.0, adapter=way)
+    sampler = VLLMSampler(len(prompts) * sampling.n, 1.0, adapter=way)
     sampler.sync(learner, 0)
     sampler.generate(prompts, sampling)
     moved(learner)

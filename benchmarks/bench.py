@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from processes import HERE, Contender, MissingError, Settings
 
-from pellucid.machine import hardware
+from pellucid.utils import hardware
 
 Turns = Sequence[Sequence[dict[str, float]]]
 """Pairs of what ours and the peer told of a turn."""
@@ -168,7 +168,7 @@ def facts() -> dict[str, str]:
     return {
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "cpu": hardware.cpu_name(),
+        "cpu": hardware.get_cpu_name(),
         "python": platform.python_version(),
     }
 

@@ -22,8 +22,8 @@ import turns
 from contender_trl import Job, Laps, clock, trainer
 from trl_setups import setup_of
 
-from pellucid.machine import hardware
 from pellucid.types import Reward
+from pellucid.utils import hardware
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
         trl_step(options)
     else:
         CONTENDERS[options.work, options.contender](options)
-    turns.answer(peak_gb=hardware.peak_gb(torch.device(options.device)))
+    turns.answer(peak_gb=hardware.get_peak_memory_gb(torch.device(options.device)))
 
 
 def reward_of(text: str) -> float:
@@ -67,7 +67,9 @@ def our_policy(options: argparse.Namespace):
     from pellucid.policy import policy  # noqa: PLC0415
 
     hardware.keep_freed_memory()
-    learner = policy.load(options.model, torch.device(options.device), getattr(torch, options.dtype), temperature=1.0)
+    learner = policy.load_policy(
+        options.model, torch.device(options.device), getattr(torch, options.dtype), temperature=1.0
+    )
     learner.eos_ids = (-1,)  # no token ends a completion
     return learner
 
@@ -92,8 +94,8 @@ def our_graded_task():
 def our_step(options: argparse.Namespace) -> None:
     from pellucid.algorithm import grpo  # noqa: PLC0415
     from pellucid.algorithm.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
-    from pellucid.runtimes.runtime import Runtime  # noqa: PLC0415
-    from pellucid.samplers.native import Native  # noqa: PLC0415
+    from pellucid.distributed.runtime import Runtime  # noqa: PLC0415
+    from pellucid.rollout.native import NativeSampler  # noqa: PLC0415
     from pellucid.types import Sampling  # noqa: PLC0415
 
     learner = our_policy(options)
@@ -105,7 +107,7 @@ def our_step(options: argparse.Namespace) -> None:
     )
     runtime = Runtime(learner, AdamWConfig(lr=1e-6), total_updates=options.units)
     sampling = Sampling(max_tokens=options.tokens)
-    steps = grpo.train(our_graded_task(), Native(), learner, runtime, cfg, sampling=sampling)
+    steps = grpo.train(our_graded_task(), NativeSampler(), learner, runtime, cfg, sampling=sampling)
     turns.take(lambda _: course.seconds_of(next(steps)), clock)
 
 
@@ -116,11 +118,11 @@ def our_job(options: argparse.Namespace) -> None:
 
 
 def our_sample(options: argparse.Namespace) -> None:
-    from pellucid.samplers.native import Native  # noqa: PLC0415
+    from pellucid.rollout.native import NativeSampler  # noqa: PLC0415
     from pellucid.types import Sampling  # noqa: PLC0415
 
     learner, task = our_policy(options), our_task()
-    sampler = Native(policy=learner)
+    sampler = NativeSampler(policy=learner)
 
     def unit(i: int) -> dict[str, float]:
         sampling = Sampling(options.group, max_tokens=options.tokens, seed=str(i))
@@ -149,9 +151,9 @@ def our_sample_without_graphs(options: argparse.Namespace) -> None:
 def generate(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
-    from pellucid.policy.pretrained import locate  # noqa: PLC0415
+    from pellucid.policy.load import locate_model  # noqa: PLC0415
 
-    folder, task = locate(options.model), our_task()
+    folder, task = locate_model(options.model), our_task()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(options.device).eval()
 
@@ -203,10 +205,10 @@ def trl_step(options: argparse.Namespace) -> None:
 
 
 def same_work(options: argparse.Namespace) -> Job:
-    from pellucid.policy.pretrained import locate  # noqa: PLC0415
+    from pellucid.policy.load import locate_model  # noqa: PLC0415
 
     return Job(
-        model=locate(options.model),
+        model=locate_model(options.model),
         prompts=[p for i in range(options.units) for p in our_task().sample(i, options.prompts)],
         reward=lambda _, completion: reward_of(completion.text),
         per_step=options.prompts,

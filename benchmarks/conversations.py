@@ -15,16 +15,16 @@ from statistics import median
 
 import torch
 
-from pellucid.environments.stage import Stage
-from pellucid.environments.talk import Talk
-from pellucid.machine import hardware
+from pellucid.environments.pool import EnvironmentPool
+from pellucid.environments.spec import EnvironmentSpec
 from pellucid.policy import policy
 from pellucid.rewards.settings import RewardConfig
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Group, Prompt, Sampling
+from pellucid.utils import hardware
 
 
-def reply(messages: list[dict[str, str]]) -> str:  # noqa: ARG001 - as the policy's turns are of no meaning here
+def reply(messages: list[dict[str, str]]) -> str:
     """Say something short to whatever was said."""
     return "Higher."
 
@@ -40,16 +40,18 @@ def main() -> None:
     options = parser.parse_args()
     hardware.keep_freed_memory()
     device = hardware.pick_device("auto")
-    model = policy.load_frozen(options.model, device, hardware.pick_dtype("auto", device), 1.0)
+    model = policy.load_frozen_policy(options.model, device, hardware.pick_dtype("auto", device), 1.0)
     model.eos_ids = (model.tokenizer.vocab_size - 1,)
     prompts = [Prompt(f"p{i}", ({"role": "user", "content": f"Guess {i}."},)) for i in range(options.prompts)]
-    world = Stage(Talk(f"{__file__}:reply"), RewardConfig())
+    world = EnvironmentPool(EnvironmentSpec(f"{__file__}:reply"), RewardConfig())
     whole = options.turns * options.tokens
     single = Sampling(options.group, max_tokens=whole)
     several = Sampling(options.group, max_tokens=2 * whole, turns=options.turns, turn_tokens=options.tokens)
     rates: list[tuple[float, float]] = []
     for turn in range(options.repeats + 1):
-        pair = [rate(Native(policy=model, environments=w), prompts, s) for w, s in ((None, single), (world, several))]
+        pair = [
+            rate(NativeSampler(policy=model, environments=w), prompts, s) for w, s in ((None, single), (world, several))
+        ]
         if turn:
             rates.append((pair[0], pair[1]))
             print(f"single turn {pair[0]:.0f}, conversations {pair[1]:.0f} tokens/s, ratio {pair[1] / pair[0]:.2f}")
@@ -58,7 +60,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def rate(sampler: Native, prompts: list[Prompt], sampling: Sampling) -> float:
+def rate(sampler: NativeSampler, prompts: list[Prompt], sampling: Sampling) -> float:
     """Sampled tokens a second."""
     sampler.sync(sampler.policy)
     start = time.perf_counter()

@@ -11,16 +11,16 @@ from accelerate.utils import set_seed
 from contender_trl import Job, Laps, clock, trainer
 from trl_setups import setup_of
 
-from pellucid import config, flags
+from pellucid import config
 from pellucid.algorithm import grpo
 from pellucid.algorithm.grpo import StepResult
 from pellucid.config import Config
-from pellucid.machine import hardware
-from pellucid.policy.pretrained import locate
-from pellucid.protocols import with_split
+from pellucid.policy.load import locate_model
 from pellucid.study import plan
-from pellucid.training.compose import Components, compose, settled, training_sampling
+from pellucid.training.build import Components, build_components, make_training_sampling, resolve_machine_settings
 from pellucid.training.run import evaluate_policy
+from pellucid.types import with_split
+from pellucid.utils import hardware
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TASKS = {"one-digit": "arithmetic.toml", "two-digit": "study/off_the_floor.toml"}
@@ -33,8 +33,14 @@ def settings(task: str, peer: str, seed: int, overrides: Sequence[str] = ()) -> 
     """What a peer trains by."""
     path = RECIPES / TASKS[task]
     words = ["--algorithm.seed", str(seed), "--evaluate.k", "8", *overrides]
-    own = plan.read(path).variants[VARIANTS.get(peer, VARIANTS["others"])] if task == "two-digit" else config.read(path)
-    return config.resolved(settled(config.build(own, str(path), flags.sections(words))))
+    own = (
+        plan.read_study(path).variants[VARIANTS.get(peer, VARIANTS["others"])]
+        if task == "two-digit"
+        else config.read_settings(path)
+    )
+    return config.resolve_config(
+        resolve_machine_settings(config.build_config(own, str(path), config.parse_setting_flags(words)))
+    )
 
 
 def job_settings(options: argparse.Namespace) -> Config:
@@ -52,14 +58,14 @@ def job_settings(options: argparse.Namespace) -> Config:
 def composed(cfg: Config) -> tuple[Components, Config]:
     hardware.keep_freed_memory()
     set_seed(cfg.algorithm.seed)
-    return compose(cfg), cfg
+    return build_components(cfg), cfg
 
 
 def trained(parts: Components, cfg: Config) -> Iterator[StepResult]:
     """The steps of a run, without what a run writes down."""
     objects = (parts.task, parts.sampler, parts.policy, parts.runtime)
-    heap = hardware.Heap()
-    for result in grpo.train(*objects, cfg.algorithm, parts.reference, parts.state, training_sampling(cfg)):
+    heap = hardware.HeapTrimmer()
+    for result in grpo.train(*objects, cfg.algorithm, parts.reference, parts.state, make_training_sampling(cfg)):
         heap.trim_after_step()
         yield result
 
@@ -74,7 +80,7 @@ def trl_job(cfg: Config) -> Job:
     """What a recipe has TRL train."""
     task, a, o = with_split(cfg.task, "train"), cfg.algorithm, cfg.optimizer
     return Job(
-        model=locate(cfg.policy.model),
+        model=locate_model(cfg.policy.model),
         prompts=[p for i in range(a.steps) for p in task.sample(i, a.prompts_per_step)],
         reward=lambda prompt, completion: task.reward(prompt, completion).value,
         per_step=a.prompts_per_step,

@@ -29,9 +29,8 @@ import transformers
 from pellucid import cli
 from pellucid.policy import policy
 from pellucid.policy.policy import Policy
-from pellucid.samplers.choice import fault_of
-from pellucid.serve.engine import Engine
-from pellucid.serve.rows import Piece, Request
+from pellucid.rollout.select import find_decode_fault
+from pellucid.serve.engine import CompletionChunk, GenerationRequest, ServingEngine
 from tiny_families import FAMILIES, OTHERS, checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +145,7 @@ def outcome(name: str, run: Path, told: str) -> Row:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = (run / "evals.jsonl").read_text().splitlines()
     learnt = len(steps) == 3 and len(evaluations) == 2 and all(step["grad_norm"] > 0 for step in steps)
-    frozen = policy.load_frozen(str(run / "model"), torch.device("cpu"), torch.float32, 1.0)
+    frozen = policy.load_frozen_policy(str(run / "model"), torch.device("cpu"), torch.float32, 1.0)
     reason = frozen.find_fallback_reason()
     note = next((line.removeprefix("! sampler.name: ") for line in told.splitlines() if "! sampler.name" in line), "")
     return Row(
@@ -161,18 +160,18 @@ def outcome(name: str, run: Path, told: str) -> Row:
 
 def served(frozen: Policy) -> str:
     """Whether the engine of the service answers; else the reason why it does not start."""
-    if fault := fault_of(frozen):
+    if fault := find_decode_fault(frozen):
         return f"refused: {fault}"
-    engine, pieces = Engine(frozen, max_rows=4), list[Piece]()
+    engine, pieces = ServingEngine(frozen, max_rows=4), list[CompletionChunk]()
 
-    def tell(news: Piece | Exception | None) -> None:
-        if isinstance(news, Piece):
+    def tell(news: CompletionChunk | Exception | None) -> None:
+        if isinstance(news, CompletionChunk):
             pieces.append(news)
         else:
             engine.close()
 
     for prompt in ((1, 2, 3, 4, 5), (6, 7)):
-        engine.submit(Request(prompt, tell, n=2, max_tokens=4, seed=0))
+        engine.submit(GenerationRequest(prompt, tell, n=2, max_tokens=4, seed=0))
     engine.run()
     return "yes" if len({piece.row_index for piece in pieces}) == 2 else BROKEN
 

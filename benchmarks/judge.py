@@ -80,7 +80,7 @@ class Options:
 
 def main(options: Options) -> None:
     with served() as url:
-        settings = replace(config.load(RECIPE).task.rewards[0].judge, base_url=url)
+        settings = replace(config.load_config(RECIPE).task.rewards[0].judge, base_url=url)
         print(agreement(settings), flush=True)
         runs = {seed: options.into / str(seed) for seed in options.seeds}
         for seed, run in runs.items():

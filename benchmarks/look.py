@@ -20,11 +20,11 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from pellucid.look import packing
-from pellucid.look.reading import PAGE, Run
-from pellucid.look.server import Looking
-from pellucid.reporting import tokens
-from pellucid.reporting.run_folder import records
+from pellucid.inspect import single_file
+from pellucid.inspect.run_reader import STEPS_PER_PAGE, RunReader
+from pellucid.inspect.server import InspectServer
+from pellucid.reporting import token_files
+from pellucid.reporting.run_files import read_records
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
             print(line)
         print(f"\nmemory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB at most")
         page, start = Path(folder) / "page.html", time.perf_counter()
-        left_out = packing.write([Run(long)], page)
+        left_out = single_file.write_page([RunReader(long)], page)
         print(f"--output: {page.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s. {left_out}")
         print(f"memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB at most")
 
@@ -52,43 +52,51 @@ def repeated(run: Path, long: Path, steps: int, groups: int) -> int:
     long.mkdir()
     (long / "config.json").write_bytes((run / "config.json").read_bytes())
     (long / "evals.jsonl").touch()
-    there = tokens.steps(run)
-    tables = {step: tokens.read(run, step) for step in there}
+    there = token_files.list_recorded_steps(run)
+    tables = {step: token_files.read_tokens(run, step) for step in there}
     tables = {step: table.filter(pc.field("group") < groups) for step, table in tables.items()}
-    rows = {step: (table.to_pydict(), tokens.about_of(table)) for step, table in tables.items()}
-    metrics = {row["step"]: row for row in records(run / "metrics.jsonl")}
-    said = {step: list(of_groups(Run(run), step, groups)) for step in there}
+    rows = {step: (table.to_pydict(), token_files.get_token_metadata(table)) for step, table in tables.items()}
+    metrics = {row["step"]: row for row in read_records(run / "metrics.jsonl")}
+    said = {step: list(of_groups(RunReader(run), step, groups)) for step in there}
     written = 0
     with (long / "metrics.jsonl").open("w") as curves, (long / "rollouts.jsonl").open("w") as rollouts:
         for step in range(1, steps + 1):
             source = there[(step - 1) % len(there)]
             columns, about = rows[source]
             count = len(columns["step"])
-            tokens.write(long, step, {**columns, "step": [step] * count}, {**about, "step": step})
+            token_files.write_tokens(long, step, {**columns, "step": [step] * count}, {**about, "step": step})
             written += count
             curves.write(json.dumps({**metrics[source], "step": step}) + "\n")
             rollouts.writelines(json.dumps({**line, "step": step}) + "\n" for line in said[source])
     return written
 
 
-def of_groups(run: Run, step: int, groups: int) -> Iterator[dict[str, Any]]:
+def of_groups(run: RunReader, step: int, groups: int) -> Iterator[dict[str, Any]]:
     for group in run.rollouts.read_groups(step)[:groups]:
         yield from ({"step": step, **{name: value for name, value in row.items() if name != "step"}} for row in group)
 
 
 def answers(folder: Path) -> Iterator[str]:
     """What the page asks for, each the first time and again, by a server that has just started."""
-    with Looking([Run(folder)], 0) as server:
+    with InspectServer([RunReader(folder)], 0) as server:
         run = server.runs[0]
         last = run.list_steps()[-1]
-        keys = ["overview", f"summaries/{last // PAGE}", f"tokens/{last}", "summaries/0", "why", "pulse", "questions"]
+        keys = [
+            "overview",
+            f"summaries/{last // STEPS_PER_PAGE}",
+            f"tokens/{last}",
+            "summaries/0",
+            "why",
+            "pulse",
+            "questions",
+        ]
         yield from map(partial(timed, server), keys)
         often = run.answer("questions")
         if often:
             yield timed(server, f"question/{often[0]['question']}")
 
 
-def timed(server: Looking, key: str) -> str:
+def timed(server: InspectServer, key: str) -> str:
     seconds, text = [], ""
     for _ in range(2):
         start = time.perf_counter()

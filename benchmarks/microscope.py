@@ -19,8 +19,8 @@ from typing import NamedTuple
 from pellucid import config
 from pellucid.algorithm import grpo
 from pellucid.config import Config
-from pellucid.training.compose import Components, compose, settled, training_sampling
-from pellucid.training.microscope import recorded
+from pellucid.training.build import Components, build_components, make_training_sampling, resolve_machine_settings
+from pellucid.training.token_recorder import record_steps
 
 GROUPS = (0, 1, 2, 4)
 STILL = 1e-12
@@ -32,11 +32,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("recipe", type=Path)
     options, words = parser.parse_known_args()
-    cfg = settled(config.resolved(config.load(options.recipe, words)))
+    cfg = resolve_machine_settings(config.resolve_config(config.load_config(options.recipe, words)))
     optimizer = replace(cfg.optimizer, lr=STILL, schedule="constant", warmup=0)
     cfg = replace(cfg, optimizer=optimizer, evaluate=replace(cfg.evaluate, every=0))
     cfg = replace(cfg, algorithm=replace(cfg.algorithm, steps=options.steps))
-    parts = compose(cfg)
+    parts = build_components(cfg)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         turn(cfg, parts, place, 0, 0)
@@ -62,12 +62,12 @@ class Seconds(NamedTuple):
 def turn(cfg: Config, parts: Components, place: Path, groups: int, predictions: int) -> list[Seconds]:
     """How long each step took."""
     cfg = replace(cfg, log=replace(cfg.log, tokens=groups, predictions=predictions))
-    parts.state = grpo.State()
+    parts.state = grpo.TrainingState()
     parts.runtime.updates = 0
     objects = (parts.task, parts.sampler, parts.policy, parts.runtime)
-    steps = grpo.train(*objects, cfg.algorithm, parts.reference, parts.state, training_sampling(cfg))
+    steps = grpo.train(*objects, cfg.algorithm, parts.reference, parts.state, make_training_sampling(cfg))
     seconds, start = [], Seconds(time.perf_counter(), time.process_time())
-    for _ in recorded(steps, cfg, place, parts):
+    for _ in record_steps(steps, cfg, place, parts):
         now = Seconds(time.perf_counter(), time.process_time())
         seconds.append(now - start)
         start = now

@@ -12,7 +12,7 @@ from typing import Any
 
 from trl_setups import ALLOCATOR, NoSearchError, setup_of
 
-from pellucid.policy.pretrained import locate
+from pellucid.policy.load import locate_model
 from pellucid.tasks.arithmetic import Arithmetic
 
 HERE = Path(__file__).parent
@@ -80,7 +80,7 @@ class Contender:
 def command_of(work: str, name: str, settings: Settings, folder: Path) -> list[Any]:
     own = [f"--{key}={settings[key]}" for key in ("tokens", "group") if key in settings]
     if name.startswith("vllm"):
-        command = [VLLM, HERE / "contender_vllm.py", work, name, "--model", locate("smollm2-135m")]
+        command = [VLLM, HERE / "contender_vllm.py", work, name, "--model", locate_model("smollm2-135m")]
         return [*command, "--chats", chats(settings, folder), *own]
     if name.startswith("llama"):
         command = [sys.executable, HERE / "contender_llama.py", work, name, "--server", server()]

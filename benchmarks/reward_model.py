@@ -23,11 +23,11 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from trl import GRPOConfig, GRPOTrainer
 
 import pellucid
-from pellucid.machine import hardware
-from pellucid.policy import pretrained
-from pellucid.rewards.model import RewardModel
-from pellucid.rewards.parts import Pair
+from pellucid.policy import load
+from pellucid.rewards.functions import PromptCompletion
+from pellucid.rewards.reward_model import RewardModel
 from pellucid.rewards.settings import RewardModelSettings
+from pellucid.utils import hardware
 
 ROWS = [{"question": f"Write a sentence about the number {n}.", "answer": ""} for n in range(40)]
 
@@ -60,14 +60,14 @@ def main(options: Options) -> None:
 def make(name: str, folder: Path) -> None:
     """Put a classifier with one label into the folder, on the body of a language model."""
     torch.manual_seed(0)
-    body = pretrained.locate(name)
+    body = load.locate_model(name)
     words = AutoTokenizer.from_pretrained(body)
     how = {"num_labels": 1, "dtype": torch.float32, "pad_token_id": words.pad_token_id}
     AutoModelForSequenceClassification.from_pretrained(body, **how).save_pretrained(folder)
     words.save_pretrained(folder)
 
 
-def train(options: Options, folder: Path, run: Path) -> list[Pair]:
+def train(options: Options, folder: Path, run: Path) -> list[PromptCompletion]:
     """Train with the model as the reward, and print its share. Return the completions of the last step."""
     run_of_it = pellucid.train(
         model=options.model,
@@ -92,7 +92,7 @@ def train(options: Options, folder: Path, run: Path) -> list[Pair]:
     return [(group.prompt, completion) for group in steps[-1].groups for completion in group.completions]
 
 
-def alone(folder: Path, pairs: list[Pair]) -> torch.Tensor:
+def alone(folder: Path, pairs: list[PromptCompletion]) -> torch.Tensor:
     model, words = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     values = []
     for prompt, completion in pairs:
@@ -103,13 +103,13 @@ def alone(folder: Path, pairs: list[Pair]) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def by_trl(policy: str, folder: Path, pairs: list[Pair]) -> torch.Tensor:
+def by_trl(policy: str, folder: Path, pairs: list[PromptCompletion]) -> torch.Tensor:
     """By the method of its trainer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         settings = GRPOConfig(str(folder), report_to=[], use_cpu=True, bf16=False)
         rows = datasets.Dataset.from_list([{"prompt": "?"}])
-        trainer = GRPOTrainer(pretrained.locate(policy), str(folder), args=settings, train_dataset=rows)
+        trainer = GRPOTrainer(load.locate_model(policy), str(folder), args=settings, train_dataset=rows)
     prompts = [list(prompt.text) for prompt, _ in pairs]
     answers = [[{"role": "assistant", "content": completion.text}] for _, completion in pairs]
     return trainer._calculate_rewards([{"prompt": prompt} for prompt in prompts], prompts, answers, None)[:, 0]

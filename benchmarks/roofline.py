@@ -24,13 +24,13 @@ from contenders import our_graded_task, our_policy
 
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.machine import hardware
-from pellucid.models.decoding import DecodeBatch
+from pellucid.distributed.runtime import Runtime
+from pellucid.models.decode import DecodeBatch
 from pellucid.policy.policy import Policy
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers import native
-from pellucid.samplers.native import Native
+from pellucid.rollout import native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Sampling
+from pellucid.utils import hardware
 
 WARM_UP = 2
 
@@ -59,7 +59,7 @@ def main(options: Options) -> None:
     policy = our_policy(Namespace(model=options.model, device="cpu", dtype="bfloat16"))
     runtime = Runtime(policy, AdamWConfig(lr=1e-6), total_updates=100)
     cfg = GRPOConfig(steps=100, prompts_per_step=options.prompts, group_size=options.group, max_length=options.tokens)
-    sampler = Native(int8=options.int8)
+    sampler = NativeSampler(int8=options.int8)
     steps = grpo.train(our_graded_task(), sampler, policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
     seen: list[dict[str, float]] = []
     speeds: list[float] = []
@@ -119,7 +119,7 @@ def context_of(policy: Policy) -> int:
 def speed_of_products() -> float:
     """GFLOP/s of one large product on all threads."""
     threads = torch.get_num_threads()
-    return hardware.matmul_tflops(torch.bfloat16, size=2048, repeats=10, threads=threads) * 1e3
+    return hardware.measure_matmul_tflops(torch.bfloat16, size=2048, repeats=10, threads=threads) * 1e3
 
 
 def bandwidth() -> float:

@@ -17,11 +17,11 @@ import torch
 import tyro
 
 from pellucid.algorithm.batch import Batch, collate
-from pellucid.machine import hardware
 from pellucid.policy import policy
 from pellucid.policy.policy import Policy
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Prompt, Sampling
+from pellucid.utils import hardware
 
 CPU = torch.device("cpu")
 QUESTIONS = (
@@ -42,10 +42,10 @@ class Options:
 
 def main(options: Options) -> None:
     hardware.keep_freed_memory()
-    learner = policy.load(options.model, CPU, hardware.pick_dtype("auto", CPU), temperature=1.0)
+    learner = policy.load_policy(options.model, CPU, hardware.pick_dtype("auto", CPU), temperature=1.0)
     learner.eos_ids = ()
     prompts = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate(QUESTIONS)]
-    sampler = Native(policy=learner)
+    sampler = NativeSampler(policy=learner)
     ways = [Sampling(8, max_tokens=options.tokens, top_p=top_p, seed="mask") for top_p in (1.0, options.top_p)]
     batch = collate(sampler.generate(prompts, ways[1]))
     plain = replace(batch, sampling_mask_words=None, sampling_mask_spans=None)

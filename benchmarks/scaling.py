@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from pellucid.config import load
-from pellucid.doctor import memory
-from pellucid.doctor.command import ENGINES
+from pellucid.config import load_config
+from pellucid.training import memory
+from pellucid.training.doctor import ENGINE_SETTINGS
 
 Pair = tuple[dict[str, float], dict[str, float]]
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/arithmetic.toml")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["ddp", "fsdp2"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINE_SETTINGS, default=["ddp", "fsdp2"])
     options = parser.parse_args()
     pairs: dict[str, list[Pair]] = {engine: [] for engine in options.engines}
     for _ in range(options.repeats):
@@ -53,14 +53,14 @@ def main() -> None:
 
 def flags(processes: int, engine: str) -> list[str]:
     settings = FIXED | {"algorithm.prompts-per-step": PROMPTS * processes}
-    settings |= {f"runtime.{name}": value for name, value in ENGINES[engine].items()}
+    settings |= {f"runtime.{name}": value for name, value in ENGINE_SETTINGS[engine].items()}
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
 def measured(recipe: str, processes: int, engine: str) -> dict[str, float]:
     """Median seconds of each stage, the share of the profiled step in which something went between processes, GB."""
-    cfg = load(Path(recipe), flags(processes, engine))
-    planned = memory.peak(memory.from_name(cfg.policy.model, 0), cfg, processes)
+    cfg = load_config(Path(recipe), flags(processes, engine))
+    planned = memory.estimate_peak(memory.describe_model(cfg.policy.model, 0), cfg, processes)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from pellucid.reporting.measures import dead_share
-from pellucid.reporting.report import accuracy_svg
+from pellucid.reporting.eval_metrics import get_zero_variance_share
+from pellucid.reporting.report import render_accuracy_svg
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     if options.metric:
         print("", options.metric, "", by_step(runs, options.metric), sep="\n")
     if options.render_safely:
-        options.render_safely.write_text(accuracy_svg(list(runs.values())))
+        options.render_safely.write_text(render_accuracy_svg(list(runs.values())))
 
 
 def table(runs: dict[int, Path]) -> str:
@@ -48,7 +48,7 @@ def table(runs: dict[int, Path]) -> str:
         cells = [cell(e[name]) for name in ("greedy", "mean@k") for e in (first, last)]
         steps = records(run / "metrics.jsonl")
         minutes = sum(s["time/step"] for s in steps) / 60
-        dead = mean(dead_share(s) or 0.0 for s in steps)
+        dead = mean(get_zero_variance_share(s) or 0.0 for s in steps)
         cells += [str(len(steps)), f"{minutes:.1f}", f"{dead:.0%}"]
         rows.append(f"| {seed} | {' | '.join(cells)} |")
     return "\n".join(rows)

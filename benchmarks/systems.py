@@ -23,9 +23,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 
-from pellucid.config import dump, load
-from pellucid.reporting.charts import Point, chart
-from pellucid.reporting.curves import over_seeds, picture
+from pellucid.config import dump_config, load_config
+from pellucid.reporting.charts import Point, draw_chart, join_charts, make_seed_series
 
 FIRST, LAST = 3, 10
 STUDENT = {FIRST: 4.303, LAST: 2.262}
@@ -96,7 +95,7 @@ def main() -> None:
         parser.error(f"no system is called {', '.join(sorted(unknown))}: {', '.join(NAMES)}")
     found = {name: [run(name, seed, options.into) for seed in options.seeds] for name in names}
     print("\n".join(["# What the five systems learn", *(told(name, runs, options) for name, runs in found.items())]))
-    (options.into / "curves.svg").write_text(picture([drawn(name, runs) for name, runs in found.items()]))
+    (options.into / "curves.svg").write_text(join_charts([drawn(name, runs) for name, runs in found.items()]))
 
 
 def told(name: str, runs: Sequence[Learnt], options: argparse.Namespace) -> str:
@@ -121,7 +120,7 @@ def departures(name: str) -> str:
     if name == "sorting":
         return "nothing but the spread of the embedding at the start, 1 → 0.3"
     recipe, settings = RECIPES[name]
-    usual = dump(load(Path(f"recipes/{recipe}.toml")))
+    usual = dump_config(load_config(Path(f"recipes/{recipe}.toml")))
     questions = ["the questions, GSM8K → sums of two digits from 1 to 9, after an example"] if name in ASKED else []
     pairs = [(key.replace("-", "_"), usual_of(usual, key), value) for key, value in settings.items()]
     changed = [f"{key} {before} → {value}" for key, before, value in pairs if before != value]
@@ -217,7 +216,9 @@ def interval(rewards: Sequence[float]) -> tuple[float, float]:
 
 def drawn(name: str, runs: Sequence[Learnt]) -> str:
     curves = [[Point(step, reward) for step, reward in enumerate(run.rewards, 1)] for run in runs]
-    return chart(name, f"mean reward of a step, {len(runs)} seeds", over_seeds("reward", curves, "first"), include=(0,))
+    return draw_chart(
+        name, f"mean reward of a step, {len(runs)} seeds", make_seed_series("reward", curves, "first"), include=(0,)
+    )
 
 
 if __name__ == "__main__":

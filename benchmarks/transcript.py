@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 
 from pellucid import cli
-from pellucid.commands.line import COMMANDS
+from pellucid.cli import COMMANDS
 
 WIDTH = "100"
 HEAD = """# The command line

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
-from pellucid.algorithm.objectives import Tokens
+from pellucid.algorithm.objectives import ObjectiveInputs
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.runtimes.runtime import Runtime
+from pellucid.distributed.runtime import Runtime
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
 PROMPTS = ((1, 0, 2), (3, 2, 4), (1, 2, 3))
@@ -167,7 +167,7 @@ class SortThree:
 # ---------------------------------------------------------------- a ratio upside down
 
 
-def inverted(tokens: Tokens, _cfg: GRPOConfig) -> Tensor:
+def inverted(tokens: ObjectiveInputs, _cfg: GRPOConfig) -> Tensor:
     """What `log_probs / old_log_probs`, taken for the ratio, maximises. Both are negative, so as the probability of an
     answer rises this falls: it unlearns what was rewarded.
     """
@@ -199,7 +199,10 @@ def settings(options: argparse.Namespace, deltas: str, loss: str) -> GRPOConfig:
 
 def train(options: argparse.Namespace, deltas: str, loss: str) -> tuple[Places, list[grpo.StepResult]]:
     torch.manual_seed(options.seed)
-    policy, cfg = Places(Sorter(options.size, len(PROMPTS[0]), options.varlen_sequences)), settings(options, deltas, loss)
+    policy, cfg = (
+        Places(Sorter(options.size, len(PROMPTS[0]), options.varlen_sequences)),
+        settings(options, deltas, loss),
+    )
     reference = Places(copy.deepcopy(policy.module).requires_grad_(False)) if options.kl else None
     optimizer = AdamWConfig(lr=options.lr, max_grad_norm=0.0)
     runtime = Runtime(policy, optimizer, total_updates=cfg.steps * cfg.inner_steps)

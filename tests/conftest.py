@@ -31,9 +31,9 @@ from transformers import (
 import pretended_graph
 import simulated_device
 from pellucid import cli
-from pellucid.machine import nearby
 from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Prompt, Reward
+from pellucid.utils import text
 
 # The same examples in every run, none kept in files, and no limit by the clock.
 hypothesis.settings.register_profile("suite", derandomize=True, database=None, deadline=None)
@@ -312,7 +312,7 @@ def _one_seed():
 
 @pytest.fixture(autouse=True)
 def _no_recipe_of_another_test():
-    nearby.remember(None)
+    text.set_recipe_folder(None)
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 
 from pellucid import cli
-from pellucid.machine.imports import uncollected
+from pellucid.utils.hardware import pause_garbage_collection
 
 HERE = Path(__file__).parent
 NAME = "pellucid-forking"
@@ -35,8 +35,8 @@ WANTED = [
     "hypothesis",
     "pytest",
     "pellucid.training.run",
-    "pellucid.runtimes.fsdp2",
-    "pellucid.serve.sampling",
+    "pellucid.distributed.fsdp2",
+    "pellucid.serve.vllm_server",
     *MODELS,
 ]
 
@@ -203,7 +203,7 @@ def ended_together(running):
 def imported():
     """Import what programs want."""
     cli.quiet_libraries()
-    with uncollected():
+    with pause_garbage_collection():
         for name in WANTED:
             with suppress(ModuleNotFoundError):  # a machine with a GPU may lack what only the service needs
                 import_module(name)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from threading import Thread
 
-from pellucid.look.reading import Run
-from pellucid.look.server import Looking
+from pellucid.inspect.run_reader import RunReader
+from pellucid.inspect.server import InspectServer
 
 
 @contextmanager
 def looking(*folders, port=0):
-    with Looking([Run(folder) for folder in folders], port) as server:
+    with InspectServer([RunReader(folder) for folder in folders], port) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

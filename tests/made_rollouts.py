@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pellucid.algorithm.batch import Batch, mask_of, padded
-from pellucid.models.packed import layout_of, windowed
+from pellucid.algorithm.batch import Batch, make_length_mask, pad_sequences
+from pellucid.models.score import apply_sliding_window, build_layout
 
 
 def noise(*shape, seed=0, dtype=torch.bfloat16):
@@ -14,13 +14,13 @@ def noise(*shape, seed=0, dtype=torch.bfloat16):
 
 def batch_of(prompts, responses, prompt_of):
     """Responses of these lengths to prompts of these."""
-    mask = mask_of(responses)
+    mask = make_length_mask(responses)
     ids = [[i % 90 for i in range(7 * n, 7 * n + length)] for n, length in enumerate([*prompts, *responses])]
     return Batch(
         prompt_ids=tuple(map(tuple, ids[: len(prompts)])),
         demonstrations=((),) * len(prompts),
         prompt_indices=torch.tensor(prompt_of),
-        response_ids=padded(ids[len(prompts) :], torch.long),
+        response_ids=pad_sequences(ids[len(prompts) :], torch.long),
         response_mask=mask,
         action_mask=mask,
         finished=torch.zeros(len(responses), dtype=torch.bool),
@@ -66,8 +66,8 @@ CASES = {
 def case(name):
     """Queries, keys and values side by side; where they stand; the gradient of what is read."""
     *lengths, (heads, key_heads, size), window = CASES[name]
-    layout = layout_of(batch_of(*lengths), torch.bfloat16, torch.device("cpu"))
-    layout = windowed(layout, window) if window else layout
+    layout = build_layout(batch_of(*lengths), torch.bfloat16, torch.device("cpu"))
+    layout = apply_sliding_window(layout, window) if window else layout
     n = int(layout.sequences.ends[-1])
     joined = noise(n, heads + 2 * key_heads, size).requires_grad_()
     return joined, (heads, key_heads, key_heads), layout, noise(n, heads * size, seed=1)

@@ -6,7 +6,7 @@ import json
 import math
 import random
 
-from pellucid.reporting import tokens
+from pellucid.reporting import token_files
 
 CONFIG = {
     "policy": {"model": "tiny"},
@@ -67,7 +67,9 @@ def row_keys():
 
 def write_tokens(run, step, rows, **about):
     names = {name: None for each in rows for name in each}
-    tokens.write(run, step, {"step": [step] * len(rows), **{n: [r.get(n) for r in rows] for n in names}}, ABOUT | about)
+    token_files.write_tokens(
+        run, step, {"step": [step] * len(rows), **{n: [r.get(n) for r in rows] for n in names}}, ABOUT | about
+    )
 
 
 def lines(path, records):

@@ -17,7 +17,7 @@ from conftest import records
 from forked import ran
 from pellucid import cli
 from pellucid.policy import policy
-from pellucid.training import compose, run
+from pellucid.training import build, run
 
 TIMED = ("time/", "memory/")
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
@@ -66,7 +66,7 @@ def at_home(monkeypatch):
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
     monkeypatch.setattr(policy, "move_to_device", moved)
-    monkeypatch.setattr(compose, "isolate_task_rewards", lambda task, *_: task)
+    monkeypatch.setattr(build, "isolate_task_rewards", lambda task, *_: task)
 
 
 def untimed(record):

@@ -18,12 +18,12 @@ from conftest import EOS, VOCAB, character_tokenizer
 from forked import Forked
 from pellucid.algorithm.batch import collate
 from pellucid.policy.policy import Policy
-from pellucid.samplers.freshness import matrix
-from pellucid.samplers.remote import GoneError, Remote
-from pellucid.samplers.vllm_engine import Said
-from pellucid.serve import connections
-from pellucid.serve.command import listening
-from pellucid.serve.sampling import Held, application
+from pellucid.rollout.vllm import EngineAnswer
+from pellucid.rollout.vllm_client import SamplerClient, ServerLostError
+from pellucid.rollout.weight_check import to_matrix
+from pellucid.serve import middleware
+from pellucid.serve.command import open_listening_socket
+from pellucid.serve.vllm_server import EngineHost, make_sampler_app
 from worlds import TEMPLATE
 
 
@@ -80,7 +80,7 @@ class Plain:
         self.pushed += 1
 
     def read_columns(self, name, at):
-        return [matrix(dict(self.model.named_parameters())[name].detach())[:, at]]
+        return [to_matrix(dict(self.model.named_parameters())[name].detach())[:, at]]
 
     @torch.no_grad()
     def score_tokens(self, ids):
@@ -105,7 +105,7 @@ class Plain:
             logprobs.append(float(spread[token]))
             if token in self.eos_ids or len(tokens) == most:
                 del self.unfinished[key], self.rows[key]
-                ended.append(Said(key, tokens, logprobs))
+                ended.append(EngineAnswer(key, tokens, logprobs))
         return ended
 
     def abort_all(self):
@@ -148,8 +148,8 @@ class Process:
     def wait(self):
         for _ in range(600):
             try:
-                return Remote(self.url, 5.0).get_state()
-            except GoneError:
+                return SamplerClient(self.url, 5.0).get_state()
+            except ServerLostError:
                 time.sleep(0.1)
         raise AssertionError
 
@@ -162,8 +162,8 @@ class Process:
 @contextmanager
 def served(held, secret="", port=0):
     """The address of a server in this process."""
-    with listening("127.0.0.1", port) as free:
-        server = connections.server(application(held, ("localhost",), secret))
+    with open_listening_socket("127.0.0.1", port) as free:
+        server = middleware.make_server(make_sampler_app(held, ("localhost",), secret))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [free]})
         thread.start()
         try:
@@ -176,6 +176,6 @@ def served(held, secret="", port=0):
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[2]))  # whose products are rounded as there
-    with listening([*sys.argv, "127.0.0.1"][3], int(sys.argv[1])) as free:
-        held = Held(lambda model: Plain(model, pause=0.02))
-        connections.server(application(held, ("localhost",), "")).run(sockets=[free])
+    with open_listening_socket([*sys.argv, "127.0.0.1"][3], int(sys.argv[1])) as free:
+        held = EngineHost(lambda model: Plain(model, pause=0.02))
+        middleware.make_server(make_sampler_app(held, ("localhost",), "")).run(sockets=[free])

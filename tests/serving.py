@@ -15,12 +15,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import make_policy
 from pellucid.policy.policy import Policy
-from pellucid.serve import connections
-from pellucid.serve.api import application
-from pellucid.serve.command import listening
-from pellucid.serve.daemon import url_of
-from pellucid.serve.decoding import Served
-from pellucid.serve.engine import Engine
+from pellucid.serve import middleware
+from pellucid.serve.api import make_app
+from pellucid.serve.command import open_listening_socket
+from pellucid.serve.daemon import make_url
+from pellucid.serve.engine import ServedModel, ServingEngine
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -51,9 +50,11 @@ def running(patience=10.0, grace=10.0, **changes):
     policy = changes.pop("policy", None) or make_policy("llama")
     policy.tokenizer.chat_template = policy.tokenizer.chat_template or TEMPLATE
     rows, waiting = changes.pop("rows", 16), changes.pop("waiting", 64)
-    served = replace(Served("tiny", policy, Engine(policy, rows, waiting), max_tokens=24), **changes)
-    server, socket = connections.server(application(served), patience, grace), listening("127.0.0.1", 0)
-    object.__setattr__(served, "stop", lambda: connections.stopper(server, served.engine.close, grace)(15, None))
+    served = replace(ServedModel("tiny", policy, ServingEngine(policy, rows, waiting), max_tokens=24), **changes)
+    server, socket = middleware.make_server(make_app(served), patience, grace), open_listening_socket("127.0.0.1", 0)
+    object.__setattr__(
+        served, "stop", lambda: middleware.make_stop_handler(server, served.engine.close, grace)(15, None)
+    )
     threads = [
         threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True),
         threading.Thread(target=served.engine.run, daemon=True),
@@ -61,7 +62,7 @@ def running(patience=10.0, grace=10.0, **changes):
     for thread in threads:
         thread.start()
     try:
-        yield served, url_of(*socket.getsockname())
+        yield served, make_url(*socket.getsockname())
     finally:
         server.should_exit = True
         served.engine.close()

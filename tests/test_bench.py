@@ -19,9 +19,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quant
 
 from conftest import character_tokenizer, make_policy, tiny_llama_of
 from pellucid.policy.policy import Policy
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.training.evaluate import greedy
+from pellucid.training.evaluate import make_greedy_sampling
 from pellucid.types import Sampling
 
 BENCHMARKS = Path("benchmarks").absolute()
@@ -345,10 +345,10 @@ def test_weights_that_are_followed_are_those_that_sample(tiny):
     tokenizer = character_tokenizer(string.printable)
     tokenizer.chat_template = CHAT
     one, other = (Policy(tiny_llama_of(tokenizer), tokenizer) for _ in range(2))
-    sampling, prompts = greedy(Sampling(1, max_tokens=12)), Arithmetic().sample(0, 4)
+    sampling, prompts = make_greedy_sampling(Sampling(1, max_tokens=12)), Arithmetic().sample(0, 4)
 
     def said(policy):
-        groups = Native(policy=policy).generate(prompts, sampling)
+        groups = NativeSampler(policy=policy).generate(prompts, sampling)
         return [completion.token_ids for group in groups for completion in group.completions]
 
     before, expected = said(one), said(other)

@@ -43,9 +43,9 @@ def contains(loaded, stated):
 
 
 def test_every_recipe_parses_and_states_only_what_differs():
-    defaults = config.dump(config.load(None))
+    defaults = config.dump_config(config.load_config(None))
     for path in RECIPES:
-        loaded = config.dump(config.load(path))
+        loaded = config.dump_config(config.load_config(path))
         for section, values in tomllib.loads(path.read_text()).items():
             for key, value in values.items():
                 assert contains(loaded[section][key], value), path
@@ -56,18 +56,18 @@ def test_every_recipe_parses_and_states_only_what_differs():
 
 def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 7\ngroup_size = 4\n[task]\nname = 'arithmetic'\ndigits = 2\n")
-    cfg = config.load(path, ["--algorithm.group-size", "16", "--task.operators", "-", "*", "--policy.lora", "8"])
+    cfg = config.load_config(path, ["--algorithm.group-size", "16", "--task.operators", "-", "*", "--policy.lora", "8"])
     assert (cfg.algorithm.steps, cfg.algorithm.group_size, cfg.algorithm.epochs) == (7, 16, 1)
     assert (cfg.task.digits, cfg.task.operators, cfg.policy.lora) == (2, ("-", "*"), 8)
 
 
 def test_settings_survive_json(tmp_path):
     path = recipe(tmp_path, "[task]\nname = 'arithmetic'\noperators = ['-']\n[optimizer]\nbetas = [0.8, 0.9]\n")
-    cfg = config.load(path)
+    cfg = config.load_config(path)
     written = tmp_path / "config.json"
-    written.write_text(json.dumps({**config.dump(cfg), "git": "abc"}))
-    assert config.dump(config.load(written)) == config.dump(cfg)
-    assert config.load(written).task == cfg.task
+    written.write_text(json.dumps({**config.dump_config(cfg), "git": "abc"}))
+    assert config.dump_config(config.load_config(written)) == config.dump_config(cfg)
+    assert config.load_config(written).task == cfg.task
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_settings_survive_json(tmp_path):
 )
 def test_a_mistake_is_one_line_that_names_the_mend(tmp_path, text, complaint):
     with pytest.raises(UserError) as error:
-        config.load(recipe(tmp_path, text))
+        config.load_config(recipe(tmp_path, text))
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -119,7 +119,7 @@ def test_no_float_of_a_setting_may_be_infinite_or_no_number(tmp_path, value):
         section, name = key.split(".")
         written = f"[{value}, 0.5]" if name in ("betas", "soft_temperature") else value
         with pytest.raises(UserError) as refused:
-            config.load(recipe(tmp_path, f"[{section}]\n{name} = {written}\n"))
+            config.load_config(recipe(tmp_path, f"[{section}]\n{name} = {written}\n"))
         assert name in str(refused.value)
         assert "\n" not in str(refused.value)
 
@@ -137,7 +137,7 @@ def test_no_float_of_a_setting_may_be_infinite_or_no_number(tmp_path, value):
 )
 def test_no_float_of_a_task_either(tmp_path, text, said):
     with pytest.raises(UserError, match=said):
-        config.load(recipe(tmp_path, f"[task]\n{text}\n"))
+        config.load_config(recipe(tmp_path, f"[task]\n{text}\n"))
 
 
 @pytest.mark.parametrize(
@@ -145,23 +145,23 @@ def test_no_float_of_a_task_either(tmp_path, text, said):
 )
 def test_settings_of_the_optimizer_are_in_their_ranges(tmp_path, text):
     with pytest.raises(UserError, match=f"optimizer: {text.split(' ')[0]}"):
-        config.load(recipe(tmp_path, f"[optimizer]\n{text}\n"))
+        config.load_config(recipe(tmp_path, f"[optimizer]\n{text}\n"))
 
 
 def test_a_list_is_no_settings(tmp_path):
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(UserError, match=r"list.json: no object of settings"):
-        config.load(tmp_path / "list.json")
+        config.load_config(tmp_path / "list.json")
 
 
 def test_on_the_command_line_too():
     with pytest.raises(UserError, match=r"algorithm.kl_coef = nan must be a finite number"):
-        config.load(None, ["--algorithm.kl-coef", "nan"])
+        config.load_config(None, ["--algorithm.kl-coef", "nan"])
 
 
 def test_a_missing_recipe_is_one_line():
     with pytest.raises(UserError, match=r"nowhere.toml: cannot be read \(No such file"):
-        config.load(Path("nowhere.toml"))
+        config.load_config(Path("nowhere.toml"))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_missing_recipe_is_one_line():
 )
 def test_a_mistake_on_the_command_line_is_one_line_too(words, said):
     with pytest.raises(UserError) as refused:
-        config.load(None, words.split())
+        config.load_config(None, words.split())
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -194,14 +194,14 @@ def test_a_mistake_on_the_command_line_is_one_line_too(words, said):
 def test_a_mistake_says_whose_it_is(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 0\n[policy]\nlora = -1\n")
     with pytest.raises(UserError, match=r"recipe.toml: policy: lora = -1"):
-        config.load(path, ["--algorithm.steps", "3"])
+        config.load_config(path, ["--algorithm.steps", "3"])
     with pytest.raises(UserError, match="the command line: algorithm: steps = -2"):
-        config.load(path, ["--policy.lora", "0", "--algorithm.steps", "-2"])
+        config.load_config(path, ["--policy.lora", "0", "--algorithm.steps", "-2"])
 
 
 def test_what_a_recipe_gets_wrong_the_command_line_can_mend(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 0\n[task]\nname = 'dataset'\n")
-    cfg = config.load(path, ["--algorithm.steps", "3", "--task.data", "x.jsonl"])
+    cfg = config.load_config(path, ["--algorithm.steps", "3", "--task.data", "x.jsonl"])
     assert (cfg.algorithm.steps, cfg.task.data) == (3, "x.jsonl")
 
 
@@ -227,28 +227,28 @@ def test_what_a_recipe_gets_wrong_the_command_line_can_mend(tmp_path):
     ],
 )
 def test_words_become_what_their_setting_is_made_of(words, section, key, value):
-    found = getattr(getattr(config.load(None, words.split()), section), key)
+    found = getattr(getattr(config.load_config(None, words.split()), section), key)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_a_task_that_is_named_on_the_command_line_takes_nothing_from_that_of_the_recipe(tmp_path):
     path = recipe(tmp_path, "[task]\nname = 'arithmetic'\ndigits = 2\n")
-    assert config.load(path, ["--task.name", "sorting"]).task_names == ("sorting",)
-    assert config.load(path, ["--task.name", "arithmetic"]).task.digits == 2
-    wrapped = config.load(path, ["--task.name", "curriculum", "--task.task.digits", "1"])
+    assert config.load_config(path, ["--task.name", "sorting"]).task_names == ("sorting",)
+    assert config.load_config(path, ["--task.name", "arithmetic"]).task.digits == 2
+    wrapped = config.load_config(path, ["--task.name", "curriculum", "--task.task.digits", "1"])
     assert wrapped.task_names == ("curriculum", "arithmetic")
     assert wrapped.task.task.digits == 1
 
 
 def test_rewards_are_named_on_the_command_line(tmp_path):
     path = recipe(tmp_path, "[task]\nname = 'dataset'\ndata = 'x.jsonl'\n[[task.rewards]]\nname = 'math'\n")
-    terms = config.load(path, ["--task.rewards", "exact", "tagged"]).task.rewards
+    terms = config.load_config(path, ["--task.rewards", "exact", "tagged"]).task.rewards
     assert [(term.name, term.weight) for term in terms] == [("exact", 1.0), ("tagged", 1.0)]
-    [term] = config.load(path, ["--task.rewards.0.weight", "0.5"]).task.rewards
+    [term] = config.load_config(path, ["--task.rewards.0.weight", "0.5"]).task.rewards
     assert (term.name, term.weight) == ("math", 0.5)
     with pytest.raises(UserError, match=r"the command line: rewards.1: the last there is is rewards.0"):
-        config.load(path, ["--task.rewards.1.name", "exact"])
+        config.load_config(path, ["--task.rewards.1.name", "exact"])
 
 
 OWN_TASK = """
@@ -272,11 +272,11 @@ class Shout:
 def test_a_task_of_the_users_own_is_its_own_section(tmp_path):
     (tmp_path / "shout_task.py").write_text(OWN_TASK)
     path = recipe(tmp_path, f"[task]\nname = '{tmp_path}/shout_task.py:Shout'\nword = 'yo'\n")
-    cfg = config.load(path, ["--task.seed", "3"])
+    cfg = config.load_config(path, ["--task.seed", "3"])
     assert (cfg.task.word, cfg.task.seed) == ("yo", 3)
-    assert config.dump(cfg)["task"]["name"].endswith("shout_task.py:Shout")
+    assert config.dump_config(cfg)["task"]["name"].endswith("shout_task.py:Shout")
     with pytest.raises(UserError, match='did you mean "word"'):
-        config.load(recipe(tmp_path, f"[task]\nname = '{tmp_path}/shout_task.py:Shout'\nwoord = 'yo'\n"))
+        config.load_config(recipe(tmp_path, f"[task]\nname = '{tmp_path}/shout_task.py:Shout'\nwoord = 'yo'\n"))
 
 
 # ---------------------------------------------------------------- tasks around tasks
@@ -295,7 +295,7 @@ digits = 2
 
 
 def test_wrappers_hold_their_tasks(tmp_path):
-    loaded = config.load(recipe(tmp_path, NESTED), ["--task.task.pool", "50", "--task.task.task.seed", "3"])
+    loaded = config.load_config(recipe(tmp_path, NESTED), ["--task.task.pool", "50", "--task.task.task.seed", "3"])
     assert loaded.task == Prefixed(Curriculum(Arithmetic(digits=2, seed=3), pool=50), dropout=0.3)
     assert type(loaded.task) is Prefixed
     assert type(loaded.task.task) is Curriculum
@@ -304,23 +304,23 @@ def test_wrappers_hold_their_tasks(tmp_path):
 
 
 def test_wrappers_go_through_config_json(tmp_path):
-    loaded = config.load(recipe(tmp_path, NESTED))
+    loaded = config.load_config(recipe(tmp_path, NESTED))
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config.dump(loaded)))
-    assert config.load(path).task == loaded.task
-    assert config.load(path).task_names == ("prefixed", "curriculum", "arithmetic")
+    path.write_text(json.dumps(config.dump_config(loaded)))
+    assert config.load_config(path).task == loaded.task
+    assert config.load_config(path).task_names == ("prefixed", "curriculum", "arithmetic")
 
 
 def test_a_task_of_the_user_s_own_can_be_wrapped(tmp_path):
     own = f'[task]\nname = "curriculum"\n[task.task]\nname = "{Path(__file__).parent}/digits_task.py:Digits"\n'
-    loaded = config.load(recipe(tmp_path, own))
+    loaded = config.load_config(recipe(tmp_path, own))
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config.dump(loaded)))
-    assert type(config.load(path).task.task).__name__ == "Digits"
+    path.write_text(json.dumps(config.dump_config(loaded)))
+    assert type(config.load_config(path).task.task).__name__ == "Digits"
 
 
 def test_a_wrapper_without_a_task_wraps_the_default_one(tmp_path):
-    assert config.load(recipe(tmp_path, '[task]\nname = "curriculum"\n')).task.task == Arithmetic()
+    assert config.load_config(recipe(tmp_path, '[task]\nname = "curriculum"\n')).task.task == Arithmetic()
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_wrapper_without_a_task_wraps_the_default_one(tmp_path):
 )
 def test_mistakes_in_nested_tasks_name_their_place(tmp_path, text, said):
     with pytest.raises(UserError) as caught:
-        config.load(recipe(tmp_path, text))
+        config.load_config(recipe(tmp_path, text))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -357,11 +357,11 @@ def test_whatever_a_recipe_states_is_what_is_loaded_and_dumped(tmp_path_factory,
         for name, section in stated.items()
     )
     path.write_text("".join(lines).replace("\x7f", "\\u007f"), encoding="utf-8")
-    loaded = config.load(path)
-    assert contains(config.dump(loaded), stated)
+    loaded = config.load_config(path)
+    assert contains(config.dump_config(loaded), stated)
     dumped = path.with_name("config.json")
-    dumped.write_text(json.dumps(config.dump(loaded)))
-    assert config.dump(config.load(dumped)) == config.dump(loaded)
+    dumped.write_text(json.dumps(config.dump_config(loaded)))
+    assert config.dump_config(config.load_config(dumped)) == config.dump_config(loaded)
 
 
 @examples(max_examples=40)
@@ -379,7 +379,7 @@ def test_whatever_a_recipe_holds_it_is_settings_or_one_line(tmp_path_factory, te
     path.write_text(text, encoding="utf-8")
     refusal = ""
     try:
-        config.load(path)
+        config.load_config(path)
     except UserError as error:
         refusal = str(error)
     assert len(refusal.splitlines()) <= 1
@@ -408,16 +408,16 @@ class Odd:
 def test_settings_inside_one_of_two_records(tmp_path):
     (tmp_path / "odd_task.py").write_text(ODD_TASK)
     path = recipe(tmp_path, f"[task]\nname = '{tmp_path}/odd_task.py:Odd'\n")
-    assert config.load(path, ["--task.either.b", "5"]).task.either.b == 5
+    assert config.load_config(path, ["--task.either.b", "5"]).task.either.b == 5
     with pytest.raises(UserError, match=r"task.either.*c: no such key"):
-        config.load(path, ["--task.either.c", "5"])
+        config.load_config(path, ["--task.either.c", "5"])
 
 
 def test_a_type_that_is_not_there_is_one_line(tmp_path):
     text = "from dataclasses import dataclass\n@dataclass\nclass Lost:\n    x: 'Nope' = 1\n"
     (tmp_path / "lost_task.py").write_text(text)
     with pytest.raises(UserError, match="the types of the fields of Lost cannot be read: name 'Nope'"):
-        config.load(recipe(tmp_path, f"[task]\nname = '{tmp_path}/lost_task.py:Lost'\n"))
+        config.load_config(recipe(tmp_path, f"[task]\nname = '{tmp_path}/lost_task.py:Lost'\n"))
 
 
 @pytest.mark.parametrize(
@@ -433,13 +433,13 @@ def test_a_type_that_is_not_there_is_one_line(tmp_path):
     ],
 )
 def test_what_is_sampled_in_another_arithmetic_is_corrected_unless_it_is_stated(tmp_path, text, correction):
-    loaded = config.load(recipe(tmp_path, text))
+    loaded = config.load_config(recipe(tmp_path, text))
     assert loaded.algorithm.correction == correction
-    assert config.build(config.dump(loaded), "a run").algorithm.correction == correction
+    assert config.build_config(config.dump_config(loaded), "a run").algorithm.correction == correction
 
 
 def test_vllm_on_the_command_line_is_corrected_too(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 3\n")
-    assert config.load(path, ["--sampler.name", "vllm"]).algorithm.correction == "token"
+    assert config.load_config(path, ["--sampler.name", "vllm"]).algorithm.correction == "token"
     stated = ["--sampler.name", "vllm", "--algorithm.correction", "none"]
-    assert config.load(path, stated).algorithm.correction == "none"
+    assert config.load_config(path, stated).algorithm.correction == "none"

@@ -16,8 +16,8 @@ from conftest import OneProcessRuntime, character_tokenizer, mostly_slow, tiny_l
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.distributed.runtime import Runtime
 from pellucid.policy.policy import Policy
-from pellucid.runtimes.runtime import Runtime
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
 
@@ -186,7 +186,7 @@ def test_a_loop_of_somebody_else_has_our_gradients(monkeypatch):
     runtime = OneProcessRuntime(policy)
     batch = collate(graded)
     advantages, _ = grpo.compute_advantages(graded, batch, policy, runtime, cfg)
-    grpo.update(policy, grpo.attach_advantages(batch, graded, advantages, runtime, cfg), runtime, cfg)
+    grpo.update_policy(policy, grpo.attach_advantages(batch, graded, advantages, runtime, cfg), runtime, cfg)
     for name, gradient in runtime.gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-2

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from conftest import make_policy
+from pellucid import cli
 from pellucid.algorithm.settings import AdamWConfig
-from pellucid.commands import line
-from pellucid.machine import hardware, locks
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
+from pellucid.distributed.runtime import Runtime
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Prompt, Sampling, UserError
+from pellucid.utils import files, hardware
 
 EVERYTHING = """
 import pkgutil, psutil, sys
 sys.modules.update(fcntl=None, resource=None)
-from pellucid.machine.imports import uncollected
+from pellucid.utils.hardware import uncollected
 with uncollected():
     import torch
     import pellucid.training.run
@@ -45,8 +45,8 @@ def test_all_of_it_is_imported_without_what_windows_and_macs_lack():
 
 
 def test_without_file_locks_training_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "fcntl", None)
-    with pytest.raises(UserError, match="on Windows use WSL"), locks.locked(tmp_path / ".lock", "trains"):
+    monkeypatch.setattr(files, "fcntl", None)
+    with pytest.raises(UserError, match="on Windows use WSL"), files.hold_lock(tmp_path / ".lock", "trains"):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -55,14 +55,14 @@ def test_without_file_locks_training_is_refused(tmp_path, monkeypatch):
 def test_a_service_in_the_background_is_refused_on_windows(action, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(UserError, match=f"serve {action} needs Linux or macOS"):
-        line.parsed(["serve", action])()
+        cli.parse_command_line(["serve", action])()
 
 
 def test_bf16_on_a_cpu_without_onednn_is_computed_by_torch_alone(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", torch._ops._OpNamespace("absent"))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     policy = make_policy(dtype=torch.bfloat16)
-    [group] = Native(policy=policy).generate([Prompt("p", "12?")], Sampling(2, max_tokens=4))
+    [group] = NativeSampler(policy=policy).generate([Prompt("p", "12?")], Sampling(2, max_tokens=4))
     assert len(group.completions) == 2
 
 
@@ -70,7 +70,7 @@ def test_generate_forks_the_generators_of_its_own_device_alone(monkeypatch):
     """Of all GPUs, torch warns; and a process of torchrun has one."""
     asked, fork = [], torch.random.fork_rng
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None: asked.append(devices) or fork(devices))
-    sampler = HuggingFace()
+    sampler = HuggingFaceSampler()
     sampler.sync(make_policy())
     sampler.generate([Prompt("p", "12?")], Sampling(2, max_tokens=2))
     assert asked == [[]]
@@ -84,15 +84,15 @@ class OfWindows(NamedTuple):
 def test_peak_memory_where_there_is_no_getrusage(monkeypatch):
     monkeypatch.setattr(hardware, "resource", None)
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: OfWindows())
-    assert hardware.peak_gb(torch.device("cpu")) == 3.0
-    assert hardware.resident_gb() == 2.0
+    assert hardware.get_peak_memory_gb(torch.device("cpu")) == 3.0
+    assert hardware.get_resident_gb() == 2.0
 
 
 def test_memory_is_in_gigabytes():
     held = torch.ones(2**26)
     at_least = held.numel() * 4 / 1e9
-    for gb in (hardware.peak_gb(held.device), hardware.resident_gb()):
-        assert at_least < gb < hardware.memory_gb() < 1e5
+    for gb in (hardware.get_peak_memory_gb(held.device), hardware.get_resident_gb()):
+        assert at_least < gb < hardware.get_memory_gb() < 1e5
 
 
 def test_a_runtime_on_the_cpu_of_a_machine_with_a_gpu_reports_its_own_memory(monkeypatch):
@@ -134,25 +134,25 @@ def test_a_gpu_that_only_emulates_bf16_computes_in_fp32(monkeypatch):
     emulated = {True: True, False: False}
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: emulated[including_emulation])
     assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.float32
-    assert 'policy.dtype = "float16"' in hardware.without_bf16(torch.device("cuda"))
-    assert hardware.without_bf16(torch.device("cpu")) == ""
+    assert 'policy.dtype = "float16"' in hardware.describe_missing_bf16(torch.device("cuda"))
+    assert hardware.describe_missing_bf16(torch.device("cpu")) == ""
     emulated[False] = True
-    assert hardware.without_bf16(torch.device("cuda")) == ""
+    assert hardware.describe_missing_bf16(torch.device("cuda")) == ""
     assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
 
 
 def test_deterministic_mode_is_torchs_with_a_workspace_that_repeats(monkeypatch):
-    monkeypatch.setenv(hardware.WORKSPACE, ":0:0")
-    with pytest.raises(UserError, match="unset it"), hardware.deterministic():
+    monkeypatch.setenv(hardware.CUBLAS_WORKSPACE_VARIABLE, ":0:0")
+    with pytest.raises(UserError, match="unset it"), hardware.use_deterministic_algorithms():
         pass
     assert not torch.are_deterministic_algorithms_enabled()
-    monkeypatch.delenv(hardware.WORKSPACE)
+    monkeypatch.delenv(hardware.CUBLAS_WORKSPACE_VARIABLE)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with hardware.deterministic():
+    with hardware.use_deterministic_algorithms():
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert hardware.os.environ[hardware.WORKSPACE] == ":4096:8"
+        assert hardware.os.environ[hardware.CUBLAS_WORKSPACE_VARIABLE] == ":4096:8"
         assert not torch.backends.cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled()
-    assert hardware.WORKSPACE not in hardware.os.environ
+    assert hardware.CUBLAS_WORKSPACE_VARIABLE not in hardware.os.environ
     assert torch.backends.cudnn.benchmark

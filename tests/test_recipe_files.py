@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pellucid import config
-from pellucid.tasks.dataset import forget
-from pellucid.tasks.sources import rows_of
+from pellucid.tasks.data_files import load_rows
+from pellucid.tasks.dataset import clear_dataset_caches
 from pellucid.types import UserError
 
 ROWS = "".join(json.dumps({"question": f"{i}?", "answer": str(i)}) + "\n" for i in range(3))
@@ -23,12 +23,12 @@ def error_of(act, *arguments):
 
 
 def read(path):
-    return rows_of(str(path), "", "train")
+    return load_rows(str(path), "", "train")
 
 
 @pytest.fixture(autouse=True)
 def _afresh():
-    forget()
+    clear_dataset_caches()
 
 
 # ---------------------------------------------------------------- data
@@ -44,8 +44,8 @@ def test_a_field_may_be_of_any_length(tmp_path, monkeypatch, ending, quoted):
     path = tmp_path / f"a{ending}"
     path.write_text(f"question{mark}answer\n{written}{mark}1\n")
     for large in (2**30, 0):
-        forget()
-        monkeypatch.setattr("pellucid.tasks.rows.LARGE", large)
+        clear_dataset_caches()
+        monkeypatch.setattr("pellucid.tasks.data_files.LARGE_FILE_BYTES", large)
         [(_, row)] = read(path)
         assert row == {"question": long, "answer": "1"}
 
@@ -72,7 +72,7 @@ def test_files_of_spreadsheets_are_told_what_they_are(tmp_path, name, content, s
 
 def test_a_recipe_may_begin_with_a_mark_of_its_encoding(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[algorithm]\nsteps = 7\n")
-    assert config.load(tmp_path / "a.toml").algorithm.steps == 7
+    assert config.load_config(tmp_path / "a.toml").algorithm.steps == 7
 
 
 @pytest.mark.parametrize(
@@ -84,25 +84,25 @@ def test_a_recipe_may_begin_with_a_mark_of_its_encoding(tmp_path):
 )
 def test_a_path_of_windows_is_told_how_to_be_written(tmp_path, line, said):
     (tmp_path / "a.toml").write_text(f'[task]\nname = "dataset"\n{line}\n')
-    told = error_of(config.load, tmp_path / "a.toml")
+    told = error_of(config.load_config, tmp_path / "a.toml")
     assert said in told
     assert "line 3" in told
 
 
 def test_a_path_of_windows_that_toml_can_read_is_told_when_it_leads_to_nothing(tmp_path):
     (tmp_path / "a.toml").write_text('[task]\nname = "dataset"\ndata = "C:\\temp\\rows.jsonl"\n')
-    task = config.load(tmp_path / "a.toml").task
+    task = config.load_config(tmp_path / "a.toml").task
     assert "write a path in single quotes, 'C:\\temp', or with /" in error_of(task.sample, 0, 1)
 
 
 def test_other_mistakes_in_toml_get_no_hint_at_paths(tmp_path):
     (tmp_path / "a.toml").write_text('[task]\nname = "dataset\n')
-    assert "backslash" not in error_of(config.load, tmp_path / "a.toml")
+    assert "backslash" not in error_of(config.load_config, tmp_path / "a.toml")
 
 
 def test_a_table_where_a_list_of_tables_is_needed_is_told_its_brackets(tmp_path):
     (tmp_path / "a.toml").write_text('[task]\nname = "dataset"\ndata = "a.jsonl"\n[task.rewards]\nname = "exact"\n')
-    told = error_of(config.load, tmp_path / "a.toml")
+    told = error_of(config.load_config, tmp_path / "a.toml")
     assert told.endswith("a.toml: task.rewards: is a list of tables: write it in double brackets, [[task.rewards]]")
 
 
@@ -146,7 +146,7 @@ def places(tmp_path, monkeypatch):
 
 def test_relative_paths_lead_from_the_folder_of_the_recipe(places):
     project, here = places
-    loaded = config.load(project / "a.toml")
+    loaded = config.load_config(project / "a.toml")
     inside = loaded.task.task
     assert [Path(p).resolve() for p in (loaded.policy.model, loaded.policy.template, loaded.task.file)] == [
         project / name for name in ("model", "chat.jinja", "prefixes.json")
@@ -165,8 +165,10 @@ def test_the_folder_of_the_recipe_comes_before_the_working_directory(places):
     recipe = project / "b.toml"
     for name, found in (("train.jsonl", project / "train.jsonl"), ("only.jsonl", here / "only.jsonl")):
         recipe.write_text(f'[task]\nname = "dataset"\ndata = "{name}"\n')
-        assert Path(config.load(recipe).task.data).resolve() == found
-        assert config.load(recipe, ["--task.data", name]).task.data == name, "of the command line it is one from here"
+        assert Path(config.load_config(recipe).task.data).resolve() == found
+        assert config.load_config(recipe, ["--task.data", name]).task.data == name, (
+            "of the command line it is one from here"
+        )
 
 
 @pytest.mark.parametrize(
@@ -180,16 +182,16 @@ def test_the_folder_of_the_recipe_comes_before_the_working_directory(places):
     ],
 )
 def test_a_file_that_is_nowhere_is_told_with_where_it_was_looked_for(places, section):
-    from pellucid.policy import pretrained  # noqa: PLC0415 - as what reads it does
-    from pellucid.policy.template import Template  # noqa: PLC0415
+    from pellucid.policy import load  # noqa: PLC0415 - as what reads it does
+    from pellucid.policy.chat_template import ChatTemplate  # noqa: PLC0415
 
     project, here = places
     (project / "b.toml").write_text(section)
 
     def looked():
-        loaded = config.load(project / "b.toml")
-        Template(loaded.policy.template).apply_to_tokenizer(None) if loaded.policy.template else None
-        pretrained.locate(loaded.policy.model) if "none" in loaded.policy.model else None
+        loaded = config.load_config(project / "b.toml")
+        ChatTemplate(loaded.policy.template).apply_to_tokenizer(None) if loaded.policy.template else None
+        load.locate_model(loaded.policy.model) if "none" in loaded.policy.model else None
         loaded.task.sample(0, 1)
 
     told = error_of(looked)

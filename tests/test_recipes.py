@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pellucid import config, recipes
+from pellucid import config
 from pellucid.study import plan
 from pellucid.types import UserError
 
@@ -34,33 +34,33 @@ def elsewhere(tmp_path, monkeypatch):
     }.items(),
 )
 def test_a_name_is_that_of_a_shipped_recipe(name, file):
-    assert recipes.find(name) == SHIPPED / file
+    assert config.find_recipe(name) == SHIPPED / file
 
 
 def test_a_file_that_exists_stays_what_it_is(elsewhere, monkeypatch):
     monkeypatch.setenv("HOME", str(elsewhere))
     (elsewhere / "arithmetic").write_text("")
-    assert recipes.find("arithmetic") == Path("arithmetic")
-    assert recipes.find("~/arithmetic") == elsewhere / "arithmetic"
+    assert config.find_recipe("arithmetic") == Path("arithmetic")
+    assert config.find_recipe("~/arithmetic") == elsewhere / "arithmetic"
     (elsewhere / "variants").mkdir()
     (elsewhere / "variants" / "dapo.toml").write_text("")
-    assert recipes.find("dapo.toml", Path("variants")) == Path("variants/dapo.toml")
-    assert recipes.find("variants/dapo.toml") == Path("variants/dapo.toml")
-    assert recipes.find("variants/dapo") == SHIPPED / "variants/dapo.toml", "no file is called so"
+    assert config.find_recipe("dapo.toml", Path("variants")) == Path("variants/dapo.toml")
+    assert config.find_recipe("variants/dapo.toml") == Path("variants/dapo.toml")
+    assert config.find_recipe("variants/dapo") == SHIPPED / "variants/dapo.toml", "no file is called so"
 
 
 def test_a_folder_is_no_recipe(elsewhere):
     (elsewhere / "arithmetic").mkdir()
-    assert recipes.find("arithmetic") == SHIPPED / "arithmetic.toml"
+    assert config.find_recipe("arithmetic") == SHIPPED / "arithmetic.toml"
 
 
 def test_a_name_of_several_is_theirs_to_complete(elsewhere, monkeypatch):
     folder = Path(shutil.copytree(SHIPPED, elsewhere / "installed"))
     (folder / "study" / "dapo.toml").write_text("")
-    monkeypatch.setattr(recipes, "PACKAGED_RECIPES_FOLDER", folder)
+    monkeypatch.setattr(config, "PACKAGED_RECIPES_FOLDER", folder)
     with pytest.raises(UserError, match=r"^dapo may be study/dapo and variants/dapo: write one of them$"):
-        recipes.find("dapo")
-    assert recipes.find("variants/dapo") == folder / "variants/dapo.toml"
+        config.find_recipe("dapo")
+    assert config.find_recipe("variants/dapo") == folder / "variants/dapo.toml"
 
 
 @pytest.mark.parametrize(
@@ -78,33 +78,33 @@ def test_what_is_neither_is_told_what_there_is(name, hints, elsewhere):
     for file in ("backwards.toml", "notes.txt"):
         (elsewhere / "mine" / file).write_text("")
     with pytest.raises(UserError) as told:
-        recipes.find(name)
+        config.find_recipe(name)
     assert str(told.value) == f"{name}: there is no such file, and no recipe of this name{hints}"
 
 
 @pytest.mark.parametrize("name", ["", ".", "zzz/zzz"])
 def test_where_nothing_is_near_all_of_them_are_named(name):
     with pytest.raises(UserError, match=r"; there are arithmetic, .*, variants/weighted_k3$"):
-        recipes.find(name)
+        config.find_recipe(name)
 
 
 def test_all_are_listed_each_with_a_sentence_of_its_own():
-    listed = recipes.listed()
-    assert [SHIPPED / f"{name}.toml" for name in listed] == list(recipes.shipped().values())
-    assert {path.resolve() for path in SHIPPED.rglob("*.toml")} == set(recipes.shipped().values())
+    listed = config.describe_recipes()
+    assert [SHIPPED / f"{name}.toml" for name in listed] == list(config.find_packaged_recipes().values())
+    assert {path.resolve() for path in SHIPPED.rglob("*.toml")} == set(config.find_packaged_recipes().values())
     assert listed["sorting"] == "Sort four digits, graded by place."
     assert all(line.endswith(".") for line in listed.values())
 
 
 def test_each_is_whole_wherever_it_is_read():
-    for path in map(recipes.find, recipes.listed()):
-        if "variants" in config.read(path):
-            assert plan.checked(plan.read(path)), path
+    for path in map(config.find_recipe, config.describe_recipes()):
+        if "variants" in config.read_settings(path):
+            assert plan.load_variant_configs(plan.read_study(path)), path
         else:
-            config.load(path)
+            config.load_config(path)
 
 
 def test_the_base_of_a_study_of_ones_own_may_be_a_name(elsewhere):
     study = elsewhere / "mine.toml"
     study.write_text('base = "arithmetic"\nseeds = [0]\n[variants.plain]\n')
-    assert plan.read(study).variants["plain"]["sampler"] == {"max_tokens": 24}
+    assert plan.read_study(study).variants["plain"]["sampler"] == {"max_tokens": 24}

@@ -10,12 +10,11 @@ import re
 import pytest
 
 from pellucid import cli, config
-from pellucid.commands import line
-from pellucid.flags import fields_of
-from pellucid.library.settings import sections_of
-from pellucid.renames import KEYS, TRL, VALUES, WITHOUT_COUNTERPART, of_trl
+from pellucid.api import group_settings_by_section
+from pellucid.config import get_field_types
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.environment import Environment
+from pellucid.trl_hints import RENAMED_KEYS, RENAMED_VALUES, TRL_COUNTERPARTS, TRL_WITHOUT_COUNTERPART, explain_trl_name
 from pellucid.types import UserError
 
 OLD = '[algorithm]\nobjective = "dynamic"\nmin_spread = 0.25\n'
@@ -25,7 +24,7 @@ def test_an_old_recipe_has_the_settings_of_the_new_one_and_is_told_their_names(t
     old, new = tmp_path / "old.toml", tmp_path / "new.toml"
     old.write_text(OLD)
     new.write_text('[algorithm]\nobjective = "dcpo"\nmin_reward_range = 0.25\n')
-    assert config.dump(config.load(old)) == config.dump(config.load(new))
+    assert config.dump_config(config.load_config(old)) == config.dump_config(config.load_config(new))
     assert capsys.readouterr().err.splitlines() == [
         f'{old}: algorithm.objective = "dynamic" is now called objective = "dcpo"',
         f'{old}: algorithm.min_spread = "0.25" is now called min_reward_range = "0.25"',
@@ -33,10 +32,10 @@ def test_an_old_recipe_has_the_settings_of_the_new_one_and_is_told_their_names(t
 
 
 def test_an_old_run_is_read_without_a_word(tmp_path, capsys):
-    settings = config.dump(config.load(None))
+    settings = config.dump_config(config.load_config(None))
     settings["algorithm"] |= {"objective": "naive", "min_spread": settings["algorithm"].pop("min_reward_range")}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert config.load(tmp_path / "config.json").algorithm.objective == "reinforce"
+    assert config.load_config(tmp_path / "config.json").algorithm.objective == "reinforce"
     assert capsys.readouterr().err == ""
 
 
@@ -48,22 +47,22 @@ def test_an_old_run_is_read_without_a_word(tmp_path, capsys):
     ],
 )
 def test_old_flags_are_the_new_ones(flags, capsys):
-    algorithm = config.load(None, [*flags, "--algorithm.kl", "k2"]).algorithm
+    algorithm = config.load_config(None, [*flags, "--algorithm.kl", "k2"]).algorithm
     assert (algorithm.objective, algorithm.min_reward_range, algorithm.kl) == ("importance_weighted", 0.5, "k2")
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_a_value_that_is_spelt_like_an_old_name_elsewhere_stays(capsys):
-    assert config.load(None, ["--policy.model", "clipped", "--log.project=naive"]).policy.model == "clipped"
+    assert config.load_config(None, ["--policy.model", "clipped", "--log.project=naive"]).policy.model == "clipped"
     assert capsys.readouterr().err == ""
 
 
 def test_every_new_name_is_a_setting():
-    known = config.dump(config.load(None))
-    assert all(new in known[section] and old not in known[section] for (section, old), new in KEYS.items())
-    for (section, key), names in VALUES.items():
+    known = config.dump_config(config.load_config(None))
+    assert all(new in known[section] and old not in known[section] for (section, old), new in RENAMED_KEYS.items())
+    for (section, key), names in RENAMED_VALUES.items():
         for old, new in names.items():
-            assert config.load(None, [f"--{section}.{key}", new])
+            assert config.load_config(None, [f"--{section}.{key}", new])
             assert old not in names.values()
 
 
@@ -86,7 +85,7 @@ def refused(act, *arguments):
 
 def places(name):
     """Where our settings have this name."""
-    return [section for section, cls in config.SECTIONS.items() if name in fields_of(cls)]
+    return [section for section, cls in config.SECTIONS.items() if name in get_field_types(cls)]
 
 
 def test_every_name_of_trl_is_a_setting_or_told_what_is_or_why_none_is_and_what_to_do():
@@ -95,14 +94,16 @@ def test_every_name_of_trl_is_a_setting_or_told_what_is_or_why_none_is_and_what_
     assert len(names) > 200
     for name in names:
         explained = f"TRL's {name} is ", f"TRL's {name} has no counterpart, as "
-        assert place_told(name) or any(words in refused(sections_of, {name: 1}, Dataset) for words in explained), name
-        option = refused(line.parsed, ["train", f"--{name}", "1"])
+        assert place_told(name) or any(
+            words in refused(group_settings_by_section, {name: 1}, Dataset) for words in explained
+        ), name
+        option = refused(cli.parse_command_line, ["train", f"--{name}", "1"])
         assert any(words in option for words in (*explained, f".{name}", f"did you mean --{name}")) or name == "resume"
         for section in ("algorithm", "sampler", "evaluate"):
             if section not in places(name):
                 for said in (
-                    refused(config.load, None, [f"--{section}.{name}", "1"]),
-                    refused(config.build, {section: {name: 1}}, "recipe.toml"),
+                    refused(config.load_config, None, [f"--{section}.{name}", "1"]),
+                    refused(config.build_config, {section: {name: 1}}, "recipe.toml"),
                 ):
                     assert any(words in said for words in explained), (name, said)
                     assert "\n" not in said
@@ -110,18 +111,18 @@ def test_every_name_of_trl_is_a_setting_or_told_what_is_or_why_none_is_and_what_
 
 def place_told(name):
     """Whether a name is a keyword, or one of several settings that are named."""
-    said = refused(sections_of, {name: 1}, Dataset)
+    said = refused(group_settings_by_section, {name: 1}, Dataset)
     return name in ("model",) or not said or f"{name} is a setting of " in said
 
 
 def test_what_a_hint_names_is_a_setting_and_a_reason_comes_with_an_alternative():
-    known = {f"{section}.{key}" for section, cls in config.SECTIONS.items() for key in fields_of(cls)}
-    known |= {f"task.{key}" for cls in (Dataset, Environment) for key in fields_of(cls)} | {"run", "resume"}
+    known = {f"{section}.{key}" for section, cls in config.SECTIONS.items() for key in get_field_types(cls)}
+    known |= {f"task.{key}" for cls in (Dataset, Environment) for key in get_field_types(cls)} | {"run", "resume"}
     named = re.compile(r"\{(.*?)\}")
-    for texts in [*((text,) for text in TRL.values()), *WITHOUT_COUNTERPART.values()]:
+    for texts in [*((text,) for text in TRL_COUNTERPARTS.values()), *TRL_WITHOUT_COUNTERPART.values()]:
         assert {name for text in texts for name in named.findall(text)} <= known, texts
         assert all(texts)
-    assert not TRL.keys() & WITHOUT_COUNTERPART.keys()
+    assert not TRL_COUNTERPARTS.keys() & TRL_WITHOUT_COUNTERPART.keys()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_what_a_hint_names_is_a_setting_and_a_reason_comes_with_an_alternative()
     }.items(),
 )
 def test_what_is_said_of_a_name_of_trl_is_in_keywords(name, said):
-    assert said in refused(sections_of, {name: 1}, None)
+    assert said in refused(group_settings_by_section, {name: 1}, None)
 
 
 @pytest.mark.parametrize(
@@ -167,24 +168,24 @@ def test_a_name_of_trl_is_told_ours(capsys):
         "train has no option --num-generations; TRL's num_generations is here --algorithm.group-size (docs/library.md)"
     )
     assert said in capsys.readouterr().err
-    assert of_trl("group_size") == ""
+    assert explain_trl_name("group_size") == ""
 
 
 def test_all_unknown_names_are_told_at_once(tmp_path):
-    said = refused(sections_of, {"stpes": 3, "lr": 1.0, "num_generations": 4, "bateau": 1}, None)
+    said = refused(group_settings_by_section, {"stpes": 3, "lr": 1.0, "num_generations": 4, "bateau": 1}, None)
     assert said == (
         "pellucid.train has no setting stpes; did you mean steps? pellucid.train has no setting num_generations; TRL's"
         " num_generations is here group_size (docs/library.md). pellucid.train has no setting bateau; docs/library.md"
         " says how settings are named"
     )
-    said = refused(line.parsed, ["train", "--rnu", "a", "--reusme", "b"])
+    said = refused(cli.parse_command_line, ["train", "--rnu", "a", "--reusme", "b"])
     assert (
         said
         == 'train has no option --rnu; did you mean "--run"? train has no option --reusme; did you mean "--resume"?'
     )
     recipe = tmp_path / "r.toml"
     recipe.write_text("[algorithm]\nstpes = 3\nsteps = 0\ngroup_sise = 4\n[optimiser]\nlr = 1.0\n[task]\ndigit = 2\n")
-    said = refused(config.load, recipe, ["--evaluate.evry", "2"])
+    said = refused(config.load_config, recipe, ["--evaluate.evry", "2"])
     for name in ("algorithm.stpes", "algorithm.group_sise", "optimiser", "task.digit"):
         assert f"{recipe}: {name}: no such key; did you mean" in said
     assert 'the command line: evaluate.evry: no such key; did you mean "every"?' in said

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from pellucid.config import load
+from pellucid.config import load_config
 from pellucid.types import Completion
 
 SOURCES = sorted(Path("src").rglob("*.py"))
@@ -83,7 +83,7 @@ def test_the_task_in_the_readme_works(tmp_path):
     cls = re.search(r"class (\w+)", code)[1]
     recipe = tmp_path / "own.toml"
     recipe.write_text(f'[task]\nname = "{tmp_path}/haiku_task.py:{cls}"\n')
-    task = load(recipe).task
+    task = load_config(recipe).task
     prompts = task.sample(0, 3)
     assert prompts == task.sample(0, 3)
     assert task.reward(prompts[0], Completion((1,), (0.0,), prompts[0].answer, True)).is_correct

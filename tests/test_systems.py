@@ -75,7 +75,9 @@ def test_the_recipe_of_a_system_trains(name, wide_model, questions, tmp_path):
 
 def test_the_defaults_of_the_systems():
     """As part A8 of their descriptions has them."""
-    one, trainer, by_hand = (config.load(Path(f"recipes/{name}.toml")) for name in ("continuity", "gsm8k", "expected"))
+    one, trainer, by_hand = (
+        config.load_config(Path(f"recipes/{name}.toml")) for name in ("continuity", "gsm8k", "expected")
+    )
     assert (one.algorithm.group_size, one.algorithm.epochs, one.algorithm.kl_coef) == (4, 3, 0.02)
     assert (one.optimizer.lr, one.sampler.max_tokens, one.algorithm.steps) == (2e-6, 512, 20)
     assert (trainer.algorithm.group_size, trainer.algorithm.prompts_per_step, trainer.algorithm.kl_coef) == (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pellucid import recipes
+from pellucid import config
 from serving import chat, post
 
 BESIDE = Path(__file__).parent
@@ -82,7 +82,7 @@ def test_it_has_all_that_is_read_at_run_time_and_no_more(wheel):
     sources = {path for path in Path("src").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     own = {path.relative_to("src").as_posix() for path in sources}
     assert {"pellucid/py.typed", "pellucid/serve/page.html", "pellucid/reporting/report.html"} <= own
-    shipped = {f"pellucid/_recipes/{name}.toml" for name in recipes.listed()}
+    shipped = {f"pellucid/_recipes/{name}.toml" for name in config.describe_recipes()}
     shapes = {f"pellucid/_{path.as_posix()}" for path in Path("recipes/shapes").rglob("*.json")}
     about = {name for name in names if name.startswith("pellucid-")}
     assert names == own | shipped | shapes | about

@@ -9,11 +9,9 @@ TYPE_CHECKING = False  # as typing has it: `python -m pellucid` comes here befor
 if TYPE_CHECKING:
     from pellucid import algorithm
     from pellucid.algorithm.grpo import StepResult
-    from pellucid.library.run import Run
-    from pellucid.library.train import train
-    from pellucid.protocols import Task
+    from pellucid.api import Run, train
     from pellucid.rewards.terms import RewardTerm
-    from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, Sampling, UserError
+    from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, Sampling, Task, UserError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,12 +31,12 @@ __all__ = [
     "algorithm",
     "train",
 ]
-HOMES = {
-    "Run": "pellucid.library.run",
+EXPORT_MODULES = {
+    "Run": "pellucid.api",
     "StepResult": "pellucid.algorithm.grpo",
     "RewardTerm": "pellucid.rewards.terms",
-    "Task": "pellucid.protocols",
-    "train": "pellucid.library.train",
+    "Task": "pellucid.types",
+    "train": "pellucid.api",
 }
 
 
@@ -51,7 +49,7 @@ if not TYPE_CHECKING:  # who would take any name for one that is exported
 
         if name == "algorithm":
             return importlib.import_module("pellucid.algorithm")
-        return getattr(importlib.import_module(HOMES.get(name, "pellucid.types")), name)
+        return getattr(importlib.import_module(EXPORT_MODULES.get(name, "pellucid.types")), name)
 
     def __dir__() -> list[str]:
         return __all__

@@ -16,14 +16,13 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import signal
 
-from pellucid.machine.interrupts import end_at_once, stop_signals
-from pellucid.machine.streams import unheard
+from pellucid.utils.signals import exit_immediately, list_stop_signals, make_tolerant_stream
 
 
 def main() -> None:
-    for number in stop_signals():
-        signal.signal(number, end_at_once)
-    sys.stdout, sys.stderr = unheard(sys.stdout, 1), unheard(sys.stderr, 2)
+    for number in list_stop_signals():
+        signal.signal(number, exit_immediately)
+    sys.stdout, sys.stderr = make_tolerant_stream(sys.stdout, 1), make_tolerant_stream(sys.stderr, 2)
     from pellucid.cli import main  # noqa: PLC0415 - takes its time, in which a stop request may come
 
     main()

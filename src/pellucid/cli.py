@@ -2,61 +2,96 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import io
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import dropwhile, takewhile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pellucid import __version__
-from pellucid.commands import line
-from pellucid.machine import disk
-from pellucid.machine.harmless import harmless
-from pellucid.machine.interrupts import INTERRUPTED, handled, interrupt
+import tyro
+from tyro.conf import Positional, Suppress, arg
+
+from pellucid import __version__, config
+from pellucid.algorithm.settings import KLEstimatorName
+from pellucid.config import SECTIONS, Config, SamplerConfig
+from pellucid.policy.load import ModelAccess
+from pellucid.prefixes.command import Prefixes
+from pellucid.reporting import run_files
+from pellucid.rewards.terms import JUDGE_TERM, REWARD_MODEL_PREFIX
+from pellucid.serve.command import Serve, open_listening_socket
+from pellucid.study import comparison_page, plan, runner
+from pellucid.tasks import TASKS
+from pellucid.tasks.wrappers import is_task_wrapper
+from pellucid.training import run_dir as changes
+from pellucid.training import run_dir as claim
+from pellucid.trl_hints import explain_trl_name
 from pellucid.types import StrandedError, UserError
+from pellucid.utils import files, plugins
+from pellucid.utils import text as docstrings
+from pellucid.utils.hardware import pause_garbage_collection
+from pellucid.utils.plugins import did_you_mean, import_extra
+from pellucid.utils.signals import (
+    INTERRUPTED_EXIT_STATUS,
+    exit_immediately,
+    handle_stop_signals,
+    raise_keyboard_interrupt,
+)
+from pellucid.utils.text import escape_controls
 
-ANOTHER_PATH = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM)
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
+BAD_PATH_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM)
+CANNOT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     quiet_libraries()
-    if disk.is_here_gone():
-        sys.exit(mend(disk.GONE))
+    if files.is_working_directory_gone():
+        sys.exit(print_error(files.WORKING_DIRECTORY_GONE))
     try:
-        with handled(interrupt):
-            sys.exit(answer(words))
+        with handle_stop_signals(raise_keyboard_interrupt):
+            sys.exit(run_command_line(words))
     except UserError as error:
-        sys.exit(mend(str(error)))
+        sys.exit(print_error(str(error)))
     except StrandedError as error:
-        mend(str(error))
+        print_error(str(error))
         sys.exit(1)
     except OSError as error:
-        if disk.is_here_gone():
-            sys.exit(mend(disk.GONE))
+        if files.is_working_directory_gone():
+            sys.exit(print_error(files.WORKING_DIRECTORY_GONE))
         place = error.filename or "the run folder"
-        if error.errno in ANOTHER_PATH:
-            sys.exit(mend(f"{place}: {error.strerror}: choose another path"))
-        if error.errno in NO_ROOM:
-            sys.exit(mend(f"{place}: {error.strerror}; what was saved before is whole"))
+        if error.errno in BAD_PATH_ERRNOS:
+            sys.exit(print_error(f"{place}: {error.strerror}: choose another path"))
+        if error.errno in CANNOT_WRITE_ERRNOS:
+            sys.exit(print_error(f"{place}: {error.strerror}; what was saved before is whole"))
         raise
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(INTERRUPTED_EXIT_STATUS)
 
 
-def answer(words: Sequence[str]) -> int:
+def run_command_line(words: Sequence[str]) -> int:
     """Do what the command line says. Return the exit status."""
     if "--version" in words:
         print(f"pellucid {__version__}")
         return 0
     if not words or {"-h", "--help", "--help-all"} & set(words):
-        line.help_on(words)
+        print_help(words)
         return 0 if words else 2
-    return line.parsed(words)()
+    return parse_command_line(words)()
 
 
-def mend(message: str) -> int:
-    print(f"pellucid: {harmless(message)}", file=sys.stderr)
+def print_error(message: str) -> int:
+    print(f"pellucid: {escape_controls(message)}", file=sys.stderr)
     return 2
 
 
@@ -66,3 +101,759 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost process is told with stacks of C++
+
+
+# ---------------------------------------------------------------- line
+# The command line as tyro reads it: commands with their options, and help that shows the settings, too.
+
+
+@dataclass(frozen=True)
+class CompletionCommand:
+    """Print what makes a shell complete these commands and their settings."""
+
+    shell: Positional[Literal["bash", "zsh", "fish", "tcsh"]]
+    """The shell; bash reads it by: source <(pellucid completion bash)."""
+
+    def __call__(self) -> int:
+        whole = {
+            name: add_settings_field(cls, None, (), True) for name, cls in COMMANDS.items() if takes_settings(name)
+        }
+        run_tyro(["--tyro-write-completion", self.shell, "-"], {**COMMANDS, **whole})
+        return 0
+
+
+PROGRAM_DESCRIPTION = """Group Relative Policy Optimization, clear enough to see through.
+
+Settings are given as --section.key VALUE. `pellucid COMMAND --help` shows those that people change, --help-all has all
+of them, with the values of a recipe or of a task that is named: pellucid train RECIPE --help-all."""
+BOX_CHARACTERS = "│|╭╮╰╯─-+ "
+"""What tyro draws a box of, with or without Unicode."""
+
+
+def parse_command_line(args: Sequence[str]) -> Callable[[], int]:
+    """Return the command that the words describe, to be called. UserError, one line, where they describe none."""
+    command = check_command_name(args[0])
+    own, settings = config.split_setting_flags(args[1:])
+    takes = collect_option_types(command)
+    unknown = [flag for flag in list_flags(own) if flag.replace("_", "-") not in takes]
+    if unknown:
+        raise UserError(
+            plugins.join_mistakes(f"{command} has no option {flag}{suggest_option(flag, command)}" for flag in unknown)
+        )
+    for word in own:
+        flag, equals, value = word.partition("=")
+        if equals and takes.get(flag.replace("_", "-")) is bool:
+            raise UserError(f"{flag} takes no value, got {value}")
+    if settings and not takes_settings(command):
+        raise UserError(f"{command} takes no settings, got {' '.join(settings)}")
+    given = {"settings": tuple(settings)} if settings else {}
+    return dataclasses.replace(run_tyro([command, *own], COMMANDS), **given)
+
+
+def list_flags(args: Sequence[str]) -> list[str]:
+    """Return the flags among words, each once and without a value behind =."""
+    return list(dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--")))
+
+
+def format_flag(setting: str) -> str:
+    """Return a setting as the command line has it. Example: flag_of("algorithm.group_size")"""
+    return f"--{setting.replace('_', '-')}"
+
+
+def check_command_name(word: str) -> str:
+    if word not in COMMANDS:
+        close = did_you_mean(word, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        raise UserError(f"no such command: {word}{close}")
+    return word
+
+
+def takes_settings(command: str) -> bool:
+    return any(field.name == "settings" for field in dataclasses.fields(COMMANDS[command]))
+
+
+def collect_option_types(command: str) -> dict[str, Any]:
+    """Return the flags of a command with their types, those of what it is without among them."""
+    kinds = get_type_hints(COMMANDS[command], include_extras=True)
+    named = {name.replace("_", "-"): kind for name, kind in kinds.items() if name != "settings"}
+    flagged = {name: kind for name, kind in named.items() if Positional not in get_args(kind)}
+    without = {f"--no-{name}": kind for name, kind in flagged.items() if kind is bool}
+    return {f"--{name}": kind for name, kind in flagged.items()} | without
+
+
+def suggest_option(word: str, command: str) -> str:
+    """Return the setting of the same name, or else the option of a similar one."""
+    key = word.removeprefix("--").replace("-", "_")
+    settings = [f"--{name}.{key}" for name, cls in SECTIONS.items() if key in config.get_field_types(cls)]
+    if settings and takes_settings(command):
+        return f"; did you mean {' or '.join(settings)}?"
+    if hint := explain_trl_name(key, format_flag):
+        return hint
+    known = [flag for flag in collect_option_types(command) if not flag.startswith("--no-")]
+    return did_you_mean(word, known) or "; there are " + ", ".join(known)
+
+
+def run_tyro(args: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
+    """Return what tyro makes of the words. UserError, with the first lines of its box in one, where it refuses them."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return tyro.extras.subcommand_cli_from_dict(
+                dict(commands), args=args, prog="pellucid", description=PROGRAM_DESCRIPTION
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UserError(f"{summarize_error_box(box.getvalue())}; see pellucid {args[0]} --help") from None
+
+
+def summarize_error_box(box: str) -> str:
+    """Return what is wrong, of a box in which a heading stands above it and advice below, behind a rule."""
+    rows = [row.strip(BOX_CHARACTERS) for row in box.splitlines()[1:]]
+    wrong = takewhile(bool, dropwhile(lambda row: not row, rows))
+    return " ".join(" ".join(wrong).split()).rstrip(".")
+
+
+# ---------------------------------------------------------------- help
+
+
+def print_help(args: Sequence[str]) -> None:
+    """Print the commands, or the options of one with the settings that it takes."""
+    rest = [word for word in args if word not in ("-h", "--help", "--help-all")]
+    commands = dict(COMMANDS)
+    if rest:
+        own, settings = config.split_setting_flags(rest[1:])
+        command = check_command_name(rest[0])
+        if takes_settings(command):
+            named_recipe = own[0] if command in ("train", "prefixes") and own and not own[0].startswith("-") else ""
+            recipe = config.find_recipe(named_recipe) if named_recipe else None
+            if recipe and (code := config.list_user_code(config.read_settings(recipe))):
+                named_code = ", ".join(code)
+                note = f"! {recipe} names code, which help does not run: {named_code}. Its settings are not listed.\n"
+                print(escape_controls(note))
+            commands[command] = add_settings_field(COMMANDS[command], recipe, settings, "--help-all" in args)
+    with suppress(SystemExit):
+        run_tyro([*rest[:1], "--help"], commands)
+
+
+# ---------------------------------------------------------------- shown
+# The settings as tyro shows them in a command's help: their flags, types, docstrings and values.
+
+
+COMMON_SETTINGS = {
+    "policy": ("model", "lora"),
+    "sampler": ("max_tokens", "temperature"),
+    "algorithm": (
+        "steps",
+        "prompts_per_step",
+        "group_size",
+        "micro_batch",
+        "advantage",
+        "objective",
+        "kl_coef",
+        "seed",
+    ),
+    "optimizer": ("lr", "schedule"),
+    "evaluate": ("every", "n", "k"),
+    "checkpoint": ("every",),
+    "log": ("tensorboard", "wandb"),
+}
+"""The twenty settings that people change, besides those of the task."""
+TaskNameArgument = Annotated[
+    str, arg(metavar="TASK", help="One of `pellucid list tasks`, or your own: path/to/file.py:Class.")
+]
+
+
+def add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[str], all_settings: bool) -> type[Any]:
+    """Return the class of a command with its settings as a field; their values are those of the recipe and the words.
+
+    Unless `everything` is wanted, the settings are those of EVERYDAY and of the task.
+    """
+    read, over = config.read_settings(recipe) if recipe else {}, config.parse_setting_flags(args)
+    values, code = config.merge_settings(read, over), config.list_user_code(read)
+    cfg, task = None, {}
+    try:
+        if code:  # of the recipe, which may be anybody's: help does not run it
+            cfg = config.build_config(drop_task(read), str(recipe), drop_task(over))
+            task = make_task_settings_class_unimported(values.get("task", {}))
+        else:
+            cfg = config.load_config(recipe, args)
+            task = make_task_settings_class(values.get("task", {}), cfg.task)
+    except UserError as refused:  # such as a task that cannot be made yet, as nothing names its data
+        try:
+            task = (make_task_settings_class_unimported if code else partial(make_task_settings_class, task=None))(
+                values.get("task", {})
+            )
+        except config.SettingError:
+            raise refused from None
+    shown = {}
+    for name, cls in SECTIONS.items():
+        if name == "task":
+            shown[name] = task
+        elif all_settings or name in COMMON_SETTINGS:
+            shown[name] = derive_class(
+                cls, make_fields(cls, getattr(cfg, name, None), () if all_settings else COMMON_SETTINGS[name])
+            )
+    settings = dataclasses.make_dataclass(
+        "Settings", [(name, cls, make_factory_field(cls)) for name, cls in shown.items()]
+    )
+    return derive_class(command, [("settings", Annotated[settings, arg(name="")], make_factory_field(settings))])
+
+
+def drop_task(sections: config.SettingsTable) -> dict[str, Any]:
+    return {name: section for name, section in sections.items() if name != "task"}
+
+
+def make_task_settings_class_unimported(section: Any) -> type[Any]:
+    """Return the class of a task with the values that its section states, without importing code that it names.
+
+    A task that is such code shows its name alone.
+    """
+    name = section.get("name", Config.task_names[0]) if isinstance(section, Mapping) else None
+    if isinstance(name, str) and name not in TASKS:
+        field = ("name", TaskNameArgument, dataclasses.field(default=name))
+        return dataclasses.make_dataclass("Task", [field], namespace={"__doc__": "A task of its own."})
+    _, cls = config.find_named_task_class(section, ["task"])
+    fields = [field for field in make_fields(cls, collect_plain_values(section)) if field[0] not in ("name", "task")]
+    if is_task_wrapper(cls):
+        inside = make_task_settings_class_unimported(section.get("task", {}))
+        fields.append(("task", inside, make_factory_field(inside)))
+    return derive_class(cls, [("name", TaskNameArgument, dataclasses.field(default=name)), *fields])
+
+
+def collect_plain_values(section: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the plain values of a section as attributes, and terms of the reward by their names."""
+    plain: dict[str, Any] = {name: value for name, value in section.items() if isinstance(value, str | int | float)}
+    terms = section.get("rewards")
+    if isinstance(terms, list):
+        named = [term.get("name", "") if isinstance(term, Mapping) else term for term in terms]
+        plain["rewards"] = tuple(SimpleNamespace(name=name) for name in named)
+    return SimpleNamespace(**plain)
+
+
+def make_task_settings_class(section: Any, task: Any) -> type[Any]:
+    """Return the class of the task that a section names; in that of a wrapper stands that of the task inside."""
+    name, cls = config.find_named_task_class(section, ["task"])
+    fields = [field for field in make_fields(cls, task) if field[0] not in ("name", "task")]
+    if is_task_wrapper(cls):
+        inside = make_task_settings_class(section.get("task", {}), task and task.task)
+        fields.append(("task", inside, make_factory_field(inside)))
+    return derive_class(cls, [("name", TaskNameArgument, dataclasses.field(default=name)), *fields])
+
+
+def make_fields(cls: type[Any], value: Any, shown: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
+    """Return name, type and default of each field, the default that of `value` if there is one.
+
+    Fields that are not among `shown` are hidden, where it is not empty.
+    """
+    fields, kinds = [], config.get_field_types(cls)
+    for field in dataclasses.fields(cls):
+        kind, default = kinds.get(field.name, Any), getattr(value, field.name, get_default(field))
+        by_name = "name" in config.get_field_types(config.get_item_type(kind))  # as reward terms are
+        if by_name and isinstance(default, list | tuple):
+            default = tuple(item.name for item in default)
+        told: Any = tuple[str, ...] if by_name else kind
+        hidden = not field.init or (shown and field.name not in shown)
+        fields.append((field.name, Suppress[told] if hidden else told, make_factory_field(partial(identity, default))))
+    return fields
+
+
+def get_default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return tyro.MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def derive_class(cls: type[Any], fields: Sequence[tuple[str, Any, Any]]) -> type[Any]:
+    """Return a class like `cls` with these fields, which refuses no values; tyro reads the docstrings of `cls`."""
+    own = {"__doc__": cls.__doc__, "__post_init__": identity}
+    frozen = cls.__dataclass_params__.frozen
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=frozen, namespace=own)
+
+
+def make_factory_field(factory: Callable[[], Any]) -> Any:
+    return dataclasses.field(default_factory=factory)
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+# ---------------------------------------------------------------- training
+# `pellucid train`, `pellucid eval` and `pellucid export`.
+
+
+RecipeArgument = Annotated[str, arg(metavar="RECIPE")]
+DirectoryArgument = Annotated[Path | None, arg(metavar="DIR")]
+RunArgument = Annotated[Path | None, arg(metavar="RUN")]
+ACCESS_KEYS = ("revision", "trust_remote_code")
+"""The keys of `[policy]` that say how the files of a model may be read."""
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Teach a model with a reward function."""
+
+    recipe: Positional[RecipeArgument] = ""
+    """A recipe.toml, or the name of one that comes with Pellucid; none is the defaults."""
+    run: DirectoryArgument = None
+    """The run folder; none is runs/RECIPE-TIME."""
+    resume: RunArgument = None
+    """A run to go on with, from its last whole checkpoint."""
+    profile: bool = False
+    """Also write where the time and the memory of the third step go."""
+    dry_run: bool = False
+    """Only say what the run would be: all settings, the numbers that follow, and a prompt as the model reads it."""
+    settings: Suppress[tuple[str, ...]] = ()
+
+    def __call__(self) -> int:
+        if self.resume:
+            config.refuse_recipe_as_run(
+                str(self.resume), "pellucid train {} begins a run of it; --resume takes a run folder"
+            )
+        if self.resume and (self.recipe or self.run):
+            raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
+        recipe = config.find_recipe(self.recipe) if self.recipe else None
+        name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
+        run_dir = self.resume or self.run or Path("runs") / name
+        if claim.is_first_process():
+            (claim.check_resumable_run_dir if self.resume else claim.check_new_run_dir)(run_dir)
+        source = run_dir / "config.json" if self.resume else recipe
+        if source:
+            check_recipe_trust(source, self.settings, self.dry_run)
+        cfg = config.load_config(source, self.settings)
+        resumed = changes.find_resume_changes(run_dir, cfg) if self.resume else None
+        if not self.resume and claim.is_first_process():
+            claim.check_begun_run_dir(run_dir, cfg)
+        if resumed is not None and (note := claim.describe_finished_run(run_dir, resumed, cfg.algorithm.steps)):
+            print(note)
+            return 0
+        if self.dry_run:
+            return run_dry_run(cfg, run_dir)
+        with handle_stop_signals(exit_immediately), pause_garbage_collection():
+            from pellucid.training import run  # noqa: PLC0415 - torch takes seconds: settings are checked before
+
+        try:
+            return run.train_run(cfg, run_dir, resumed, self.profile)
+        except KeyboardInterrupt:
+            begun = (run_dir / "config.json").is_file()
+            how = f"go on with: pellucid train --resume {run_dir}" if begun else "the same command starts again"
+            print(escape_controls(f"pellucid: stopped at once; nothing that was saved is lost, {how}"), file=sys.stderr)
+            return INTERRUPTED_EXIT_STATUS
+
+
+def check_recipe_trust(source: Path, settings: Sequence[str], print_code: bool = False) -> None:
+    """Look at what a file asks for by itself, before any code that it names runs.
+
+    UserError if it would send an environment variable that is not named for keys. says_code: print the code it names.
+    """
+    values = config.read_settings(source)
+    config.check_key_variables(values, settings, source)
+    if print_code and (code := config.list_user_code(values)):
+        print(f"! {escape_controls(str(source))} runs code as you: {escape_controls(', '.join(code))}", flush=True)
+
+
+def run_dry_run(cfg: Config, run_dir: Path) -> int:
+    with pause_garbage_collection():
+        from pellucid.training import dry_run  # noqa: PLC0415 - as in Train
+
+    return dry_run.show_dry_run(cfg, run_dir)
+
+
+@dataclass(frozen=True)
+class EvalCommand:
+    """Ask a model held-out questions: accuracy or mean reward, with intervals."""
+
+    model: Positional[Annotated[str, arg(metavar="MODEL_OR_RUN")]]
+    """A run folder, or what --policy.model takes."""
+    task: RecipeArgument = ""
+    """The recipe whose task is asked; none is that of the run."""
+    show: int = 3
+    """How many questions are shown, with answers and verdicts."""
+    output: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    """A new file that gets every answer with its reward, a line each."""
+    settings: Suppress[tuple[str, ...]] = ()
+
+    def __call__(self) -> int:
+        if self.show < 0:
+            raise UserError(f"--show {self.show} must not be negative")
+        if self.output:
+            check_answers_path(self.output)
+        config.refuse_recipe_as_run(self.model, "pellucid eval MODEL_OR_RUN --task {} asks a model its questions")
+        run_dir = run_files.find_run_dir(self.model)
+        recipe = config.find_recipe(self.task) if self.task else None
+        source = recipe or (run_dir and run_dir / "config.json")
+        if source:
+            check_recipe_trust(source, self.settings)
+        cfg = config.load_config(source, self.settings)
+        model = str(run_files.get_model_dir(run_dir)) if run_dir else self.model
+        if run_dir and run_files.has_merged_adapter(run_dir):
+            if "dtype" not in config.parse_setting_flags(self.settings).get("policy", {}):
+                cfg = replace(cfg, policy=replace(cfg.policy, dtype="float32"))
+            run_files.warn_about_rounding(cfg.policy.dtype)
+        with handle_stop_signals(exit_immediately), pause_garbage_collection():
+            from pellucid.training import run  # noqa: PLC0415 - as in Train
+
+        status = run.evaluate_model(cfg, model, self.resolve_access(cfg, run_dir), self.show, self.output)
+        if not recipe and not run_dir and not any(word.startswith("--task.") for word in self.settings):
+            print(escape_controls(f"asked the default task, {cfg.task_name}: name another with --task RECIPE"))
+        return status
+
+    def resolve_access(self, cfg: Config, run_dir: Path | None) -> ModelAccess:
+        """How the model may be read: as its run or a recipe of this very model says; else as the command line does."""
+        if self.model == cfg.policy.model or (run_dir and not self.task):
+            return cfg.policy.access
+        stated = config.parse_setting_flags(self.settings).get("policy", {})
+        stated = {key: words for key, words in stated.items() if key.removeprefix("no_") in ACCESS_KEYS}
+        recorded = {"trust_remote_code": run_dir is not None and run_files.trusts_remote_code(run_dir)}
+        return config.build_config({"policy": recorded}, str(run_dir), {"policy": stated}).policy.access
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Save the model of a run's last checkpoint, as of a run that was stopped or that its data ended."""
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """The run folder."""
+    output: Annotated[Path | None, arg(metavar="DIR")] = None
+    """The new folder of the model; none is RUN/exported."""
+
+    def __call__(self) -> int:
+        from pellucid.training import export  # noqa: PLC0415 - torch takes seconds
+
+        return export.export_model(self.run, self.output or self.run / "exported")
+
+
+def check_answers_path(path: Path) -> None:
+    """Raise UserError where the answers of an evaluation cannot be written, before they are waited for."""
+    if path.suffix != ".jsonl":
+        raise UserError(f"--output {path} must end in .jsonl: it gets a line of JSON for each answer")
+    if path.exists():
+        raise UserError(f"--output {path} is there already: name another file, or remove it")
+    claim.check_writable(path.parent)
+
+
+# ---------------------------------------------------------------- examining
+# `pellucid doctor`.
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Say what this machine has and does, what is missing, and how much memory a recipe takes."""
+
+    plan: Annotated[str, arg(metavar="RECIPE")] = ""
+    """A recipe: how much memory it takes on 1, 2, 4 and 8 devices."""
+    settings: Suppress[tuple[str, ...]] = ()
+
+    def __call__(self) -> int:
+        if self.settings and not self.plan:
+            raise UserError(f"doctor takes settings with --plan RECIPE, got {' '.join(self.settings)}")
+        cfg = None
+        if self.plan:
+            recipe = config.find_recipe(self.plan)
+            check_recipe_trust(recipe, self.settings, print_code=True)
+            cfg = config.load_config(recipe, self.settings)
+        with pause_garbage_collection():
+            from pellucid.training import doctor  # noqa: PLC0415 - torch takes seconds: settings are checked before
+
+        return doctor.print_memory_plan(cfg) if cfg else doctor.print_report()
+
+
+# ---------------------------------------------------------------- looking
+# `pellucid look` and `pellucid show`.
+
+
+RECORD_TOKENS_HINT = "pellucid train {} --log.tokens 4 --run DIR makes one that records tokens"
+
+
+@dataclass(frozen=True)
+class LookCommand:
+    """See inside a run, token by token: what each step did to each answer, live while it trains."""
+
+    runs: Positional[Annotated[tuple[Path, ...], arg(metavar="RUN [RUN]")]]
+    """A run folder with recorded tokens; two are shown side by side."""
+    port: int = 8018
+    """Where the page is served, on this machine alone; 0 is any free port."""
+    output: Annotated[Path | None, arg(metavar="PAGE.html")] = None
+    """Write the page as one file that needs no server and no network."""
+    open: bool = True
+    """Open a browser."""
+
+    def __call__(self) -> int:
+        for run in self.runs:
+            config.refuse_recipe_as_run(str(run), RECORD_TOKENS_HINT)
+        from pellucid.inspect import server  # noqa: PLC0415 - Arrow takes its time
+
+        return server.run_look(self.runs, self.port, self.output, self.open)
+
+
+@dataclass(frozen=True)
+class ShowCommand:
+    """Show a group of a step in the terminal: its answers with what the update did to each token."""
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """A run folder with recorded tokens."""
+    step: Annotated[int | None, arg(metavar="K")] = None
+    """Which step; none is the last one that is recorded."""
+    group: Annotated[int | None, arg(metavar="J")] = None
+    """Which group of the step; none is the one that taught most."""
+    by: Literal["change", "push", "advantage", "gap", "drift", "entropy", "gradient"] = "change"
+    """What the colours tell."""
+
+    def __call__(self) -> int:
+        config.refuse_recipe_as_run(str(self.run), RECORD_TOKENS_HINT)
+        from pellucid.inspect import terminal  # noqa: PLC0415 - Arrow takes its time
+
+        return terminal.show_group(self.run, self.step, self.group, self.by)
+
+
+# ---------------------------------------------------------------- studying
+# `pellucid study` and `pellucid compare`.
+
+
+@dataclass(frozen=True)
+class StudyCommand:
+    """Train the variants of a recipe, each with every seed."""
+
+    study: Positional[Annotated[str, arg(metavar="STUDY")]]
+    """A study.toml, or the name of one that comes with Pellucid."""
+    into: Annotated[Path | None, arg(metavar="DIR")] = None
+    """The folder of its runs; none is runs/STUDY."""
+    jobs: int = 1
+    """Runs that train side by side."""
+    only: Annotated[tuple[str, ...], arg(metavar="VARIANT ...")] = ()
+    """Some of the variants; none are all."""
+    keep_models: bool = False
+    """Leave the models in the run folders."""
+
+    def __call__(self) -> int:
+        study = config.find_recipe(self.study)
+        study_dir = self.into or Path("runs") / study.stem
+        return runner.run_study(plan.read_study(study), study_dir, self.jobs, self.only, self.keep_models)
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """Compare runs: paired differences, curves and costs, as a page and as numbers."""
+
+    folders: Positional[Annotated[tuple[Path, ...], arg(metavar="RUN_OR_STUDY ...")]]
+    """Runs, or the folder of a study."""
+    baseline: Annotated[str, arg(metavar="VARIANT")] = ""
+    """The variant that the others are compared with; none is the first."""
+    output: Annotated[Path, arg(metavar="PAGE.html")] = Path("compare.html")
+    """The page; its numbers are written beside it as PAGE.json."""
+
+    def __call__(self) -> int:
+        if not self.folders:
+            raise UserError("compare needs a RUN, several, or the folder of a study")
+        for folder in self.folders:
+            config.refuse_recipe_as_run(
+                str(folder), "pellucid study {} trains the variants of a study; compare takes the folders of their runs"
+            )
+        return comparison_page.compare_runs(self.folders, self.baseline, self.output)
+
+
+# ---------------------------------------------------------------- listing
+# `pellucid list`: the names that a recipe may use, each with what its docstring says first. No torch is imported.
+
+
+LISTING_WIDTH = 100
+"""The longest line, in characters."""
+
+
+def describe_tasks() -> dict[str, str]:
+    return {name: docstrings.get_module_summary(spec.partition(":")[0]) for name, spec in TASKS.items()}
+
+
+def describe_rewards() -> dict[str, str]:
+    modules = {
+        JUDGE_TERM: "pellucid.rewards.judge",
+        f"{REWARD_MODEL_PREFIX}FOLDER_OR_HUB_ID": "pellucid.rewards.reward_model",
+    }
+    described = {name: docstrings.get_module_summary(module) for name, module in modules.items()}
+    return {**docstrings.get_dict_summaries("pellucid.rewards.terms", "BUILTIN_TERMS"), **described}
+
+
+def describe_kl_estimators() -> dict[str, str]:
+    functions = docstrings.get_dict_summaries("pellucid.algorithm.kl", "KL")
+    note = docstrings.get_constant_summary("pellucid.algorithm.kl", "KL")
+    return {name: functions.get(name, note) for name in get_args(KLEstimatorName)}
+
+
+def describe_samplers() -> dict[str, str]:
+    names = get_args(get_type_hints(SamplerConfig)["name"])
+    return {name: docstrings.get_module_summary(f"pellucid.rollout.{name}") for name in names}
+
+
+LISTABLE_KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
+    "recipes": config.describe_recipes,
+    "tasks": describe_tasks,
+    "rewards": describe_rewards,
+    "advantages": lambda: docstrings.get_dict_summaries("pellucid.algorithm.advantages", "ADVANTAGES"),
+    "objectives": lambda: docstrings.get_dict_summaries("pellucid.algorithm.objectives", "OBJECTIVES"),
+    "aggregates": lambda: docstrings.get_dict_summaries("pellucid.algorithm.objectives", "AGGREGATES"),
+    "kl": describe_kl_estimators,
+    "samplers": describe_samplers,
+}
+
+
+def print_all_kinds() -> int:
+    """Print the names of every kind, each kind below its own heading."""
+    for i, kind in enumerate(LISTABLE_KINDS):
+        print(f"{'' if not i else chr(10)}{kind}")
+        print_kind(kind)
+    return 0
+
+
+def print_kind(kind: str) -> int:
+    """Print a line for each name of a kind: the name, and what it is. UserError for a kind that there is not."""
+    if kind not in LISTABLE_KINDS:
+        raise UserError(
+            f'there is no list of "{kind}"{did_you_mean(kind, LISTABLE_KINDS)}; there are {", ".join(LISTABLE_KINDS)}'
+        )
+    described = LISTABLE_KINDS[kind]()
+    column = max(map(len, described))
+    for name, text in described.items():
+        shortened = textwrap.shorten(text, LISTING_WIDTH - column - 2, placeholder=" ...")
+        print(escape_controls(f"{name:{column}}  {shortened}".rstrip()))
+    return 0
+
+
+# ---------------------------------------------------------------- around
+# `pellucid init`, `pellucid list` and `pellucid push`.
+
+
+@dataclass(frozen=True)
+class InitCommand:
+    """Write a recipe, a reward and ten rows of data that run, to be changed into your own."""
+
+    folder: Positional[Annotated[Path, arg(metavar="DIR")]]
+    """The folder, which is made where it is missing."""
+
+    def __call__(self) -> int:
+        return write_starter(self.folder)
+
+
+@dataclass(frozen=True)
+class ListCommand:
+    """List what a recipe may name, a line each."""
+
+    kind: Positional[Annotated[str, arg(metavar="|".join(LISTABLE_KINDS))]] = ""
+    """The kind of thing to list; all kinds without it."""
+
+    def __call__(self) -> int:
+        return print_kind(self.kind) if self.kind else print_all_kinds()
+
+
+@dataclass(frozen=True)
+class PushCommand:
+    """Bring the model of a finished run to the Hugging Face Hub, with a card: recipe, results, versions."""
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """The run folder."""
+    repository: Positional[Annotated[str, arg(metavar="USER/NAME")]]
+    """The repository, which is made where it is missing."""
+    private: bool = False
+    """Nobody else sees it."""
+    dry_run: bool = False
+    """Only print the card, and which files would be uploaded."""
+
+    def __call__(self) -> int:
+        config.refuse_recipe_as_run(
+            str(self.run), "pellucid train {} makes one; push takes the folder of a finished run"
+        )
+        from pellucid import share  # noqa: PLC0415 - the Hub's library takes its time
+
+        return share.push_to_hub(self.run, self.repository, self.private, self.dry_run)
+
+
+# ---------------------------------------------------------------- sampler
+# `pellucid sampler`: vLLM on this machine, for the trainers whose `sampler.urls` name it.
+
+
+@dataclass(frozen=True)
+class SamplerCommand:
+    """Sample by vLLM on this machine for a run on another, which brings the model and its weights, until Ctrl-C."""
+
+    host: str = "127.0.0.1"
+    """0.0.0.0 for whoever reaches this machine and has the secret in PELLUCID_SAMPLER_TOKEN. On the loopback a server
+    without one makes its own."""
+    port: int = 8001
+    """Where it listens; 0 is any free port."""
+    allowed_hosts: Annotated[str, arg(metavar="NAME,...")] = ""
+    """Names that it is reached by, besides its addresses."""
+    rows: int = 256
+    """Completions decoded at once."""
+    cache_gb: float = 4.0
+    """Memory of keys and values, in GB."""
+    device: str = "auto"
+    """The device of the model."""
+
+    def __call__(self) -> int:
+        for library in ("fastapi", "uvicorn"):
+            import_extra(library, "serve", "pellucid sampler")
+        with open_listening_socket(self.host, self.port) as free:
+            with pause_garbage_collection():
+                from pellucid.serve.vllm_server import run_sampler_server  # noqa: PLC0415 - torch takes seconds
+
+            run_sampler_server(
+                free, self.rows, self.cache_gb, self.device, list(filter(None, self.allowed_hosts.split(",")))
+            )
+        return 0
+
+
+# ---------------------------------------------------------------- starter
+# `pellucid init`: a folder with a recipe, a reward and data, which run as they are and are there to be changed.
+
+
+STARTER_FILES = {
+    "recipe.toml": "the settings that are changed first",
+    "rewards.py": "the reward: what is wanted of an answer",
+    "data.jsonl": "ten questions with their answers",
+}
+"""What is written, and what it is; the files lie in begin/."""
+
+
+def write_starter(folder: Path) -> int:
+    """Write the files into a folder, which is made where it is missing. Print them and the command that comes next.
+
+    UserError where one of them is there already; then, and where writing fails, none is written.
+    """
+    for name in STARTER_FILES:
+        if os.path.lexists(folder / name):
+            raise UserError(f"{folder / name} is there already, and nothing was written: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = list[Path]()
+    try:
+        for name in STARTER_FILES:
+            with (folder / name).open("xb") as file:
+                written.append(folder / name)
+                file.write((Path(__file__).parent / "starter" / name).read_bytes())
+    except OSError:
+        for path in written:
+            path.unlink()
+        raise
+    width = max(len(str(path)) for path in written)
+    for path in written:
+        print(escape_controls(f"{path!s:{width}}  {STARTER_FILES[path.name]}"))
+    there = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    print(escape_controls(f"next: {there}pellucid train recipe.toml"))
+    return 0
+
+
+COMMANDS: Mapping[str, type[Any]] = {
+    "init": InitCommand,
+    "train": TrainCommand,
+    "eval": EvalCommand,
+    "serve": Serve,
+    "sampler": SamplerCommand,
+    "export": ExportCommand,
+    "push": PushCommand,
+    "study": StudyCommand,
+    "compare": CompareCommand,
+    "look": LookCommand,
+    "show": ShowCommand,
+    "prefixes": Prefixes,
+    "list": ListCommand,
+    "doctor": DoctorCommand,
+    "completion": CompletionCommand,
+}

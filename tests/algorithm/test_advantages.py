@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from pellucid.algorithm.advantages import ADVANTAGES, advantages_of
-from pellucid.algorithm.settings import Advantage, GRPOConfig
+from pellucid.algorithm.advantages import ADVANTAGES, compute_advantages_from_grades
+from pellucid.algorithm.settings import AdvantageName, GRPOConfig
 from pellucid.types import UserError
 from small_policy import F64, grades
 
@@ -30,7 +30,7 @@ def same(measured, expected, tolerance=1e-12):
 
 
 def test_the_settings_name_them_all():
-    assert set(get_args(Advantage)) == ADVANTAGES.keys()
+    assert set(get_args(AdvantageName)) == ADVANTAGES.keys()
 
 
 # Population stds are sqrt(3) / 4 and sqrt((4 + 1 + 0 + 9) / 4); S is sqrt(9 (3.5 4 / 3) / 4); W / 8 is the std of all.
@@ -124,7 +124,7 @@ def test_a_group_below_min_reward_range_is_dead_for_the_others_too(name):
     live, noise = [1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]
     cfg = GRPOConfig(advantage=name, min_reward_range=0.01, group_size=4)
     noisy, equal = grades([live, noise]), grades([live, [0.8] * 4])
-    measured = advantages_of(noisy, noisy.rewards, cfg)
+    measured = compute_advantages_from_grades(noisy, noisy.rewards, cfg)
     same(measured[0], ADVANTAGES[name](equal, cfg)[0])
     assert measured[0].abs().max() > 0.1
     assert measured[1].abs().max() == 0.0
@@ -134,7 +134,7 @@ def test_what_shaping_adds_makes_no_dead_group_live():
     """min_reward_range is about the rewards of the task."""
     task = grades([[1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]])
     shaped = task.rewards - torch.tensor([0.0, 0.5, 0.0, 0.0], dtype=F64)
-    measured = advantages_of(task, shaped, GRPOConfig(min_reward_range=0.01, group_size=4))
+    measured = compute_advantages_from_grades(task, shaped, GRPOConfig(min_reward_range=0.01, group_size=4))
     same(measured[0], advantages("grpo", [[1.0, -0.5, 0.0, 1.0]])[0])
     assert measured[1].abs().max() == 0.0
 
@@ -220,7 +220,7 @@ def test_rounding_is_measured_by_the_rewards_themselves(size):
 def test_a_spread_of_just_min_reward_range_is_dead_rounding_or_not(sign):
     """0.1 + 0.2 is above 0.3, above nought or below."""
     group = grades(torch.tensor([[0.0, sign * (0.1 + 0.2)]], dtype=F64))
-    measured = advantages_of(group, group.rewards, GRPOConfig(min_reward_range=0.3, group_size=2))
+    measured = compute_advantages_from_grades(group, group.rewards, GRPOConfig(min_reward_range=0.3, group_size=2))
     assert measured.abs().max() == 0.0
 
 

@@ -16,7 +16,7 @@ from pellucid.algorithm import grpo, policy_loss
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.policy.policy import Policy
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Sampling
 
 TOKENS = 12
@@ -55,7 +55,7 @@ def rollouts():
     torch.manual_seed(0)
     now = make_policy()
     old, reference = moved(now, 1), moved(now, 2)
-    sampled = Native(policy=old).generate(CountDigits().sample(0, 2), Sampling(4, max_tokens=TOKENS, seed="0/0"))
+    sampled = NativeSampler(policy=old).generate(CountDigits().sample(0, 2), Sampling(4, max_tokens=TOKENS, seed="0/0"))
     groups = [
         replace(g, completions=tuple(map(cut, g.completions, lengths)))
         for g, lengths in zip(sampled, ([12, 7, 1, 9], [3, 12, 5, 8]), strict=True)
@@ -133,7 +133,7 @@ def test_loss_and_gradients_are_those_of_trl(case, kl_coef, left_padding, rollou
 
     cfg = GRPOConfig(**{"kl": "k3", **ours}, kl_in="loss", kl_coef=kl_coef, group_size=4, prompts_per_step=2)
     runtime = OneProcessRuntime(policy)
-    metrics = grpo.update(policy, batch, runtime, cfg)
+    metrics = grpo.update_policy(policy, batch, runtime, cfg)
     assert metrics["loss"] == pytest.approx(float(loss), abs=1e-5)
     assert metrics["clip/low"] + metrics["clip/high"] > 0 or case in ("sapo",), "the clip is not tried"
     for name, gradient in runtime.gradients.items():

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from conftest import CountDigits, OneProcessRuntime, make_policy
-from pellucid.algorithm import ahead, grpo
-from pellucid.algorithm.grpo import State
+from pellucid.algorithm import async_grpo, grpo
+from pellucid.algorithm.grpo import TrainingState
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.samplers.native import Native
-from pellucid.training.snapshot import AHEAD
+from pellucid.rollout.native import NativeSampler
+from pellucid.training.checkpoint import AHEAD_GROUPS_TYPE
 from pellucid.types import DataError, Reward, Sampling
 
 CFG = GRPOConfig(steps=4, group_size=4, correction="token")
 SAMPLING = Sampling(max_tokens=6)
 
 
-class Apart(Native):
+class Apart(NativeSampler):
     """Has weights of its own, as an engine has."""
 
     lag = 0
@@ -56,7 +56,7 @@ def same_weights(one, other):
 def test_it_trains_as_a_loop_whose_sampler_is_one_step_late(settings):
     cfg = GRPOConfig(steps=4, group_size=4, correction="token", **settings)
     here, there, without = make_policy(), make_policy(), make_policy()
-    early = run(ahead.train, Apart(), here, cfg)
+    early = run(async_grpo.train_async, Apart(), here, cfg)
     late = run(grpo.train, Late(), there, cfg)
     run(grpo.train, Apart(), without, cfg)
     assert [{c.version for g in result.groups for c in g.completions} for result in early] == [{0}, {0}, {1}, {2}]
@@ -77,15 +77,15 @@ def test_a_prompt_that_cannot_be_asked_ends_the_run_behind_a_whole_step():
                 raise DataError("too long")
             return super().generate(prompts, sampling)
 
-    policy, state, other = make_policy(), State(), make_policy()
-    steps = ahead.train(
+    policy, state, other = make_policy(), TrainingState(), make_policy()
+    steps = async_grpo.train_async(
         CountDigits(), Refuses(), policy, OneProcessRuntime(policy, lr=0.5), CFG, state=state, sampling=SAMPLING
     )
     assert [next(steps).step, next(steps).step] == [1, 2]
     with pytest.raises(DataError, match="too long"):
         next(steps)
     assert (state.step, state.next_rollouts) == (2, None)
-    run(ahead.train, Apart(), other, steps=2)
+    run(async_grpo.train_async, Apart(), other, steps=2)
     assert same_weights(policy, other)
 
 
@@ -107,18 +107,18 @@ def test_the_next_step_is_drawn_while_this_one_is_trained():
             return taken
 
     policy = make_policy()
-    list(ahead.train(CountDigits(), Watched(), policy, Watching(policy, 0.5), CFG, sampling=SAMPLING))
+    list(async_grpo.train_async(CountDigits(), Watched(), policy, Watching(policy, 0.5), CFG, sampling=SAMPLING))
     assert drawn == [f"0/{step}" for step in range(4)]
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights():
-    whole, parted, state = make_policy(), make_policy(), State()
-    run(ahead.train, Apart(), whole)
-    run(ahead.train, Apart(), parted, state=state, steps=2)
-    kept = json.loads(json.dumps(AHEAD.dump_python(state.next_rollouts, mode="json")))
-    again = State(step=2, kl_coef=state.kl_coef, next_rollouts=AHEAD.validate_python(kept))
+    whole, parted, state = make_policy(), make_policy(), TrainingState()
+    run(async_grpo.train_async, Apart(), whole)
+    run(async_grpo.train_async, Apart(), parted, state=state, steps=2)
+    kept = json.loads(json.dumps(AHEAD_GROUPS_TYPE.dump_python(state.next_rollouts, mode="json")))
+    again = TrainingState(step=2, kl_coef=state.kl_coef, next_rollouts=AHEAD_GROUPS_TYPE.validate_python(kept))
     assert list(again.next_rollouts[0]) == list(state.next_rollouts[0])
-    rest = run(ahead.train, Apart(), parted, state=again)
+    rest = run(async_grpo.train_async, Apart(), parted, state=again)
     assert [result.step for result in rest] == [3, 4]
     assert same_weights(whole, parted)
     assert state.next_rollouts is not None
@@ -137,11 +137,11 @@ class Failing(CountDigits):
 
 
 def test_failed_rewards_that_were_drawn_ahead_survive_a_checkpoint():
-    whole, parted, state = make_policy(), make_policy(), State()
-    run(ahead.train, Apart(), whole, task=Failing())
-    run(ahead.train, Apart(), parted, state=state, steps=2, task=Failing())
-    kept = json.loads(json.dumps(AHEAD.dump_python(state.next_rollouts, mode="json")))
-    again = State(step=2, kl_coef=state.kl_coef, next_rollouts=AHEAD.validate_python(kept))
+    whole, parted, state = make_policy(), make_policy(), TrainingState()
+    run(async_grpo.train_async, Apart(), whole, task=Failing())
+    run(async_grpo.train_async, Apart(), parted, state=state, steps=2, task=Failing())
+    kept = json.loads(json.dumps(AHEAD_GROUPS_TYPE.dump_python(state.next_rollouts, mode="json")))
+    again = TrainingState(step=2, kl_coef=state.kl_coef, next_rollouts=AHEAD_GROUPS_TYPE.validate_python(kept))
     first = again.next_rollouts[0][0]
     assert math.isnan(first.rewards[0].value)
     assert math.isnan(first.rewards[0].parts["part"])
@@ -150,7 +150,7 @@ def test_failed_rewards_that_were_drawn_ahead_survive_a_checkpoint():
     assert repr(list(again.next_rollouts[0])) == repr(list(state.next_rollouts[0])), (
         "NaN equals nothing, so the texts are compared"
     )
-    run(ahead.train, Apart(), parted, state=again, task=Failing())
+    run(async_grpo.train_async, Apart(), parted, state=again, task=Failing())
     assert same_weights(whole, parted)
 
 
@@ -169,7 +169,7 @@ def test_the_shares_in_which_either_side_waits():
             return super().step()
 
     policy = make_policy()
-    taken = list(ahead.train(CountDigits(), Slow(), policy, Slowly(policy, 0.5), CFG, sampling=SAMPLING))
+    taken = list(async_grpo.train_async(CountDigits(), Slow(), policy, Slowly(policy, 0.5), CFG, sampling=SAMPLING))
     for result in taken[1:3]:
         m = result.metrics
         assert m["time/step"] == pytest.approx(sum(m[f"time/{stage}"] for stage in ("generate", "score", "update")))
@@ -187,7 +187,7 @@ def test_what_fails_beside_ends_the_run():
                 raise OSError("the engine is gone")
             return super().generate(prompts, sampling)
 
-    policy, state = make_policy(), State()
+    policy, state = make_policy(), TrainingState()
     with pytest.raises(OSError, match="the engine is gone"):
-        run(ahead.train, Fails(), policy, state=state)
+        run(async_grpo.train_async, Fails(), policy, state=state)
     assert state.step == 1, "the step in which it was drawn does not count"

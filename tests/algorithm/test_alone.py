@@ -13,12 +13,11 @@ import torch
 from conftest import CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm import group_advantages, grpo, policy_loss
 from pellucid.algorithm.advantages import ADVANTAGES
-from pellucid.algorithm.batch import collate, grades_of
+from pellucid.algorithm.batch import collate, collect_grades
 from pellucid.algorithm.objectives import OBJECTIVES
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.protocols import grade
-from pellucid.samplers.native import Native
-from pellucid.types import Reward, Sampling, UserError
+from pellucid.rollout.native import NativeSampler
+from pellucid.types import Reward, Sampling, UserError, grade_groups
 
 G = 4
 
@@ -29,12 +28,12 @@ def drawn():
     torch.manual_seed(0)
     now, old, reference = (make_policy(seed=seed, entropy_grad=True) for seed in range(3))
     prompts = CountDigits().sample(0, 2)
-    sampled = Native(policy=old).generate(prompts, Sampling(G, max_tokens=9, seed="0/0"))
+    sampled = NativeSampler(policy=old).generate(prompts, Sampling(G, max_tokens=9, seed="0/0"))
     ragged = [
         replace(g, completions=tuple(map(cut, g.completions, lengths)))
         for g, lengths in zip(sampled, ([9, 4, 7, 2], [3, 9, 5, 8]), strict=True)
     ]
-    groups = grade(CountDigits(), ragged)
+    groups = grade_groups(CountDigits(), ragged)
     groups = [replace(g, rewards=tuple(composite(r, i) for i, r in enumerate(g.rewards))) for g in groups]
     groups[0] = replace(groups[0], rewards=(Reward(float("nan"), error="broken"), *groups[0].rewards[1:]))
     batch = collate(groups)
@@ -55,7 +54,7 @@ def composite(reward, i):
 
 def arrays(groups):
     """What somebody else would have in hand."""
-    grades = grades_of(groups)
+    grades = collect_grades(groups)
     rewards = [[r.value for r in g.rewards] for g in groups]
     terms = [[[r.parts.get(name, float("nan")) for name in ("digits", "place")] for r in g.rewards] for g in groups]
     return np.array(rewards), {
@@ -105,7 +104,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_loop(case, parts, drawn):
     advantages = group_advantages(arrays(groups)[0])
     runtime = OneProcessRuntime(policy)
     with_advantages = replace(batch, advantages=batch.broadcast_to_tokens(advantages.flatten().float()))
-    grpo.update(policy, with_advantages, runtime, cfg)
+    grpo.update_policy(policy, with_advantages, runtime, cfg)
 
     whole = {"rows": len(batch), "tokens": int(batch.mask.sum())} if parts > 1 else {}
     for start in range(0, len(batch), len(batch) // parts + 1):

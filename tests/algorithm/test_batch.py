@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.algorithm.batch import collate, concat, grades_of, task_rewards
+from pellucid.algorithm.batch import collate, collect_grades, collect_task_rewards, concat_batches
 from pellucid.types import Completion, Group, Prompt, Reward
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
         for b in batches
     ]
     chosen = [batches[i] for i in order]
-    joined = concat(chosen)
+    joined = concat_batches(chosen)
     assert joined.response_mask.shape == (6, 5)
     rows = [row for b in chosen for row in b.split_into_chunks(1)]
     for row, alone in zip(joined.split_into_chunks(1), rows, strict=True):
@@ -49,7 +49,7 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
 def test_joined_rollouts_keep_what_is_known_of_their_prompts():
     one = collate([group(1, 2, shown=(8, 9, 5)), group(1, 1)])
     two = collate([group(3, 1, shown=(9,))])
-    joined = concat([two, one])
+    joined = concat_batches([two, one])
     assert joined.demonstrations == ((9,), (8, 9, 5), ())
     assert joined.prompt_ids == ((7, 8, 9),) * 3
 
@@ -62,8 +62,8 @@ def test_a_failed_reward_counts_as_the_mean_of_its_siblings():
         group(1, 1, 1, rewards=(Reward(9.0), Reward(9.0), Reward(9.0))),
         group(1, 1, 1, rewards=(failed, failed, failed)),
     ]
-    assert task_rewards(groups).tolist() == [[1.0, 0.5, 0.0], [9.0, 9.0, 9.0], [0.0, 0.0, 0.0]]
-    assert grades_of(groups).rewards.tolist() == task_rewards(groups).tolist()
+    assert collect_task_rewards(groups).tolist() == [[1.0, 0.5, 0.0], [9.0, 9.0, 9.0], [0.0, 0.0, 0.0]]
+    assert collect_grades(groups).rewards.tolist() == collect_task_rewards(groups).tolist()
 
 
 def test_a_term_that_failed_counts_as_its_siblings_mean():
@@ -71,7 +71,7 @@ def test_a_term_that_failed_counts_as_its_siblings_mean():
         group(1, 1, 1, rewards=tuple(Reward(x, {"a": x}) if x is not None else Reward(math.nan) for x in values))
         for values in ((1.0, None, 0.0), (9.0, 9.0, 9.0))
     ]
-    assert grades_of(groups).parts[..., 0].tolist() == [[1.0, 0.5, 0.0], [9.0, 9.0, 9.0]]
+    assert collect_grades(groups).parts[..., 0].tolist() == [[1.0, 0.5, 0.0], [9.0, 9.0, 9.0]]
 
 
 def test_one_prompt_without_a_token_is_one_too_many():
@@ -112,7 +112,7 @@ def test_what_is_collated_can_be_taken_apart_again(responses, size):
         for group in groups
         for c in group.completions
     ]
-    joined = concat([collate([group]) for group in groups])
+    joined = concat_batches([collate([group]) for group in groups])
     assert joined.prompt_ids == batch.prompt_ids
     for name, x in batch.get_tensors().items():
         assert name == "origin" or torch.equal(getattr(joined, name), x), name

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from conftest import OneProcessRuntime
-from pellucid.algorithm import diagnostics, grpo
-from pellucid.algorithm.advantages import Grades, advantages_of
+from pellucid.algorithm import grpo, metrics
+from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades
 from pellucid.algorithm.batch import collate
-from pellucid.algorithm.objectives import Tokens, clip_high_by_difficulty, clip_metrics, dcpo, ppo_clip
+from pellucid.algorithm.objectives import (
+    ObjectiveInputs,
+    compute_clip_high_by_difficulty,
+    compute_clip_metrics,
+    dcpo,
+    ppo_clip,
+)
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import Completion, Group, Prompt, Reward
 
@@ -24,7 +30,9 @@ def grades(rewards):
 def on_advantages(rewards, shaped, **settings):
     cfg = GRPOConfig(**settings)
     measured, shaped = grades(rewards), torch.tensor(shaped, dtype=F64)
-    return diagnostics.on_advantages(measured, shaped, advantages_of(measured, shaped, cfg), cfg)
+    return metrics.compute_advantage_effects(
+        measured, shaped, compute_advantages_from_grades(measured, shaped, cfg), cfg
+    )
 
 
 def test_plain_grpo_changes_nothing_and_says_nothing():
@@ -52,9 +60,11 @@ def test_length_groups_of_ties_count():
     lengths = torch.tensor([[2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0]], dtype=F64)
     measured = grades(rewards.tolist())._replace(lengths=lengths)
     cfg = GRPOConfig(advantage="length_grouped", length_buckets=4)
-    changed = diagnostics.on_advantages(measured, rewards, advantages_of(measured, rewards, cfg), cfg)
+    changed = metrics.compute_advantage_effects(
+        measured, rewards, compute_advantages_from_grades(measured, rewards, cfg), cfg
+    )
     assert changed == {"effect/advantage": 0.625}
-    assert diagnostics.known_inert(cfg) == []
+    assert metrics.find_inert_settings(cfg) == []
 
 
 def test_shaping_that_is_affine_in_a_group_is_undone_by_comparing():
@@ -69,18 +79,20 @@ def test_shaping_that_is_affine_in_a_group_is_undone_by_comparing():
 
 def test_a_penalty_counts_where_it_moves_an_advantage():
     penalty = torch.tensor([[0.5, -0.5, 0.001, 0.0]])
-    assert diagnostics.of_penalty(penalty, list) == {"effect/kl": 0.5}
-    assert diagnostics.of_penalty(0.0, list) == {}
+    assert metrics.compute_kl_penalty_effect(penalty, list) == {"effect/kl": 0.5}
+    assert metrics.compute_kl_penalty_effect(0.0, list) == {}
 
 
 def test_kl_in_the_loss_counts_by_its_factor_in_the_gradient():
     cfg = GRPOConfig(kl="k3", kl_in="loss", kl_coef=0.1)
     logprobs = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
     reference = torch.tensor([[-1.0, -1.09, -1.11, -0.5]])
-    assert diagnostics.of_loss_kl(logprobs, reference, None, cfg)["effect/kl"].tolist() == [[False, False, True, True]]
+    assert metrics.compute_kl_loss_effect(logprobs, reference, None, cfg)["effect/kl"].tolist() == [
+        [False, False, True, True]
+    ]
     exact = torch.tensor([[0.0, 0.004, 0.006]])  # log-ratios of about 0, .089 and .110
-    assert diagnostics.of_loss_kl(logprobs, None, exact, cfg)["effect/kl"].tolist() == [[False, False, True]]
-    assert diagnostics.of_loss_kl(logprobs, reference, None, GRPOConfig(kl_coef=0.1)) == {}
+    assert metrics.compute_kl_loss_effect(logprobs, None, exact, cfg)["effect/kl"].tolist() == [[False, False, True]]
+    assert metrics.compute_kl_loss_effect(logprobs, reference, None, GRPOConfig(kl_coef=0.1)) == {}
 
 
 def test_moving_bounds_count_where_they_decide_otherwise_than_fixed_ones():
@@ -90,8 +102,8 @@ def test_moving_bounds_count_where_they_decide_otherwise_than_fixed_ones():
     ratio = torch.tensor([[3.0, 6.0, 1.1, 1.19, 0.6]], dtype=F64)
     mask = torch.ones(1, 5, dtype=torch.bool)
     for advantage, changed in ((1.0, [True, False, False, True, False]), (-1.0, [False, False, False, False, True])):
-        tokens = Tokens(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask)
-        measured = clip_metrics(dcpo(tokens, cfg), mask)
+        tokens = ObjectiveInputs(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask)
+        measured = compute_clip_metrics(dcpo(tokens, cfg), mask)
         assert measured["effect/clip"].tolist() == [changed]
 
 
@@ -102,9 +114,9 @@ def test_a_hard_group_may_move_further_and_an_easy_one_less():
     """Mean .5, k = 1: 0 of 4 right gives 1.5 times the bound, 4 of 4 half of it."""
     correct = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]], dtype=F64)
     cfg = GRPOConfig(clip_high=0.2, clip_difficulty=1.0)
-    widths = clip_high_by_difficulty(correct, correct.mean(), cfg)
+    widths = compute_clip_high_by_difficulty(correct, correct.mean(), cfg)
     assert widths.tolist() == [pytest.approx([x] * 4) for x in (0.3, 0.1, 0.2)]
-    steep = clip_high_by_difficulty(correct, correct.mean(), GRPOConfig(clip_high=0.2, clip_difficulty=10.0))
+    steep = compute_clip_high_by_difficulty(correct, correct.mean(), GRPOConfig(clip_high=0.2, clip_difficulty=10.0))
     assert steep.tolist() == [pytest.approx([x] * 4) for x in (0.4, 0.1, 0.2)]
 
 
@@ -114,12 +126,12 @@ def test_each_row_is_clipped_at_its_own_bound():
     logprobs = torch.tensor([[1.25, 1.35], [1.25, 1.05]], dtype=F64).log().requires_grad_()
     width = torch.tensor([[0.3], [0.1]], dtype=F64)
     mask, advantages = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 1, dtype=F64)
-    outcome = ppo_clip(Tokens(logprobs, old, advantages, mask, width), GRPOConfig(clip_difficulty=1.0))
+    outcome = ppo_clip(ObjectiveInputs(logprobs, old, advantages, mask, width), GRPOConfig(clip_difficulty=1.0))
     value = outcome.value
     assert value.detach().tolist() == [pytest.approx([1.25, 1.3]), pytest.approx([1.1, 1.05])]
     value.sum().backward()
     assert logprobs.grad.tolist() == [pytest.approx([1.25, 0.0]), pytest.approx([0.0, 1.05])]
-    measured = clip_metrics(outcome, mask)
+    measured = compute_clip_metrics(outcome, mask)
     assert measured["clip/high"].tolist() == [[False, True], [True, False]]
     # The fixed bound of 1.2 takes 1.25 and 1.35 from the first row, 1.25 from the second.
     assert measured["effect/clip"].tolist() == [[True, False], [False, False]]
@@ -177,17 +189,17 @@ def test_it_goes_with_the_clipped_objective_alone():
     ],
 )
 def test_what_cannot_do_anything_is_said_with_the_mend(inert, said, mended):
-    [line] = diagnostics.known_inert(GRPOConfig(**inert))
+    [line] = metrics.find_inert_settings(GRPOConfig(**inert))
     assert said in line
-    assert diagnostics.known_inert(GRPOConfig(**mended)) == []
+    assert metrics.find_inert_settings(GRPOConfig(**mended)) == []
 
 
 def test_the_defaults_have_nothing_to_say():
-    assert diagnostics.known_inert(GRPOConfig()) == []
+    assert metrics.find_inert_settings(GRPOConfig()) == []
 
 
 def test_an_effect_of_nought_is_said_once_and_only_where_it_never_was_more():
-    watch = diagnostics.Watch(GRPOConfig())
+    watch = metrics.InertSettingWatcher(GRPOConfig())
     said = [
         watch.observe_step({"effect/kl": 0.0, "effect/clip": 0.1 if step == 2 else 0.0, "clip/low": 0.0})
         for step in range(8)
@@ -199,13 +211,16 @@ def test_an_effect_of_nought_is_said_once_and_only_where_it_never_was_more():
 def test_prefixes_that_fit_no_question_are_said():
     """In one line, also where there is a coefficient for them."""
     for cfg in (GRPOConfig(), GRPOConfig(prefix_coef=1.0)):
-        watch = diagnostics.Watch(cfg)
+        watch = metrics.InertSettingWatcher(cfg)
         [line] = [watch.observe_step({"prefix/share": 0.0}) for _ in range(5)][-1]
         assert "no question had a prefix in 5 steps" in line
 
 
 def test_a_coefficient_without_prefixes_is_said():
-    idle, busy = diagnostics.Watch(GRPOConfig(prefix_coef=1.0)), diagnostics.Watch(GRPOConfig(prefix_coef=1.0))
+    idle, busy = (
+        metrics.InertSettingWatcher(GRPOConfig(prefix_coef=1.0)),
+        metrics.InertSettingWatcher(GRPOConfig(prefix_coef=1.0)),
+    )
     said = [idle.observe_step({"loss": 0.0}) for _ in range(5)][-1]
     assert "prefixed" in said[0]
     assert [busy.observe_step({"prefix/nll": 2.0}) for _ in range(5)][-1] == []
@@ -220,4 +235,4 @@ def test_kl_in_the_raw_reward_is_shaping_and_kl_elsewhere_is_none():
 def test_an_exact_kl_below_nought_by_rounding_has_no_effect():
     cfg = GRPOConfig(kl="exact", kl_in="loss", kl_coef=0.1)
     exact = torch.tensor([[-0.006, 0.006]])
-    assert diagnostics.of_loss_kl(exact, None, exact, cfg)["effect/kl"].tolist() == [[False, True]]
+    assert metrics.compute_kl_loss_effect(exact, None, exact, cfg)["effect/kl"].tolist() == [[False, True]]

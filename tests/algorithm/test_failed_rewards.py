@@ -14,17 +14,21 @@ import torch
 from conftest import EOS, CountDigits, OneProcessRuntime
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import ADVANTAGES
-from pellucid.algorithm.batch import collate, grades_of, task_rewards
+from pellucid.algorithm.batch import collate, collect_grades, collect_task_rewards
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
-from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows
-from pellucid.reporting.loggers import Jsonl
-from pellucid.reporting.metrics import describe
-from pellucid.reporting.verdict import verdict
-from pellucid.rewards.plain import LARGEST, NoRewardError, of_reward
+from pellucid.reporting.console import (
+    PlainLogger,
+    make_comparison_table,
+    make_evaluation_rows,
+    make_evaluation_table,
+    make_verdict_table,
+)
+from pellucid.reporting.loggers import JsonlLogger, compute_group_metrics
+from pellucid.rewards.functions import MAX_REWARD, InvalidRewardError, validate_reward
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.training.evaluate import OneProcess, evaluate
+from pellucid.training.evaluate import SingleProcess, evaluate
 from pellucid.training.preflight import show_signal
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
@@ -59,7 +63,7 @@ def test_for_the_algorithm_it_is_the_mean_of_its_graded_siblings(failed):
     for advantage, compute in ADVANTAGES.items():
         cfg = GRPOConfig(advantage=advantage, group_size=4, length_min_cell=2)
         of_failed, of_mean = (
-            grades_of([group(RIGHT, WRONG, WRONG, last), group(RIGHT, RIGHT, WRONG, WRONG)])
+            collect_grades([group(RIGHT, WRONG, WRONG, last), group(RIGHT, RIGHT, WRONG, WRONG)])
             for last in (failed, Reward(1 / 3))
         )
         if advantage == "lead":
@@ -69,7 +73,7 @@ def test_for_the_algorithm_it_is_the_mean_of_its_graded_siblings(failed):
 
 def test_the_share_of_right_answers_is_that_of_graded_ones(failed):
     """One of three is right, not one of four; a failed reward moves nothing, by hand."""
-    advantages = ADVANTAGES["lead"](grades_of([group(RIGHT, WRONG, WRONG, failed)]), GRPOConfig())[0].tolist()
+    advantages = ADVANTAGES["lead"](collect_grades([group(RIGHT, WRONG, WRONG, failed)]), GRPOConfig())[0].tolist()
     weights = [0.4 + 1.1 / (1 + exp(10 * (p - 0.75))) for p in (1 / 3, 2 / 3)]
     # (r - 1/3) / std of (1, 0, 0, 1/3), whose variance is 1/6
     assert advantages == pytest.approx([sqrt(6) * 2 / 3 * weights[0], *2 * [-sqrt(6) / 3 * weights[1]], 0.0], abs=1e-12)
@@ -87,7 +91,7 @@ def test_the_width_of_the_clip_goes_by_graded_answers(failed):
 
 
 def test_a_group_without_a_grade_teaches_nothing(failed):
-    grades = grades_of([group(*[failed] * 4)])
+    grades = collect_grades([group(*[failed] * 4)])
     for advantage, compute in ADVANTAGES.items():
         assert compute(grades, GRPOConfig(advantage=advantage)).abs().max() == 0.0, advantage
 
@@ -97,26 +101,28 @@ def test_an_infinite_term_is_no_best_term(infinite):
     """Beside an infinite value, and beside one that the task holds in bounds."""
     for value in (infinite, 1.0):
         rewards = [Reward(v, {"a": v, "b": 1.0 - v}) for v in (1.0, 0.0)] + [Reward(value, {"a": infinite, "b": 0.5})]
-        grades = grades_of([group(*rewards)])
+        grades = collect_grades([group(*rewards)])
         assert grades.parts[0].tolist() == [[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]
         cfg = GRPOConfig(advantage="gdpo", group_size=3)
         alone = grades._replace(parts=grades.parts[..., :1], weights=torch.ones(1, 1, dtype=torch.float64))
         assert ADVANTAGES["gdpo"](alone, cfg)[0].tolist() == pytest.approx([sqrt(1.5), -sqrt(1.5), 0.0])
-    assert math.isnan(describe([group(Reward(1.0, {"a": infinite}))])["reward/a"])
-    assert describe([group(*(Reward(1.0, {"a": x}) for x in (math.inf, -math.inf, 3.0)))])["reward/a"] == 3.0
+    assert math.isnan(compute_group_metrics([group(Reward(1.0, {"a": infinite}))])["reward/a"])
+    assert (
+        compute_group_metrics([group(*(Reward(1.0, {"a": x}) for x in (math.inf, -math.inf, 3.0)))])["reward/a"] == 3.0
+    )
 
 
 def test_the_terms_of_a_failed_reward_are_no_grades():
     """What its task had come to before it failed."""
     rewards = [Reward(1.0, {"a": 1.0}), Reward(0.0, {"a": 0.0}), Reward(9.0, {"a": 9.0}, error="timed out")]
-    assert grades_of([group(*rewards)]).parts[0, :, 0].tolist() == [1.0, 0.0, 0.5]
+    assert collect_grades([group(*rewards)]).parts[0, :, 0].tolist() == [1.0, 0.0, 0.5]
 
 
 def test_dynamic_sampling_and_the_metrics_agree_on_what_is_dead(failed):
     """A failed reward beside equal ones is no difference, whatever value came with it."""
     for siblings in ([WRONG] * 3, [RIGHT] * 3):
-        assert task_rewards([group(*siblings, failed)]).unique().tolist() == [siblings[0].value]
-        measured = describe([group(*siblings, failed)])
+        assert collect_task_rewards([group(*siblings, failed)]).unique().tolist() == [siblings[0].value]
+        measured = compute_group_metrics([group(*siblings, failed)])
         assert measured["groups/dead_all_right"] + measured["groups/dead_all_wrong"] == 1.0
 
 
@@ -146,22 +152,22 @@ def test_an_evaluation_counts_what_it_could_not_grade(failed, tmp_path, capsys):
     """It was not answered rightly as far as anyone knows; and it is said."""
     task = Script(failed)
     prompts = [Prompt(str(i), f"{i}?") for i in range(3)]
-    evaluation, _, _ = evaluate("script", task, prompts, task, Sampling(4), 2, OneProcess())
+    evaluation, _, _ = evaluate("script", task, prompts, task, Sampling(4), 2, SingleProcess())
     assert (evaluation.greedy.value, evaluation.mean_at_k.value, evaluation.greedy_correct) == (0.0, 0.0, (0, 0, 0))
     assert evaluation.failed == 3 + 12
-    Plain(3).log_evaluation(1, evaluation)
+    PlainLogger(3).log_evaluation(1, evaluation)
     assert "! failed rewards: 15" in capsys.readouterr().out
-    for table in (accuracy_table("m", evaluation), before_after(evaluation, evaluation)):
+    for table in (make_evaluation_table("m", evaluation), make_comparison_table(evaluation, evaluation)):
         assert "3 prompts, too few prompts for an interval, ! failed rewards: 15" in str(table.title)
-    assert "! failed rewards: 15" in str(next(evaluation_rows({1: evaluation}))[2])
-    log = Jsonl(tmp_path)
+    assert "! failed rewards: 15" in str(next(make_evaluation_rows({1: evaluation}))[2])
+    log = JsonlLogger(tmp_path)
     log.log_evaluation(1, evaluation)
     log.close()
     assert json.loads((tmp_path / "evals.jsonl").read_text())["failed"] == 15
 
 
 def test_the_log_of_rollouts_has_no_grade_for_it(failed, tmp_path):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log(1, {}, [group(RIGHT, failed)])
     log.close()
     graded, not_graded = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
@@ -171,7 +177,7 @@ def test_the_log_of_rollouts_has_no_grade_for_it(failed, tmp_path):
 
 
 def test_a_verdict_is_not_that_it_is_wrong(failed):
-    said = " ".join(map(str, verdict(group(failed)).columns[1].list_runs))
+    said = " ".join(map(str, make_verdict_table(group(failed)).columns[1].list_runs))
     assert "wrong" not in said
     assert "right" not in said
     assert "not graded" in said
@@ -194,15 +200,15 @@ def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
 
 def test_the_largest_rewards_can_be_added_and_squared():
     """As metrics and advantages do."""
-    rewards = [Reward(sign * LARGEST, {"a": sign * LARGEST}) for sign in (1, -1, 1, 1)]
-    assert all(math.isfinite(value) for value in describe([group(*rewards)] * 8).values())
+    rewards = [Reward(sign * MAX_REWARD, {"a": sign * MAX_REWARD}) for sign in (1, -1, 1, 1)]
+    assert all(math.isfinite(value) for value in compute_group_metrics([group(*rewards)] * 8).values())
     for name, advantage in ADVANTAGES.items():
         if name != "maxrl":  # refuses what is negative
-            assert advantage(grades_of([group(*rewards)]), GRPOConfig(advantage=name)).isfinite().all(), name
+            assert advantage(collect_grades([group(*rewards)]), GRPOConfig(advantage=name)).isfinite().all(), name
 
 
 def test_torch_s_scalars_are_numbers():
     reward = Reward(torch.tensor(0.5), {"a": torch.tensor(0.25).bfloat16()}, correct=torch.tensor(True))
-    assert of_reward(reward) == asdict(Reward(0.5, {"a": 0.25}, correct=True))
-    with pytest.raises(NoRewardError, match="where a number is needed"):
-        of_reward(Reward(torch.tensor([0.5])))
+    assert validate_reward(reward) == asdict(Reward(0.5, {"a": 0.25}, correct=True))
+    with pytest.raises(InvalidRewardError, match="where a number is needed"):
+        validate_reward(Reward(torch.tensor([0.5])))

@@ -9,12 +9,12 @@ import torch
 
 from conftest import OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
-from pellucid.algorithm.batch import collate, concat, grades_of
+from pellucid.algorithm.batch import collate, collect_grades, concat_batches
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.environments.here import Here
-from pellucid.environments.talk import Talk
-from pellucid.samplers.native import Native
-from pellucid.types import Completion, Group, Outcome, Prompt, Reward, Sampling
+from pellucid.environments.pool import InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
+from pellucid.rollout.native import NativeSampler
+from pellucid.types import Completion, ConversationOutcome, Group, Prompt, Reward, Sampling
 from worlds import TEMPLATE, asked
 
 CFG = GRPOConfig(prompts_per_step=3, group_size=4)
@@ -24,7 +24,7 @@ ADVANTAGES = torch.tensor([[1.0, -0.5, 0.25, -0.75], [0.5, -1.5, 2.0, -1.0], [0.
 def held(architecture="llama", dtype=torch.float32):
     policy = make_policy(architecture, dtype)
     policy.tokenizer.chat_template = TEMPLATE
-    sampler = Native(policy=policy, environments=Here(Talk("worlds:Parrot")))
+    sampler = NativeSampler(policy=policy, environments=InProcessEnvironments(EnvironmentSpec("worlds:Parrot")))
     return policy, sampler.generate(asked(), Sampling(4, max_tokens=80, turns=4, turn_tokens=9, seed="0/0"))
 
 
@@ -35,7 +35,7 @@ def graded(groups):
 def ready(policy, groups, cfg=CFG, advantages=ADVANTAGES):
     runtime = OneProcessRuntime(policy)
     batch = grpo.attach_advantages(collate(groups), graded(groups), advantages, runtime, cfg)
-    return grpo.with_weights(batch, runtime, cfg)
+    return grpo.attach_token_weights(batch, runtime, cfg)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -50,7 +50,7 @@ def test_no_gradient_comes_to_what_was_given(architecture, settings):
     entropy = scores.entropy.detach().requires_grad_()
     if cfg.kl_coef:
         batch = replace(batch, ref_logprobs=scores.logprobs.detach() - 0.3)
-    loss, metrics = grpo.loss_terms(grpo.Scores(logprobs, entropy), batch, cfg)
+    loss, metrics = grpo.compute_loss(grpo.Scores(logprobs, entropy), batch, cfg)
     loss.backward()
     assert (~batch.action_mask & batch.response_mask).sum() > 20
     assert (logprobs.grad[~batch.action_mask] == 0).all()
@@ -85,7 +85,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens_summed_by_hand(architecture)
     cfg = replace(CFG, aggregate="token")
     batch = ready(policy, groups, cfg)
     policy.model.zero_grad()
-    grpo.loss_terms(policy.score(batch), batch, cfg)[0].backward()
+    grpo.compute_loss(policy.score(batch), batch, cfg)[0].backward()
     ours = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
     theirs = by_hand(policy.model, groups, ADVANTAGES)
     assert max(float(grad.abs().max()) for grad in theirs.values()) > 1e-2
@@ -97,7 +97,7 @@ def branched():
     """Two prompts of two completions, of which one has a branch."""
 
     def completion(ids, *branches):
-        return Completion(tuple(ids), (-1.0,) * len(ids), "", True, branches=branches, outcome=Outcome(1.0))
+        return Completion(tuple(ids), (-1.0,) * len(ids), "", True, branches=branches, outcome=ConversationOutcome(1.0))
 
     branched = completion([1, 2, 3], completion([4, 4]), completion([7]))
     first = Group(Prompt("a", "a"), (5, 6), (branched, completion([2])))
@@ -123,7 +123,7 @@ def one_and_eight():
     """A rollout of one sequence, and one whose history an agent rewrote seven times; two tokens each."""
 
     def completion(*branches):
-        return Completion((3, 4), (-1.0, -1.0), "", True, branches=branches, outcome=Outcome(1.0))
+        return Completion((3, 4), (-1.0, -1.0), "", True, branches=branches, outcome=ConversationOutcome(1.0))
 
     group = Group(Prompt("a", "a"), (5, 6), (completion(), completion(*[completion() for _ in range(7)])))
     return [replace(group, rewards=(Reward(1.0), Reward(0.0)))]
@@ -146,7 +146,7 @@ def test_a_rollout_of_eight_sequences_counts_as_one_rollout(aggregate):
     first, second, plus, minus = PUSHES[aggregate]
     torch.testing.assert_close(batch.token_weights, torch.tensor([[first] * 2, *[[second] * 2] * 8]))
     logprobs = policy.score(batch).logprobs.detach().requires_grad_()
-    grpo.loss_terms(grpo.Scores(logprobs, torch.zeros_like(logprobs)), batch, cfg)[0].backward()
+    grpo.compute_loss(grpo.Scores(logprobs, torch.zeros_like(logprobs)), batch, cfg)[0].backward()
     pushes = (-logprobs.grad).sum(-1)
     assert pushes[0].item() == pytest.approx(plus)
     assert pushes[1:].sum().item() == pytest.approx(minus)
@@ -162,9 +162,9 @@ def test_the_gradient_of_rollouts_of_several_sequences_is_their_sum_by_hand(aggr
     runtime = OneProcessRuntime(policy)
     batch = grpo.attach_advantages(collate(groups), graded(groups), advantages, runtime, cfg)
     policy.model.zero_grad()
-    weighted = grpo.with_weights(batch, runtime, cfg)
+    weighted = grpo.attach_token_weights(batch, runtime, cfg)
     for micro_batch in weighted.split_into_chunks(cfg.micro_batch):
-        grpo.loss_terms(policy.score(micro_batch), micro_batch, cfg)[0].backward()
+        grpo.compute_loss(policy.score(micro_batch), micro_batch, cfg)[0].backward()
     ours = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
     policy.model.zero_grad()
@@ -205,10 +205,13 @@ def test_processes_agree_on_the_weights_of_rollouts_of_several_sequences(aggrega
         return grpo.attach_advantages(collate(groups), graded(groups), torch.ones(len(groups), 2), runtime, cfg)
 
     runtime = OneProcessRuntime()
-    whole = grpo.weights_of(attached(branched()), runtime, cfg)
+    whole = grpo.compute_token_weights(attached(branched()), runtime, cfg)
     first, second = (attached([group]) for group in branched())
     counts = {"first": (torch.tensor(2), torch.tensor(7)), "second": (torch.tensor(2), torch.tensor(8))}
-    alone = [grpo.weights_of(first, OfTwo(counts["second"]), cfg), grpo.weights_of(second, OfTwo(counts["first"]), cfg)]
+    alone = [
+        grpo.compute_token_weights(first, OfTwo(counts["second"]), cfg),
+        grpo.compute_token_weights(second, OfTwo(counts["first"]), cfg),
+    ]
     assert whole.flatten().tolist() == [*joined_to(alone[0], 4), *joined_to(alone[1], 4)]
 
 
@@ -226,8 +229,8 @@ def test_replay_joins_steps_with_and_without_rewritten_histories(first):
     steps = [[plain], groups[1]]
     steps = steps if first == 0 else steps[::-1]
     batches = [grpo.attach_advantages(collate(step), graded(step), PLUS_MINUS, runtime, cfg) for step in steps]
-    joined = concat(batches)
-    sums = grpo.weights_of(joined, runtime, cfg).sum(-1)
+    joined = concat_batches(batches)
+    sums = grpo.compute_token_weights(joined, runtime, cfg).sum(-1)
     expected = {0: [1 / 4, 1 / 4], 1: [1 / 4, *[1 / 32] * 8]}
     assert sums.tolist() == pytest.approx(expected[first] + expected[1 - first])
 
@@ -235,7 +238,7 @@ def test_replay_joins_steps_with_and_without_rewritten_histories(first):
 def test_a_kl_in_the_reward_charges_a_completion_for_its_branches():
     batch = collate(branched())
     kl = torch.arange(28.0).view(7, 4)
-    summed, mask = grpo.charged(replace(batch, kl=kl))
+    summed, mask = grpo.get_charged_kl(replace(batch, kl=kl))
     rows = {0: [0, 1, 2], 1: [4], 2: [8, 9], 3: [12, 13]}  # completions, then branches: of 0 rows 4 and 5, of 3 row 6
     extra = {0: [16, 17, 20], 3: [24, 25, 26, 27]}
     assert summed[:, 0].tolist() == [sum(rows[i]) + sum(extra.get(i, [])) for i in range(4)]
@@ -256,7 +259,7 @@ def test_overlong_cache_counts_what_a_conversation_was_told():
     )
     group = Group(Prompt("a", "a"), (5,), completions, rewards=(Reward(1.0),) * 4)
     cfg = replace(CFG, overlong_cache=4, max_length=10)
-    shaped = grpo.shape(grades_of([group]), collate([group]), make_policy(), cfg)
+    shaped = grpo.shape_rewards(collect_grades([group]), collate([group]), make_policy(), cfg)
     assert shaped.tolist() == [[0.0, 0.5, 1.0, 0.25]]
 
 
@@ -264,7 +267,7 @@ def test_conversations_train_as_answers_do():
     """A whole step, with a reward in the environment, an old policy and minibatches."""
     policy = make_policy()
     policy.tokenizer.chat_template = TEMPLATE
-    world = Here(Talk("worlds:Parrot"))
+    world = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
 
     class Talking:
         seed, split = 0, "train"
@@ -278,6 +281,6 @@ def test_conversations_train_as_answers_do():
     cfg = replace(CFG, steps=2, prompts_per_step=4, minibatches=2, epochs=2, micro_batch=3)
     sampling = Sampling(4, max_tokens=60, turns=3, turn_tokens=8)
     runtime = OneProcessRuntime(policy)
-    steps = list(grpo.train(Talking(), Native(environments=world), policy, runtime, cfg, sampling=sampling))
+    steps = list(grpo.train(Talking(), NativeSampler(environments=world), policy, runtime, cfg, sampling=sampling))
     assert len(steps) == 2
     assert all(step.metrics["grad_norm"] > 0 for step in steps)

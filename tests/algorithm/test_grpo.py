@@ -14,15 +14,15 @@ import torch
 from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo, kl
 from pellucid.algorithm.advantages import ADVANTAGES
-from pellucid.algorithm.batch import collate, concat, grades_of, task_rewards
-from pellucid.algorithm.grpo import Scores, State, loss_terms, train, update
+from pellucid.algorithm.batch import collate, collect_grades, collect_task_rewards, concat_batches
+from pellucid.algorithm.grpo import Scores, TrainingState, compute_loss, train, update_policy
 from pellucid.algorithm.objectives import OBJECTIVES
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.reporting.metrics import describe
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.native import Native
+from pellucid.distributed.runtime import Runtime
+from pellucid.reporting.loggers import compute_group_metrics
+from pellucid.rollout.native import NativeSampler
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.types import ROUND, Completion, Group, Prompt, Reward, Sampling, UserError
+from pellucid.types import ROUND_STRIDE, Completion, Group, Prompt, Reward, Sampling, UserError
 from small_policy import batch_of
 
 F64 = torch.float64
@@ -31,17 +31,17 @@ AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "consta
 
 def rollouts(policy, size=6, n=4, max_tokens=24):
     sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
-    groups = grpo.grade(CountDigits(), Native(policy=policy).generate(CountDigits().sample(0, n), sampling))
+    groups = grpo.grade(CountDigits(), NativeSampler(policy=policy).generate(CountDigits().sample(0, n), sampling))
     batch = collate(groups)
     assert not bool(batch.response_mask.all()), "completions must differ in length"
     return replace(
-        batch, advantages=batch.broadcast_to_tokens(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+        batch, advantages=batch.broadcast_to_tokens(ADVANTAGES["grpo"](collect_grades(groups), GRPOConfig()).flatten())
     )
 
 
 def gradients_of(policy, batch, cfg):
     runtime = OneProcessRuntime(policy)
-    metrics = update(policy, batch, runtime, cfg)
+    metrics = update_policy(policy, batch, runtime, cfg)
     return runtime.gradients, metrics
 
 
@@ -106,8 +106,8 @@ def test_the_stop_is_trained_and_the_padding_is_not():
     batch = rollouts(policy)
     row, t = (batch.response_ids == EOS).logical_and(batch.response_mask).nonzero()[0].tolist()
     leaf = policy.score(batch).logprobs.detach().requires_grad_()
-    weights = grpo.weights_of(batch, OneProcessRuntime(), GRPOConfig())
-    loss, _ = loss_terms(Scores(leaf, torch.zeros_like(leaf)), replace(batch, token_weights=weights), GRPOConfig())
+    weights = grpo.compute_token_weights(batch, OneProcessRuntime(), GRPOConfig())
+    loss, _ = compute_loss(Scores(leaf, torch.zeros_like(leaf)), replace(batch, token_weights=weights), GRPOConfig())
     gradient = torch.autograd.grad(loss, leaf)[0]
     assert gradient[row, t] != 0.0
     assert bool((gradient[~batch.response_mask] == 0.0).all())
@@ -138,12 +138,12 @@ def test_a_response_that_stops_at_once_is_graded_and_trained():
     batch = collate([group])
     batch = replace(batch, advantages=batch.broadcast_to_tokens(torch.tensor([1.0, 0.0], dtype=F64)))
     before = policy.score(batch).logprobs[0, 0].item()
-    update(policy, batch, OneProcessRuntime(policy, lr=0.1), GRPOConfig(group_size=2))
+    update_policy(policy, batch, OneProcessRuntime(policy, lr=0.1), GRPOConfig(group_size=2))
     assert policy.score(batch).logprobs[0, 0].item() > before + 1e-3
 
 
 def test_an_exponent_that_had_to_be_clamped_is_counted():
-    far = kl.metrics(torch.tensor([[-1.0, -200.0]]), torch.tensor([[-2.0, -1.0]]))
+    far = kl.compute_kl_metrics(torch.tensor([[-1.0, -200.0]]), torch.tensor([[-2.0, -1.0]]))
     assert far["kl/overflow"].tolist() == [[False, True]]
     assert bool(far["kl"].isfinite().all())
 
@@ -159,8 +159,8 @@ def test_the_entropy_bonus_raises_entropy():
     policy = make_policy(dtype=F64, entropy_grad=True)
     batch = rollouts(policy)
     batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
-    before = update(policy, batch, OneProcessRuntime(policy, lr=0.05), GRPOConfig(entropy_coef=1.0))["entropy"]
-    after = update(policy, batch, OneProcessRuntime(policy), GRPOConfig(entropy_coef=1.0))["entropy"]
+    before = update_policy(policy, batch, OneProcessRuntime(policy, lr=0.05), GRPOConfig(entropy_coef=1.0))["entropy"]
+    after = update_policy(policy, batch, OneProcessRuntime(policy), GRPOConfig(entropy_coef=1.0))["entropy"]
     assert after > before + 1e-4
 
 
@@ -172,8 +172,8 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(axis):
     advantages[6:18] = 0.0
     batch = replace(batch, advantages=advantages)
     cfg = GRPOConfig(**axis, constant_length=24)
-    weighted = replace(batch, token_weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
-    assert len(grpo.with_gradient(weighted, cfg)) == int((advantages != 0).any(-1).sum()) < len(batch)
+    weighted = replace(batch, token_weights=grpo.compute_token_weights(batch, OneProcessRuntime(), cfg))
+    assert len(grpo.drop_rows_without_gradient(weighted, cfg)) == int((advantages != 0).any(-1).sum()) < len(batch)
     skipped, _ = gradients_of(policy, batch, cfg)
     # With a bonus of next to nothing every row is computed.
     computed, _ = gradients_of(policy, batch, replace(cfg, entropy_coef=1e-300))
@@ -243,7 +243,7 @@ def test_two_processes_add_up_to_one(axis):
     parts = []
     for mine, other in (halves, halves[::-1]):
         runtime = Half(policy, [torch.tensor(12), other.response_mask.sum()])
-        update(policy, mine, runtime, cfg)
+        update_policy(policy, mine, runtime, cfg)
         parts.append(runtime.gradients)
     assert distance(whole, {name: parts[0][name] + parts[1][name] for name in whole}) < 1e-7  # fp32 weights
 
@@ -280,8 +280,8 @@ def test_only_tokens_of_high_entropy_get_the_objectives_gradient():
     assert int(chosen.sum()) == round(0.2 * int(batch.response_mask.sum()))
     assert entropy[chosen].min() >= entropy[batch.response_mask & ~chosen].max()
     leaf = policy.score(batch).logprobs.detach().requires_grad_()
-    weighted = replace(fixed, token_weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
-    loss, _ = loss_terms(Scores(leaf, entropy), weighted, cfg)
+    weighted = replace(fixed, token_weights=grpo.compute_token_weights(batch, OneProcessRuntime(), cfg))
+    loss, _ = compute_loss(Scores(leaf, entropy), weighted, cfg)
     moving = torch.autograd.grad(loss, leaf)[0] != 0
     assert torch.equal(moving, chosen & (batch.advantages != 0))
     assert float(weighted.token_weights.sum()) == pytest.approx(1.0), "the other tokens still count in the denominator"
@@ -307,11 +307,11 @@ def test_what_is_measured_is_measured_between_the_right_two():
         batch_of(ones.bool(), old_logprobs=old, ref_logprobs=ref, advantages=ones, weights=ones),
         sampler_logprobs=sampler,
     )
-    _, metrics = loss_terms(Scores(pi, torch.zeros_like(pi)), batch, cfg)
+    _, metrics = compute_loss(Scores(pi, torch.zeros_like(pi)), batch, cfg)
     assert float(metrics["ratio/mean"]) == pytest.approx(2.0)
     assert float(metrics["sampler/gap_mean"]) == pytest.approx(math.log(1.25))
     assert float(metrics["kl"]) == pytest.approx(0.6 - math.log(1.6))
-    measured = loss_terms(Scores(pi, torch.zeros_like(pi), torch.full_like(pi, 0.3)), batch, replace(cfg, kl="exact"))
+    measured = compute_loss(Scores(pi, torch.zeros_like(pi), torch.full_like(pi, 0.3)), batch, replace(cfg, kl="exact"))
     assert float(measured[1]["kl"]) == pytest.approx(0.3)
 
 
@@ -323,10 +323,10 @@ def test_off_policy_steps_read_the_old_policy():
     policy, reference = make_policy(dtype=F64), make_policy(dtype=F64, seed=3)
     cfg = GRPOConfig(epochs=3, clip_low=0.01, clip_high=0.01, kl="k3", kl_in="loss", kl_coef=1e-6)
     batch = grpo.add_old_and_reference_logprobs(rollouts(policy), policy, reference, OneProcessRuntime(), cfg)
-    still = update(policy, batch, OneProcessRuntime(policy), replace(cfg, epochs=1))
+    still = update_policy(policy, batch, OneProcessRuntime(policy), replace(cfg, epochs=1))
     assert still["ratio/mean"] == 1.0
     assert still["kl"] > 0.1
-    metrics = update(policy, batch, OneProcessRuntime(policy, lr=0.5), cfg)
+    metrics = update_policy(policy, batch, OneProcessRuntime(policy, lr=0.5), cfg)
     assert metrics["clip/low"] + metrics["clip/high"] > 0.05
 
 
@@ -338,7 +338,9 @@ def test_minibatches_are_whole_groups_and_each_takes_a_step():
     runtime = OneProcessRuntime(policy, lr=0.1)
     seen = []
     runtime.accumulate = lambda micro_batches: seen.append([len(m) for m in micro_batches]) or iter(micro_batches)
-    update(policy, grpo.add_old_and_reference_logprobs(batch, policy, None, OneProcessRuntime(), cfg), runtime, cfg)
+    update_policy(
+        policy, grpo.add_old_and_reference_logprobs(batch, policy, None, OneProcessRuntime(), cfg), runtime, cfg
+    )
     assert seen == [[12], [12]]
 
 
@@ -350,17 +352,17 @@ def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_s
     cfg = GRPOConfig(steps=5, group_size=4, max_staleness=3)
     seen = []
 
-    def spy(policy, batch, runtime, cfg, update=update):
+    def spy(policy, batch, runtime, cfg, update=update_policy):
         seen.append(batch)
         return update(policy, batch, runtime, cfg)
 
-    state = State()
+    state = TrainingState()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "update_policy", spy)
         steps = list(
             train(
                 CountDigits(),
-                Native(),
+                NativeSampler(),
                 policy,
                 OneProcessRuntime(policy, lr=0.5),
                 cfg,
@@ -381,16 +383,16 @@ def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_s
 
 
 def test_staleness_of_one_keeps_nothing():
-    state = State()
+    state = TrainingState()
     batch = rollouts(make_policy())
-    assert grpo.replay(state, 0, batch, GRPOConfig()) is batch
+    assert grpo.append_replayed_batches(state, 0, batch, GRPOConfig()) is batch
     assert state.replay_buffer == []
 
 
 def test_joined_batches_score_as_they_did_alone():
     policy = make_policy(dtype=F64)
     one, two = rollouts(policy, n=2), rollouts(policy, n=3)
-    joined = policy.score(concat([one, two]))
+    joined = policy.score(concat_batches([one, two]))
     for part, rows in ((one, slice(0, 12)), (two, slice(12, 30))):
         alone = policy.score(part).logprobs
         torch.testing.assert_close(joined.logprobs[rows, : alone.shape[1]], alone, rtol=0, atol=1e-12)
@@ -417,12 +419,14 @@ class Coin:
 
 def run_rollout(task, **settings):
     cfg, sampling = GRPOConfig(group_size=4, **settings), Sampling(max_tokens=8)
-    return grpo.rollout(task, Native(policy=make_policy()), sampling, OneProcessRuntime(), 3, cfg, grpo.Clock())
+    return grpo.collect_rollouts(
+        task, NativeSampler(policy=make_policy()), sampling, OneProcessRuntime(), 3, cfg, grpo.Clock()
+    )
 
 
 def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
     groups, drawn = run_rollout(Coin(lambda step, i: i % 2 == 0), max_rounds=5, steps=10)
-    assert [g.prompt.id for g in groups] == ["3/1", "3/3", f"{3 + ROUND}/1", f"{3 + ROUND}/3"]
+    assert [g.prompt.id for g in groups] == ["3/1", "3/3", f"{3 + ROUND_STRIDE}/1", f"{3 + ROUND_STRIDE}/3"]
     kept = sum(len(completion.token_ids) for group in groups for completion in group.completions)
     assert drawn.pop("tokens") > 1.2 * kept, "what is thrown away was sampled too"
     assert drawn == {"groups/drawn": 8, "groups/drawn_dead": 0.5}
@@ -431,7 +435,7 @@ def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
 def test_the_tokens_of_dynamic_sampling_are_those_of_all_sequences():
     """A conversation whose history was rewritten has several; with one round, reporting counts them too."""
 
-    class Branching(Native):
+    class Branching(NativeSampler):
         def generate(self, prompts, sampling):
             groups = super().generate(prompts, sampling)
             return [
@@ -441,10 +445,10 @@ def test_the_tokens_of_dynamic_sampling_are_those_of_all_sequences():
 
     cfg, sampling = GRPOConfig(group_size=4, max_rounds=2), Sampling(max_tokens=8)
     task, sampler = Coin(lambda step, i: False), Branching(policy=make_policy())
-    groups, drawn = grpo.rollout(task, sampler, sampling, OneProcessRuntime(), 3, cfg, grpo.Clock())
+    groups, drawn = grpo.collect_rollouts(task, sampler, sampling, OneProcessRuntime(), 3, cfg, grpo.Clock())
     assert drawn["groups/drawn"] == 4
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
-    assert drawn["tokens"] == 3 * tokens == describe(groups)["tokens"]
+    assert drawn["tokens"] == 3 * tokens == compute_group_metrics(groups)["tokens"]
 
 
 def test_a_group_within_min_reward_range_makes_room_too():
@@ -513,16 +517,16 @@ def test_a_task_that_would_forget_what_it_saw_is_refused():
 
 def test_a_round_draws_no_more_than_it_should_need():
     cfg = GRPOConfig(prompts_per_step=16)
-    assert grpo.prompts_wanted(0, 0, 2, cfg) == 16
-    assert grpo.prompts_wanted(14, 2, 1, cfg) == 3  # two are missing, seven of eight are live
-    assert grpo.prompts_wanted(14, 2, 2, cfg) == 4  # whole shares
-    assert grpo.prompts_wanted(0, 16, 2, cfg) == 16
-    assert grpo.prompts_wanted(8, 8, 2, cfg) == 16
+    assert grpo.count_missing_prompts(0, 0, 2, cfg) == 16
+    assert grpo.count_missing_prompts(14, 2, 1, cfg) == 3  # two are missing, seven of eight are live
+    assert grpo.count_missing_prompts(14, 2, 2, cfg) == 4  # whole shares
+    assert grpo.count_missing_prompts(0, 16, 2, cfg) == 16
+    assert grpo.count_missing_prompts(8, 8, 2, cfg) == 16
 
 
 def test_the_tries_are_bounded_and_the_batch_is_full_all_the_same():
     groups, drawn = run_rollout(Coin(lambda step, i: i > 0), max_rounds=2, steps=10)
-    assert [g.prompt.id for g in groups] == ["3/0", f"{3 + ROUND}/0", "3/1", "3/2"]
+    assert [g.prompt.id for g in groups] == ["3/0", f"{3 + ROUND_STRIDE}/0", "3/1", "3/2"]
     assert (drawn["groups/drawn"], drawn["groups/drawn_dead"]) == (8, 0.75)
 
 
@@ -545,7 +549,7 @@ def test_differences_below_min_reward_range_are_no_signal():
 
 def four_groups(policy):
     sampling = Sampling(4, max_tokens=8, seed="0/0")
-    return Native(policy=policy).generate(CountDigits().sample(0, 4), sampling)
+    return NativeSampler(policy=policy).generate(CountDigits().sample(0, 4), sampling)
 
 
 def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
@@ -561,10 +565,10 @@ def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
             return super().sample(step, n)
 
     task = Asked()
-    sampler, sampling = Native(policy=make_policy()), Sampling(max_tokens=1)
+    sampler, sampling = NativeSampler(policy=make_policy()), Sampling(max_tokens=1)
     for steps, finished in ((40, 0), (80, 40)):
         cfg = GRPOConfig(steps=steps, group_size=2, prompts_per_step=2, max_rounds=3)
-        grpo.rollout(task, sampler, sampling, OneProcessRuntime(), finished, cfg, grpo.Clock())
+        grpo.collect_rollouts(task, sampler, sampling, OneProcessRuntime(), finished, cfg, grpo.Clock())
     assert len(set(task.steps)) == len(task.steps) == 6
     assert task.steps[0] == 0
     assert task.steps[3] == 40
@@ -581,10 +585,10 @@ def test_one_round_draws_what_it_draws():
 
 def kl_run(policy, reference, **settings):
     cfg = GRPOConfig(steps=4, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, **settings)
-    state = State(kl_coef=cfg.kl_coef)
+    state = TrainingState(kl_coef=cfg.kl_coef)
     runtime = OneProcessRuntime(policy, lr=0.5)
     return list(
-        train(CountDigits(), Native(), policy, runtime, cfg, reference, state, sampling=Sampling(max_tokens=6))
+        train(CountDigits(), NativeSampler(), policy, runtime, cfg, reference, state, sampling=Sampling(max_tokens=6))
     ), state
 
 
@@ -613,10 +617,10 @@ def test_a_frozen_reference_stays():
 
 def test_the_coefficient_follows_its_target():
     cfg = GRPOConfig(kl_coef=0.1, kl_target=0.5)
-    assert kl.adapted(0.1, 5.0, cfg) == pytest.approx(0.102)
-    assert kl.adapted(0.1, 0.55, cfg) == pytest.approx(0.101)
-    assert kl.adapted(0.1, 0.0, cfg) == pytest.approx(0.098)
-    assert kl.adapted(0.1, 5.0, GRPOConfig(kl_coef=0.1)) == 0.1
+    assert kl.adapt_kl_coef(0.1, 5.0, cfg) == pytest.approx(0.102)
+    assert kl.adapt_kl_coef(0.1, 0.55, cfg) == pytest.approx(0.101)
+    assert kl.adapt_kl_coef(0.1, 0.0, cfg) == pytest.approx(0.098)
+    assert kl.adapt_kl_coef(0.1, 5.0, GRPOConfig(kl_coef=0.1)) == 0.1
     steps, state = kl_run(make_policy(), make_policy(), kl_target=1e-6)
     coefficients = [step.metrics["kl_coef"] for step in steps]
     assert coefficients == pytest.approx([0.1, 0.098, 0.09996, 0.1019592])
@@ -625,7 +629,7 @@ def test_the_coefficient_follows_its_target():
 
 def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_was():
     cfg = GRPOConfig(kl_coef=0.1, kl_target=0.5)
-    assert [kl.adapted(0.1, kl_now, cfg) for kl_now in (math.nan, math.inf, -math.inf)] == [0.1] * 3
+    assert [kl.adapt_kl_coef(0.1, kl_now, cfg) for kl_now in (math.nan, math.inf, -math.inf)] == [0.1] * 3
 
     class Broken:
         """Not a number in its second step."""
@@ -641,7 +645,7 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_was():
     policy = make_policy()
     cfg = GRPOConfig(steps=4, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, kl_target=1e-6)
     runtime = Runtime(policy, AdamWConfig(), total_updates=4)
-    steps = list(train(CountDigits(), Native(), policy, runtime, cfg, Broken(), sampling=Sampling(max_tokens=6)))
+    steps = list(train(CountDigits(), NativeSampler(), policy, runtime, cfg, Broken(), sampling=Sampling(max_tokens=6)))
     assert [math.isnan(step.metrics["kl"]) for step in steps] == [False, True, False, False], "it stays to be seen"
     assert [step.metrics["kl_coef"] for step in steps] == pytest.approx([0.1, 0.102, 0.102, 0.10404])
 
@@ -649,8 +653,10 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_was():
 def test_a_state_without_a_coefficient_has_that_of_the_settings():
     policy, reference = make_policy(), make_policy(seed=3)
     cfg = GRPOConfig(steps=2, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, kl_target=1e-6)
-    runtime, state = OneProcessRuntime(policy), State(step=1)
-    [step] = train(CountDigits(), Native(), policy, runtime, cfg, reference, state, sampling=Sampling(max_tokens=6))
+    runtime, state = OneProcessRuntime(policy), TrainingState(step=1)
+    [step] = train(
+        CountDigits(), NativeSampler(), policy, runtime, cfg, reference, state, sampling=Sampling(max_tokens=6)
+    )
     assert step.metrics["kl"] > 0
     assert step.metrics["kl_coef"] == 0.1
     assert state.kl_coef == pytest.approx(0.102)
@@ -676,7 +682,7 @@ def test_the_exact_kl_trains():
     cfg = GRPOConfig(steps=12, group_size=4, kl="exact", kl_in="loss", kl_coef=5.0)
     runtime = OneProcessRuntime(policy, lr=0.05)
     sampling = Sampling(max_tokens=6)
-    steps = list(train(CountDigits(), Native(), policy, runtime, cfg, reference, sampling=sampling))
+    steps = list(train(CountDigits(), NativeSampler(), policy, runtime, cfg, reference, sampling=sampling))
     assert steps[-1].metrics["kl"] < 0.7 * steps[0].metrics["kl"]
 
 
@@ -686,7 +692,13 @@ def test_what_responses_pay_for_their_kl_is_reported_where_rewards_pay(kl_in):
     policy, reference = make_policy(), make_policy(seed=3)
     cfg = GRPOConfig(steps=1, group_size=4, kl="k1" if kl_in != "loss" else "k2", kl_in=kl_in, kl_coef=0.3)
     [step] = train(
-        CountDigits(), Native(), policy, OneProcessRuntime(policy), cfg, reference, sampling=Sampling(max_tokens=6)
+        CountDigits(),
+        NativeSampler(),
+        policy,
+        OneProcessRuntime(policy),
+        cfg,
+        reference,
+        sampling=Sampling(max_tokens=6),
     )
     assert ("reward/kl" in step.metrics) == (kl_in != "loss")
     if kl_in != "loss":
@@ -735,11 +747,11 @@ class Scripted:
 def test_a_failed_reward_is_neutral_not_zero():
     group, values = group_of([1.0, math.nan, 0.0, 0.5])
     graded = grpo.grade(Scripted(values), [group])
-    assert task_rewards(graded).tolist() == [[1.0, 0.5, 0.0, 0.5]]
+    assert collect_task_rewards(graded).tolist() == [[1.0, 0.5, 0.0, 0.5]]
     assert math.isnan(graded[0].rewards[1].value), "the record keeps what happened"
-    assert ADVANTAGES["grpo"](grades_of(graded), GRPOConfig())[0, 1] == 0.0
+    assert ADVANTAGES["grpo"](collect_grades(graded), GRPOConfig())[0, 1] == 0.0
     all_failed = grpo.grade(Scripted([math.nan] * 2), [group_of([0, 0])[0]])
-    assert ADVANTAGES["grpo"](grades_of(all_failed), GRPOConfig()).abs().max() == 0.0
+    assert ADVANTAGES["grpo"](collect_grades(all_failed), GRPOConfig()).abs().max() == 0.0
 
 
 def test_grades_hold_the_terms_of_a_composite_reward_and_their_weights():
@@ -748,7 +760,7 @@ def test_grades_hold_the_terms_of_a_composite_reward_and_their_weights():
         Reward(1.1, {"numeric": 1.0, "length": 0.2}, weights={"length": 0.5}, correct=True),
         Reward(0.0, {"numeric": 0.0}),
     )
-    grades = grades_of([replace(group, rewards=rewards)])
+    grades = collect_grades([replace(group, rewards=rewards)])
     assert grades.parts.tolist() == [[[1.0, 0.2], [0.0, 0.2]]]
     assert grades.weights.tolist() == [[1.0, 0.5]]
     assert grades.correct.tolist() == [[1.0, 0.0]]
@@ -760,7 +772,7 @@ def test_the_terms_of_a_reward_are_found_wherever_one_has_them():
     group, _ = group_of([0, 0])
     failed, weighed = Reward(math.nan), Reward(0.5, {"a": 1.0}, weights={"a": 0.5})
     both = Reward(3.0, {"a": 1.0, "b": 2.0}, weights={"a": 0.5})
-    grades = grades_of([replace(group, rewards=r) for r in ((failed, weighed), (both, both))])
+    grades = collect_grades([replace(group, rewards=r) for r in ((failed, weighed), (both, both))])
     assert grades.parts.tolist() == [[[1.0, 0.0], [1.0, 0.0]], [[1.0, 2.0], [1.0, 2.0]]]
     assert grades.weights.tolist() == [[0.5, 1.0], [0.5, 1.0]]
 
@@ -796,7 +808,9 @@ def test_the_loop_teaches_a_tiny_model():
     runtime = OneProcessRuntime(policy, lr=0.5)
     rewards = [
         sum(r.value for g in groups for r in g.rewards) / 32
-        for _, _, groups in train(CountDigits(), Native(), policy, runtime, cfg, sampling=Sampling(max_tokens=12))
+        for _, _, groups in train(
+            CountDigits(), NativeSampler(), policy, runtime, cfg, sampling=Sampling(max_tokens=12)
+        )
     ]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
@@ -806,7 +820,13 @@ def test_every_step_reports_what_the_design_promises():
     reference = make_policy()
     cfg = GRPOConfig(steps=1, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1)
     [(step, metrics, groups)] = train(
-        CountDigits(), Native(), policy, OneProcessRuntime(policy), cfg, reference, sampling=Sampling(max_tokens=6)
+        CountDigits(),
+        NativeSampler(),
+        policy,
+        OneProcessRuntime(policy),
+        cfg,
+        reference,
+        sampling=Sampling(max_tokens=6),
     )
     assert step == 1
     promised = {"kl", "entropy", "clip/low", "clip/high", "ratio/mean", "sampler/gap_mean", "sampler/gap_max"}

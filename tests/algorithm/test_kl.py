@@ -19,15 +19,15 @@ def paying(kl_in):
 
 def test_a_response_pays_for_its_own_tokens_and_not_for_padding():
     """Sums 3 and 12: half of each from the reward, or half of the difference from and to the advantages."""
-    raw = kl.in_raw_reward(torch.tensor([[1.0, 1.0]], dtype=F64), KL, MASK, paying("raw_reward"))
+    raw = kl.subtract_kl_from_rewards(torch.tensor([[1.0, 1.0]], dtype=F64), KL, MASK, paying("raw_reward"))
     assert raw.tolist() == [[-0.5, -5.0]]
-    assert kl.penalty(KL, MASK, paying("reward")).tolist() == [[-4.5, 4.5]]
-    assert kl.cost(KL, MASK, paying("reward"), list) == {"reward/kl": pytest.approx(-3.75)}
+    assert kl.compute_kl_penalty(KL, MASK, paying("reward")).tolist() == [[-4.5, 4.5]]
+    assert kl.compute_kl_cost(KL, MASK, paying("reward"), list) == {"reward/kl": pytest.approx(-3.75)}
 
 
 def test_it_pays_in_one_place_alone():
     rewards = torch.tensor([[1.0, 1.0]], dtype=F64)
     for kl_in in ("reward", "loss"):
-        assert kl.in_raw_reward(rewards, KL, MASK, paying(kl_in)) is rewards
+        assert kl.subtract_kl_from_rewards(rewards, KL, MASK, paying(kl_in)) is rewards
     for kl_in in ("raw_reward", "loss"):
-        assert kl.penalty(KL, MASK, paying(kl_in)) == 0.0
+        assert kl.compute_kl_penalty(KL, MASK, paying(kl_in)) == 0.0

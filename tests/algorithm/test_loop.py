@@ -11,12 +11,12 @@ from test_grpo import Coin, distance, four_groups, gradients_of, kl_run, rollout
 
 from conftest import CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
-from pellucid.algorithm.batch import collate, grades_of, task_rewards
-from pellucid.algorithm.grpo import Scores, State, train
+from pellucid.algorithm.batch import collate, collect_grades, collect_task_rewards
+from pellucid.algorithm.grpo import Scores, TrainingState, train
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.algorithm.shaping import smooth
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.native import Native
+from pellucid.algorithm.shaping import smooth_rewards
+from pellucid.distributed.runtime import Runtime
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
 
@@ -25,7 +25,7 @@ def test_every_step_samples_with_the_weights_of_the_last_update():
 
     versions = []
 
-    class Copied(Native):
+    class Copied(NativeSampler):
         def sync(self, policy, version):
             super().sync(policy, version)
             self.told = {name: p.detach().clone() for name, p in policy.weights().items()}
@@ -39,7 +39,7 @@ def test_every_step_samples_with_the_weights_of_the_last_update():
     before = {name: p.detach().clone() for name, p in policy.weights().items()}
     cfg = GRPOConfig(steps=3, group_size=4)
     runtime, sampling = OneProcessRuntime(policy, lr=0.5), Sampling(max_tokens=6)
-    sampler, state = Copied(), State(step=1)
+    sampler, state = Copied(), TrainingState(step=1)
     results = list(train(CountDigits(), sampler, policy, runtime, cfg, state=state, sampling=sampling))
     assert versions == [1, 2], "the steps that there were before"
     assert [{c.version for g in result.groups for c in g.completions} for result in results] == [{1}, {2}]
@@ -53,11 +53,11 @@ def test_every_seed_step_and_round_draws_samples_of_its_own():
         def sample(self, step, n):
             return [Prompt(str(i), "1+1?", columns={"dead": self.dead(step, i)}) for i in range(n)]
 
-    sampler, sampling = Native(policy=make_policy()), Sampling(max_tokens=8)
+    sampler, sampling = NativeSampler(policy=make_policy()), Sampling(max_tokens=8)
 
     def drawn(step, dead=lambda step, i: False, **settings):
         cfg = GRPOConfig(group_size=4, **settings)
-        groups, _ = grpo.rollout(Same(dead), sampler, sampling, OneProcessRuntime(), step, cfg, grpo.Clock())
+        groups, _ = grpo.collect_rollouts(Same(dead), sampler, sampling, OneProcessRuntime(), step, cfg, grpo.Clock())
         return [[c.token_ids for c in group.completions] for group in groups]
 
     assert drawn(0) == drawn(0)
@@ -78,7 +78,7 @@ def test_rewards_are_compared_in_double_precision():
     """In fp32 these would be equal."""
     answer = Completion((1,), (0.0,), "", True)
     group = Group(Prompt("p", "?"), (0,), (answer, answer), (Reward(1.0), Reward(1.0 + 1e-8)))
-    assert task_rewards([group]).tolist() == [[1.0, 1.0 + 1e-8]]
+    assert collect_task_rewards([group]).tolist() == [[1.0, 1.0 + 1e-8]]
 
 
 def test_what_stands_in_the_padding_is_never_looked_at():
@@ -89,20 +89,20 @@ def test_what_stands_in_the_padding_is_never_looked_at():
     batch = grpo.add_old_and_reference_logprobs(
         batch, policy, make_policy(dtype=torch.float64, seed=3), OneProcessRuntime(), cfg
     )
-    batch = replace(batch, token_weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
+    batch = replace(batch, token_weights=grpo.compute_token_weights(batch, OneProcessRuntime(), cfg))
     scores = policy.score(batch)
 
     def rubbish(x):
         return x.masked_fill(~batch.response_mask, -math.inf)
 
-    expected, _ = grpo.loss_terms(scores, batch, cfg)
+    expected, _ = grpo.compute_loss(scores, batch, cfg)
     spoilt = replace(
         batch,
         sampler_logprobs=rubbish(batch.sampler_logprobs),
         ref_logprobs=rubbish(batch.ref_logprobs),
         old_logprobs=batch.old_logprobs.masked_fill(~batch.response_mask, 7.0),
     )
-    loss, _ = grpo.loss_terms(Scores(scores.logprobs, rubbish(scores.entropy)), spoilt, cfg)
+    loss, _ = grpo.compute_loss(Scores(scores.logprobs, rubbish(scores.entropy)), spoilt, cfg)
     torch.testing.assert_close(loss, expected, rtol=0, atol=0)
 
 
@@ -133,7 +133,7 @@ def test_rows_are_trained_within_their_own_bounds():
         weights=torch.full((2, 1), 0.5),
         clip_high=torch.tensor([0.3, 0.1]),
     )
-    loss, metrics = grpo.loss_terms(Scores(logprobs, torch.zeros(2, 1)), batch, GRPOConfig(clip_difficulty=1.0))
+    loss, metrics = grpo.compute_loss(Scores(logprobs, torch.zeros(2, 1)), batch, GRPOConfig(clip_difficulty=1.0))
     assert torch.autograd.grad(loss, logprobs)[0].tolist() == [[pytest.approx(-0.625)], [0.0]]
     assert metrics["clip/high"].tolist() == [False, True]
 
@@ -150,12 +150,12 @@ def test_a_reference_that_moves_keeps_its_share_of_itself():
 def test_rewards_are_shared_by_the_layer_that_is_named(layer):
     policy = make_policy()
     groups = grpo.grade(CountDigits(), four_groups(policy))
-    batch, grades = collate(groups), grades_of(groups)
+    batch, grades = collate(groups), collect_grades(groups)
     cfg = GRPOConfig(group_size=4, similarity="smooth", similarity_layer=layer, micro_batch=3)
-    shaped = grpo.shape(grades, batch, policy, cfg)
+    shaped = grpo.shape_rewards(grades, batch, policy, cfg)
     states = policy.embed(batch, layer).view(4, 4, -1)
-    torch.testing.assert_close(shaped, smooth(grades.rewards, states, cfg), rtol=0, atol=1e-3)
-    elsewhere = smooth(grades.rewards, policy.embed(batch, {0: 1, 1: 0, -1: 0}[layer]).view(4, 4, -1), cfg)
+    torch.testing.assert_close(shaped, smooth_rewards(grades.rewards, states, cfg), rtol=0, atol=1e-3)
+    elsewhere = smooth_rewards(grades.rewards, policy.embed(batch, {0: 1, 1: 0, -1: 0}[layer]).view(4, 4, -1), cfg)
     assert (shaped - elsewhere).abs().max() > 1e-2
 
 
@@ -167,7 +167,7 @@ def test_rewards_are_less_by_what_is_overlong_and_by_the_kl():
     kl = torch.zeros(2, 8)
     kl[0, :3], kl[1, 0] = 1.0, 1.0
     cfg = GRPOConfig(group_size=2, max_length=10, overlong_cache=4, kl_in="raw_reward", kl_coef=0.1)
-    shaped = grpo.shape(grades_of(groups), replace(batch, kl=kl), None, cfg)
+    shaped = grpo.shape_rewards(collect_grades(groups), replace(batch, kl=kl), None, cfg)
     torch.testing.assert_close(shaped, torch.tensor([[0.2, 0.9]], dtype=torch.float64), rtol=0, atol=1e-7)
 
 
@@ -186,7 +186,7 @@ def test_where_memory_runs_out_half_way_the_step_is_that_of_smaller_micro_batche
 
         policy.score = scored
         runtime = Runtime(policy, AdamWConfig(lr=1e-2), total_updates=1)
-        metrics.append(grpo.update(policy, batch, runtime, GRPOConfig(micro_batch=limit, entropy_coef=1e-30)))
+        metrics.append(grpo.update_policy(policy, batch, runtime, GRPOConfig(micro_batch=limit, entropy_coef=1e-30)))
         weights.append(policy.weights())
     assert sizes == [8, 8, 8, *[4] * 6, *[4] * 6]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-9)
@@ -201,4 +201,4 @@ def test_another_error_than_one_of_memory_ends_the_step():
 
     batch, policy.score = rollouts(policy), broken
     with pytest.raises(RuntimeError, match="no such thing"):
-        grpo.update(policy, batch, Runtime(policy, AdamWConfig(), total_updates=1), GRPOConfig())
+        grpo.update_policy(policy, batch, Runtime(policy, AdamWConfig(), total_updates=1), GRPOConfig())

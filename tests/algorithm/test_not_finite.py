@@ -17,8 +17,8 @@ from architectures import adapted
 from conftest import make_policy, records
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.policy.policy import load
-from pellucid.runtimes.runtime import Runtime
+from pellucid.distributed.runtime import Runtime
+from pellucid.policy.policy import load_policy
 from runs import train
 
 SETTINGS = GRPOConfig(minibatches=2, prompts_per_step=4)
@@ -28,7 +28,7 @@ WAYS = {
     "fp16": lambda _: make_policy(dtype=torch.float16),
     "an adapter": lambda _: adapted("llama", torch.float32),
     "through transformers": lambda _: make_policy("gpt2"),
-    "masters on the CPU": lambda folder: load(
+    "masters on the CPU": lambda folder: load_policy(
         str(folder), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True
     ),
 }
@@ -62,20 +62,20 @@ def test_it_costs_its_own_step_and_nothing_else(way, model_dir):
     batch = rollouts(make_policy())
     first, second = batch.split_into_chunks(len(batch) // 2)
     alone = replace(SETTINGS, minibatches=1)
-    assert grpo.update(policy, batch, learner, SETTINGS)["skipped"] == 0
-    seen = grpo.update(policy, broken(batch), learner, SETTINGS)
+    assert grpo.update_policy(policy, batch, learner, SETTINGS)["skipped"] == 0
+    seen = grpo.update_policy(policy, broken(batch), learner, SETTINGS)
     assert seen["skipped"] == 1
     assert not math.isfinite(seen["grad_norm"])
     assert (seen["idle"], seen.get("skipped/overflow", 0)) == (0, 0)
     assert learner.updates == 4, "the schedule counts it"
     for part in (first, second, first):
-        grpo.update(twin, part, other, alone)
+        grpo.update_policy(twin, part, other, alone)
     same = zip(state_of(policy, learner), state_of(twin, other), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in same)
 
     before = state_of(policy, learner)
-    assert grpo.update(policy, second, learner, alone)["skipped"] == 0
-    grpo.update(twin, second, other, alone)
+    assert grpo.update_policy(policy, second, learner, alone)["skipped"] == 0
+    grpo.update_policy(twin, second, other, alone)
     after = state_of(policy, learner)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, state_of(twin, other), strict=True))
     assert not any(torch.equal(now, then) for now, then in zip(after, before, strict=True))
@@ -86,16 +86,16 @@ def test_it_costs_its_own_step_and_nothing_else(way, model_dir):
 def test_one_infinite_number_in_one_gradient_of_a_finite_loss_is_enough(way, value, model_dir):
     policy, learner = learner_of(way, model_dir)
     batch = rollouts(make_policy())
-    grpo.update(policy, batch, learner, SETTINGS)
+    grpo.update_policy(policy, batch, learner, SETTINGS)
     before = state_of(policy, learner)
     last = list(policy.trainable().values())[-1]
     hook = last.register_hook(lambda grad: grad.index_put((torch.tensor(0),), torch.tensor(value, dtype=grad.dtype)))
-    seen = grpo.update(policy, batch, learner, SETTINGS)
+    seen = grpo.update_policy(policy, batch, learner, SETTINGS)
     hook.remove()
     assert seen["skipped"] == 2
     assert math.isfinite(seen["loss"])
     assert all(torch.equal(now, then) for now, then in zip(state_of(policy, learner), before, strict=True))
-    assert grpo.update(policy, batch, learner, SETTINGS)["skipped"] == 0
+    assert grpo.update_policy(policy, batch, learner, SETTINGS)["skipped"] == 0
     assert not any(torch.equal(now, then) for now, then in zip(state_of(policy, learner), before, strict=True))
 
 
@@ -106,7 +106,7 @@ def test_a_run_goes_on_and_says_so(recipe, tmp_path, capsys, monkeypatch):
     settings = ["--checkpoint.every", 1, "--checkpoint.keep_last", 6, "--evaluate.every", 0]
     settings += ["--checkpoint.keep_finished", "all"]
     assert train(recipe, "--run", whole, *settings) == 0
-    update, calls = grpo.update, []
+    update, calls = grpo.update_policy, []
 
     def breaking(policy, batch, *others):
         calls.append(batch)

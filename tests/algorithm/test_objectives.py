@@ -12,11 +12,11 @@ import torch
 from pellucid.algorithm.objectives import (
     AGGREGATES,
     OBJECTIVES,
-    Tokens,
-    clip_metrics,
-    probability_bounds,
+    ObjectiveInputs,
+    compute_clip_metrics,
+    compute_probability_bounds,
 )
-from pellucid.algorithm.settings import DUAL_CLIP, GRPOConfig, Objective
+from pellucid.algorithm.settings import DUAL_CLIP_OBJECTIVES, GRPOConfig, ObjectiveName
 
 F64 = torch.float64
 RATIOS = torch.tensor([[0.7, 0.9, 1.25, 1.4]], dtype=F64)
@@ -29,12 +29,12 @@ def value_and_gradient(objective, ratios, sign, mask=ALL, **settings):
     logprobs = (old + ratios.log()).requires_grad_()
     advantages = torch.full((len(ratios), 1), sign, dtype=F64)
     cfg = GRPOConfig(objective=objective, **settings)
-    value = OBJECTIVES[objective](Tokens(logprobs, old, advantages, mask), cfg).value
+    value = OBJECTIVES[objective](ObjectiveInputs(logprobs, old, advantages, mask), cfg).value
     return value.detach(), torch.autograd.grad((value * mask).sum(), logprobs)[0]
 
 
 def measured_at(logprobs, old, advantages, mask, cfg):
-    return clip_metrics(OBJECTIVES[cfg.objective](Tokens(logprobs, old, advantages, mask), cfg), mask)
+    return compute_clip_metrics(OBJECTIVES[cfg.objective](ObjectiveInputs(logprobs, old, advantages, mask), cfg), mask)
 
 
 def same(measured, expected):
@@ -42,7 +42,7 @@ def same(measured, expected):
 
 
 def test_the_settings_name_them_all():
-    assert set(get_args(Objective)) == OBJECTIVES.keys()
+    assert set(get_args(ObjectiveName)) == OBJECTIVES.keys()
 
 
 def test_the_clip_takes_the_gradient_only_where_it_would_lead_further_out():
@@ -64,7 +64,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_far_out():
 @pytest.mark.parametrize("q", [1.0, 0.9, 0.7, 0.5, 0.1, 0.01])
 def test_dcpos_bounds_solve_the_equation_that_defines_them(q):
     cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2, clip_cap=100.0)
-    low, high = (float(x) for x in probability_bounds(torch.tensor(q, dtype=F64).log(), cfg))
+    low, high = (float(x) for x in compute_probability_bounds(torch.tensor(q, dtype=F64).log(), cfg))
     assert (high - 1) * high * q == pytest.approx(0.2, abs=1e-12)
     if q > 4 * 0.16:
         assert (1 - low) * low * q == pytest.approx(0.16, abs=1e-12)
@@ -74,7 +74,7 @@ def test_dcpos_bounds_solve_the_equation_that_defines_them(q):
 
 def test_dcpos_bounds_are_those_of_the_paper_and_capped():
     cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2)
-    low, high = probability_bounds(torch.tensor([1.0, 0.9, 0.5, 0.1, 0.01, 1e-6], dtype=F64).log(), cfg)
+    low, high = compute_probability_bounds(torch.tensor([1.0, 0.9, 0.5, 0.1, 0.01, 1e-6], dtype=F64).log(), cfg)
     assert [round(float(x), 2) for x in low] == [0.8, 0.77, 0.5, 0.5, 0.5, 0.5]
     assert [round(float(x), 2) for x in high] == [1.17, 1.19, 1.31, 2.0, 5.0, 10.0]
 
@@ -83,7 +83,7 @@ def test_dcpo_lets_a_rare_token_go_where_the_fixed_clip_stops_it():
     old = torch.tensor([[0.9, 0.05]], dtype=F64).log()
     logprobs = (old + math.log(1.5)).requires_grad_()
     cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2)
-    value = OBJECTIVES["dcpo"](Tokens(logprobs, old, torch.ones(1, 1, dtype=F64), ALL[:, :2]), cfg).value
+    value = OBJECTIVES["dcpo"](ObjectiveInputs(logprobs, old, torch.ones(1, 1, dtype=F64), ALL[:, :2]), cfg).value
     assert torch.autograd.grad(value.sum(), logprobs)[0].tolist() == [[0.0, pytest.approx(1.5)]]
 
 
@@ -140,7 +140,7 @@ def test_far_apart_policies_stay_finite(objective):
     logprobs = torch.tensor([[-1.0, -900.0]]).requires_grad_()
     cfg = GRPOConfig(objective=objective)
     for sign in (-1.0, 1.0):
-        value = OBJECTIVES[objective](Tokens(logprobs, old, torch.tensor([[sign]]), ALL[:, :2]), cfg).value
+        value = OBJECTIVES[objective](ObjectiveInputs(logprobs, old, torch.tensor([[sign]]), ALL[:, :2]), cfg).value
         assert bool(value.isfinite().all())
         assert bool(torch.autograd.grad(value.sum(), logprobs)[0].isfinite().all())
     metrics = measured_at(logprobs.detach(), old, torch.tensor([[1.0]]), ALL[:, :2], cfg)
@@ -151,7 +151,7 @@ def test_far_apart_policies_stay_finite(objective):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_clip_is_reported_where_a_gradient_is_gone(objective):
     """Of single tokens, so that a response's ratio is its token's."""
-    settings = {"clip_low": 0.16, "clip_high": 0.2} | ({"dual_clip": 3.0} if objective in DUAL_CLIP else {})
+    settings = {"clip_low": 0.16, "clip_high": 0.2} | ({"dual_clip": 3.0} if objective in DUAL_CLIP_OBJECTIVES else {})
     for ratio in (0.3, 0.845, 0.95, 1.05, 1.21, 1.9, 3.5):
         for sign in (-1.0, 1.0):
             ratios = torch.tensor([[ratio]], dtype=F64)

@@ -10,8 +10,14 @@ import torch
 
 from conftest import records
 from pellucid import config
-from pellucid.algorithm.advantages import Grades, advantage_of, grpo
-from pellucid.algorithm.objectives import Outcome, Tokens, clip_metrics, objective_of, ppo_clip
+from pellucid.algorithm.advantages import Grades, get_advantage_function, grpo
+from pellucid.algorithm.objectives import (
+    ObjectiveInputs,
+    ObjectiveOutput,
+    compute_clip_metrics,
+    get_objective_function,
+    ppo_clip,
+)
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import UserError
 from runs import same_run, train
@@ -44,30 +50,30 @@ def mine(tmp_path):
 def tokens():
     old = torch.tensor([[0.5, 0.2]], dtype=torch.float64).log()
     logprobs = (old + torch.tensor([[0.4, -0.1]], dtype=torch.float64)).requires_grad_()
-    return Tokens(logprobs, old, torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool))
+    return ObjectiveInputs(logprobs, old, torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool))
 
 
 def test_a_function_that_returns_the_value_alone_has_ratios_and_no_clip(mine):
     given = tokens()
-    outcome = objective_of(f"{mine}:value_alone")(given, GRPOConfig())
+    outcome = get_objective_function(f"{mine}:value_alone")(given, GRPOConfig())
     assert torch.autograd.grad(outcome.value.sum(), given.logprobs)[0].tolist() == [[2.0, 2.0]]
-    metrics = clip_metrics(outcome, given.mask)
+    metrics = compute_clip_metrics(outcome, given.mask)
     assert metrics["ratio/mean"].log().tolist() == [pytest.approx([0.4, -0.1])]
     assert metrics["clip/high"].tolist() == metrics["clip/low"].tolist() == [[False, False]]
 
 
 def test_a_function_may_say_what_it_clips(mine):
     given = tokens()
-    own, ours = objective_of(f"{mine}:whole")(given, GRPOConfig()), ppo_clip(given, GRPOConfig())
-    assert isinstance(own, Outcome)
-    assert clip_metrics(own, given.mask)["clip/high"].tolist() == [[True, False]]
+    own, ours = get_objective_function(f"{mine}:whole")(given, GRPOConfig()), ppo_clip(given, GRPOConfig())
+    assert isinstance(own, ObjectiveOutput)
+    assert compute_clip_metrics(own, given.mask)["clip/high"].tolist() == [[True, False]]
     assert own.value.tolist() == ours.value.tolist()
 
 
 def test_an_advantage_of_ones_own_is_called_with_the_grades(mine):
     rewards = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
     grades = Grades(rewards, rewards, rewards, rewards[..., None], torch.ones(1, 1, dtype=torch.float64))
-    found = advantage_of(f"{mine}:compared")(grades, GRPOConfig())
+    found = get_advantage_function(f"{mine}:compared")(grades, GRPOConfig())
     assert found.tolist() == grpo(grades, GRPOConfig()).tolist()
 
 
@@ -79,7 +85,7 @@ def test_an_advantage_of_ones_own_is_called_with_the_grades(mine):
         ("{file}x.py:whole", "there is no such file"),
     ],
 )
-@pytest.mark.parametrize("find", [objective_of, advantage_of])
+@pytest.mark.parametrize("find", [get_objective_function, get_advantage_function])
 def test_what_is_no_function_is_one_line(mine, find, name, said):
     with pytest.raises(UserError) as error:
         find(name.format(file=mine))
@@ -104,7 +110,7 @@ def test_a_run_with_ones_own_is_the_run_with_ours_and_its_file_may_not_change(re
         assert step["effect/advantage"] == 0.0
     settings = json.loads((tmp_path / "own" / "config.json").read_text())
     assert {"algorithm.objective", "algorithm.advantage"} <= settings["digests"].keys()
-    assert config.load(tmp_path / "own" / "config.json").algorithm.objective == f"{mine}:whole"
+    assert config.load_config(tmp_path / "own" / "config.json").algorithm.objective == f"{mine}:whole"
     without_effect(tmp_path / "own")
     same_run(tmp_path / "ours", tmp_path / "own")
     mine.write_text(MINE + "\n")

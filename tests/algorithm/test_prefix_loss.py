@@ -12,18 +12,18 @@ from test_grpo import distance, gradients_of
 from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import ADVANTAGES
-from pellucid.algorithm.batch import collate, concat, grades_of, with_demonstrations
-from pellucid.algorithm.grpo import State, train
+from pellucid.algorithm.batch import append_demonstrations, collate, collect_grades, concat_batches
+from pellucid.algorithm.grpo import TrainingState, train
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.models import packed
-from pellucid.reporting.metrics import describe
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
+from pellucid.models import score
+from pellucid.reporting.loggers import compute_group_metrics
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling
 
 F64 = torch.float64
 PREFIXES = ("12+3", "", "7", "")
-SAMPLERS = {"native": Native, "hf": HuggingFace}
+SAMPLERS = {"native": NativeSampler, "hf": HuggingFaceSampler}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def batch_of(policy):
     groups = groups_of(policy)
     batch = collate(groups)
     return replace(
-        batch, advantages=batch.broadcast_to_tokens(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+        batch, advantages=batch.broadcast_to_tokens(ADVANTAGES["grpo"](collect_grades(groups), GRPOConfig()).flatten())
     )
 
 
@@ -143,10 +143,10 @@ def test_what_a_group_was_given_is_computed_once():
     """Behind its question, not in each of its rows; a demonstration costs nothing."""
     policy = make_policy(dtype=F64)
     batch = batch_of(policy)
-    layout = packed.layout_of(batch, F64, policy.device)
+    layout = score.build_layout(batch, F64, policy.device)
     assert len(layout.prompts.ids) == sum(len(ids) for ids in batch.prompt_ids) + 4 + 1
     assert len(layout.responses.ids) == int(batch.action_mask.sum()) - len(batch), "the last token predicts nothing"
-    with_one = packed.layout_of(with_demonstrations(batch, torch.arange(4)), F64, policy.device)
+    with_one = score.build_layout(append_demonstrations(batch, torch.arange(4)), F64, policy.device)
     assert [len(rows.ids) for rows in with_one[:2]] == [len(layout.prompts.ids), len(layout.responses.ids)]
 
 
@@ -187,7 +187,7 @@ def test_tokens_may_be_given_anywhere(name, engine):
 
 def test_the_likelihood_is_over_the_vocabulary_where_the_sampler_truncates():
     policy = make_policy(dtype=F64)
-    cut = Native(policy=policy).generate(Begun().sample(0, 4), Sampling(3, max_tokens=12, top_k=3, seed="0/0"))
+    cut = NativeSampler(policy=policy).generate(Begun().sample(0, 4), Sampling(3, max_tokens=12, top_k=3, seed="0/0"))
     batch = collate(cut)
     batch = replace(batch, advantages=torch.zeros_like(batch.sampler_logprobs))
     _, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=1.0))
@@ -230,7 +230,7 @@ def test_two_processes_add_up_to_one_though_one_has_fewer_prefixes_or_none(order
     gradients = []
     for mine, other, tokens in (*zip(halves, halves[::-1], prefixes[::-1], strict=True),):
         runtime = Half(policy, [torch.tensor(6), other.action_mask.sum(), torch.tensor(tokens)])
-        grpo.update(policy, mine, runtime, cfg)
+        grpo.update_policy(policy, mine, runtime, cfg)
         gradients.append(runtime.gradients)
     assert distance(whole, {name: gradients[0][name] + gradients[1][name] for name in whole}) < 1e-7
 
@@ -246,7 +246,7 @@ def test_a_minibatch_learns_its_own_prefixes_alone():
 def test_demonstrations_are_rows_of_given_tokens_behind_the_others():
     policy = make_policy()
     batch = batch_of(policy)
-    grown = with_demonstrations(batch.select_rows(slice(0, 6)), torch.arange(2))
+    grown = append_demonstrations(batch.select_rows(slice(0, 6)), torch.arange(2))
     for name, x in batch.select_rows(slice(0, 6)).get_tensors().items():
         mine = grown.select_rows(slice(0, 6)).get_tensors()[name]
         assert torch.equal(mine, x), name
@@ -255,7 +255,7 @@ def test_demonstrations_are_rows_of_given_tokens_behind_the_others():
     assert last.likelihood_weights.tolist() == [[1.0] * 4]
     assert not last.action_mask.any()
     assert not last.advantages.any()
-    assert len(with_demonstrations(batch.select_rows(slice(3, 6)), torch.tensor([1]))) == 3, "this prompt has none"
+    assert len(append_demonstrations(batch.select_rows(slice(3, 6)), torch.tensor([1]))) == 3, "this prompt has none"
 
 
 @pytest.mark.parametrize("dead", [True, False])
@@ -279,9 +279,9 @@ def test_a_prefix_may_be_longer_than_every_response_that_is_left(dead):
 def test_replayed_groups_keep_their_prefixes():
     policy = make_policy()
     batch = batch_of(policy)
-    twice = concat([batch, batch])
+    twice = concat_batches([batch, batch])
     assert [len(ids) for ids in twice.demonstrations] == [4, 0, 1, 0] * 2
-    assert len(with_demonstrations(twice, torch.arange(8))) == 24 + 4
+    assert len(append_demonstrations(twice, torch.arange(8))) == 24 + 4
 
 
 def test_a_prefix_that_is_made_likelier_is_soon_said():
@@ -295,10 +295,10 @@ def test_a_prefix_that_is_made_likelier_is_soon_said():
     policy = make_policy()
     runtime, sampling = OneProcessRuntime(policy, lr=0.3), Sampling(max_tokens=12)
     cfg = GRPOConfig(steps=12, group_size=3, prefix_coef=1.0, max_length=12)
-    steps = list(train(Same(), Native(), policy, runtime, cfg, state=State(), sampling=sampling))
+    steps = list(train(Same(), NativeSampler(), policy, runtime, cfg, state=TrainingState(), sampling=sampling))
     assert steps[-1].metrics["prefix/nll"] < 0.5 * steps[0].metrics["prefix/nll"]
 
 
 def test_the_metrics_say_how_long_they_are():
-    assert describe(groups_of(make_policy()))["prefix/length_mean"] == 2.5
-    assert "prefix/length_mean" not in describe(groups_of(make_policy(), task=CountDigits()))
+    assert compute_group_metrics(groups_of(make_policy()))["prefix/length_mean"] == 2.5
+    assert "prefix/length_mean" not in compute_group_metrics(groups_of(make_policy(), task=CountDigits()))

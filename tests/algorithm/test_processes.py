@@ -15,9 +15,9 @@ import torch
 from test_prefix_loss import Begun
 
 from conftest import CountDigits, OneProcessRuntime, make_policy
-from pellucid.algorithm.grpo import State, train
+from pellucid.algorithm.grpo import TrainingState, train
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Reward, Sampling
 
 MISSING = object()
@@ -83,8 +83,8 @@ class Watching(CountDigits):
 def run(settings, runtime, reference, task):
     policy = runtime.policy
     cfg = GRPOConfig(**{"steps": 3, "group_size": 4, "max_length": 10} | settings)
-    state = State(kl_coef=cfg.kl_coef)
-    steps = list(train(task, Native(), policy, runtime, cfg, reference, state, Sampling(max_tokens=10)))
+    state = TrainingState(kl_coef=cfg.kl_coef)
+    steps = list(train(task, NativeSampler(), policy, runtime, cfg, reference, state, Sampling(max_tokens=10)))
     return steps, {name: p.detach() for name, p in policy.trainable().items()}, state
 
 

@@ -9,26 +9,24 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from conftest import VOCAB, CountDigits, OneProcessRuntime, make_policy
-from pellucid.algorithm.batch import collate, concat
-from pellucid.algorithm.grpo import add_old_and_reference_logprobs, loss_terms, weights_of
-from pellucid.algorithm.sampling_mask import SamplingMask, bit_words, collated, masks_of
+from pellucid.algorithm.batch import collate, concat_batches
+from pellucid.algorithm.grpo import add_old_and_reference_logprobs, compute_loss, compute_token_weights
+from pellucid.algorithm.sampling_mask import SamplingMask, collate_masks, count_bitmap_words, pack_masks
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.models.drawing import Truncation, draw_among, truncated
+from pellucid.models.sampling import Truncation, sample_tokens_with_mask, truncate_masses
 from pellucid.policy import logprobs
-from pellucid.policy.adapter import AdapterOff
-from pellucid.policy.head import Head
-from pellucid.policy.logprobs import token_logprobs
-from pellucid.policy.policy import add_adapter
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
+from pellucid.policy.logprobs import LMHead, compute_token_logprobs
+from pellucid.policy.policy import LoraReference, add_adapter
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling
 from runs import same_run, train
 
-SAMPLERS = {"native": Native, "hf": HuggingFace}
+SAMPLERS = {"native": NativeSampler, "hf": HuggingFaceSampler}
 CUTS = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.7}, "all": {"top_k": 9, "top_p": 0.9, "min_p": 0.05}}
 
 
-def drawn(policy, truncation=CUTS["top_p"], sampler=Native, temperature=1.0, prompts=3):
+def drawn(policy, truncation=CUTS["top_p"], sampler=NativeSampler, temperature=1.0, prompts=3):
     samples = sampler()
     samples.sync(policy)
     return samples.generate(CountDigits().sample(0, prompts), Sampling(4, temperature, 9, seed="s", **truncation))
@@ -47,8 +45,8 @@ def random_masks(n, vocabulary):
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 100, 1000])
 def test_a_mask_comes_back_as_the_ids_of_its_tokens(vocabulary):
     kept = random_masks(23, vocabulary)
-    rows = masks_of(kept)
-    words, spans = collated([rows[:5], rows[5:6], rows[6:]])
+    rows = pack_masks(kept)
+    words, spans = collate_masks([rows[:5], rows[5:6], rows[6:]])
     there = torch.tensor([[i < n for i in range(17)] for n in (5, 1, 17)])
     ids, present = SamplingMask(words, spans[there]).unpack_ids(vocabulary)
     assert [row[p].tolist() for row, p in zip(ids, present, strict=True)] == [
@@ -61,13 +59,13 @@ def test_a_mask_is_ids_where_they_are_few_and_bits_where_they_are_many():
     kept = torch.zeros(4, 320, dtype=torch.bool)
     for row, n in enumerate((1, 9, 10, 320)):
         kept[row, :n] = True
-    assert bit_words(320) == 10
-    assert [len(words) for words in masks_of(kept)] == [1, 9, 10, 10]
+    assert count_bitmap_words(320) == 10
+    assert [len(words) for words in pack_masks(kept)] == [1, 9, 10, 10]
 
 
 def test_only_some_of_the_masks_are_looked_up():
     kept = random_masks(9, 50)
-    words, spans = collated([masks_of(kept)])
+    words, spans = collate_masks([pack_masks(kept)])
     ids, present = SamplingMask(words, spans[0]).select_tokens(torch.tensor([7, 2])).unpack_ids(50)
     assert [row[p].tolist() for row, p in zip(ids, present, strict=True)] == [
         kept[row].nonzero()[:, 0].tolist() for row in (7, 2)
@@ -81,14 +79,14 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_sorting_all(top_p, spread):
     ordered, order = masses.double().sort(descending=True)
     inside = ordered.cumsum(-1) - ordered < top_p * ordered.sum(-1, keepdim=True)
     expected = torch.zeros_like(inside).scatter(-1, order, inside)
-    found = truncated(masses, Truncation(top_p=top_p)) > 0
+    found = truncate_masses(masses, Truncation(top_p=top_p)) > 0
     # One token more or less, where the sum reaches top_p to within the rounding of fp32.
     assert int((found != expected).sum(-1).max()) <= 1
     assert float((found != expected).any(-1).float().mean()) <= 0.1
 
 
 def test_a_nucleus_of_equals_is_all_of_them():
-    assert bool((truncated(torch.ones(3, 5000), Truncation(top_p=0.5)) == 1).all())
+    assert bool((truncate_masses(torch.ones(3, 5000), Truncation(top_p=0.5)) == 1).all())
 
 
 # ---------------------------------------------------------------- drawing
@@ -103,7 +101,7 @@ def test_what_is_drawn_carries_its_log_prob_among_what_was_kept(cut):
     if by.min_p:
         warpers.append(MinPLogitsWarper(by.min_p))
     expected = warpers(torch.zeros(200, 0, dtype=torch.long), logits / 0.7).log_softmax(-1)
-    tokens, found, kept = draw_among(logits, torch.rand(200, dtype=torch.float64), 0.7, by)
+    tokens, found, kept = sample_tokens_with_mask(logits, torch.rand(200, dtype=torch.float64), 0.7, by)
     torch.testing.assert_close(found, expected.gather(-1, tokens[:, None])[:, 0])
     assert torch.equal(kept, expected.isfinite())
 
@@ -153,7 +151,7 @@ def test_log_probs_entropy_and_kl_are_autograd_s_over_the_kept_tokens(
     monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 29 * max(1, tokens_at_once // 2))
     hidden, weight, ref_hidden, ref_weight, kept, tokens = inputs
     bias, ref_bias = (torch.randn(29, dtype=torch.float64).requires_grad_() for _ in range(2))
-    words, spans = collated([masks_of(kept)])
+    words, spans = collate_masks([pack_masks(kept)])
 
     def distribution(hidden, weight, bias):
         logits = (hidden @ weight.T + bias) * scale
@@ -163,13 +161,13 @@ def test_log_probs_entropy_and_kl_are_autograd_s_over_the_kept_tokens(
     theirs, other = distribution(hidden, weight, bias), distribution(ref_hidden, ref_weight, ref_bias).logits.detach()
     kl = (theirs.probs * (theirs.logits - other)).masked_fill(~kept, 0.0).sum(-1)
     entropy = -(theirs.probs * theirs.logits).masked_fill(~kept, 0.0).sum(-1)
-    ours = token_logprobs(
+    ours = compute_token_logprobs(
         hidden,
-        Head(weight, weight, bias, scale, softcap),
+        LMHead(weight, weight, bias, scale, softcap),
         tokens,
         temperature,
         entropy_grad=True,
-        reference=(ref_hidden, Head(ref_weight, ref_weight, ref_bias, scale, softcap)),
+        reference=(ref_hidden, LMHead(ref_weight, ref_weight, ref_bias, scale, softcap)),
         sampling_mask=SamplingMask(words, spans[0]),
     )
     upstream = torch.randn(3, 13, dtype=torch.float64)
@@ -188,7 +186,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
     prompt_ids, rewards = (5, 11, 3, 7), torch.randn(VOCAB, dtype=torch.float64)
     logits = policy.model(torch.tensor([prompt_ids])).logits[0, -1]
     with torch.no_grad():
-        kept = truncated(logits.softmax(-1)[None], Truncation(top_p=0.8))[0] > 0
+        kept = truncate_masses(logits.softmax(-1)[None], Truncation(top_p=0.8))[0] > 0
     every = kept.nonzero()[:, 0].tolist()
     assert 1 < len(every) < VOCAB - 5
     truncated_policy = logits.masked_fill(~kept, -torch.inf).softmax(-1)
@@ -196,7 +194,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
 
     chances = truncated_policy.detach()[every]
     completions = [
-        Completion((a,), (float(chances[i].log()),), "", True, masks_of(kept[None])) for i, a in enumerate(every)
+        Completion((a,), (float(chances[i].log()),), "", True, pack_masks(kept[None])) for i, a in enumerate(every)
     ]
     batch = collate([Group(Prompt("p", "p"), prompt_ids, tuple(completions))])
     cfg = GRPOConfig(group_size=len(every), aggregate="constant", constant_length=1)
@@ -205,7 +203,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
         advantages=batch.broadcast_to_tokens(rewards[every]),
         token_weights=chances[:, None] * batch.response_mask,
     )
-    loss, metrics = loss_terms(policy.score(batch), batch, cfg)
+    loss, metrics = compute_loss(policy.score(batch), batch, cfg)
     found = torch.autograd.grad(-loss, list(policy.trainable().values()))
     assert max(float(x.abs().max()) for x in exact) > 1e-2
     for mine, expected in zip(found, exact, strict=True):
@@ -214,7 +212,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
 
     of_the_whole = replace(batch, sampling_mask_words=None, sampling_mask_spans=None)
     wrong = torch.autograd.grad(
-        -loss_terms(policy.score(of_the_whole), of_the_whole, cfg)[0], list(policy.trainable().values())
+        -compute_loss(policy.score(of_the_whole), of_the_whole, cfg)[0], list(policy.trainable().values())
     )
     assert max(float((x - y).abs().max()) for x, y in zip(wrong, exact, strict=True)) > 1e-2
 
@@ -225,7 +223,7 @@ def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
     policy, other = make_policy(temperature=0.8), make_policy(temperature=0.8)
     if reference == "adapter off":
         policy.adapter = add_adapter(policy.model, 2)
-        other = AdapterOff(policy)
+        other = LoraReference(policy)
     if kl == "exact":
         policy.set_kl_reference(other)
     cfg = GRPOConfig(group_size=4, kl=kl, kl_in="loss", kl_coef=0.1, epochs=2)
@@ -235,9 +233,9 @@ def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
     batch = replace(
         batch,
         advantages=batch.broadcast_to_tokens(torch.randn(len(batch))),
-        token_weights=weights_of(batch, runtime, cfg),
+        token_weights=compute_token_weights(batch, runtime, cfg),
     )
-    _, metrics = loss_terms(policy.score(batch), batch, cfg)
+    _, metrics = compute_loss(policy.score(batch), batch, cfg)
     for name in ("kl", "sampler/gap_mean"):
         assert float(metrics[name].detach().abs().max()) < 2e-5, name
     assert torch.equal(policy.score(batch).logprobs.detach(), batch.old_logprobs)
@@ -257,7 +255,7 @@ def test_rows_of_a_batch_and_joined_batches_keep_their_masks():
     groups = drawn(policy, prompts=5)
     whole, score = collate(groups), lambda batch: policy.score(batch).logprobs.detach()[batch.mask]
     parts = [collate(groups[:2]), collate(groups[2:])]
-    joined = concat(parts)
+    joined = concat_batches(parts)
     assert torch.equal(score(joined), score(whole))
     chosen = torch.tensor([1, 6, 7, 19])
     expected = policy.score(whole).logprobs.detach()[chosen][whole.response_mask[chosen]]

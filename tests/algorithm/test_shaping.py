@@ -9,7 +9,14 @@ import torch
 
 from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.algorithm.shaping import cut, diversity, highest, overlong, sampler_weights, smooth
+from pellucid.algorithm.shaping import (
+    compute_importance_weights,
+    discount_similar_rewards,
+    find_corrected_tokens,
+    find_entropy_threshold,
+    penalize_overlong,
+    smooth_rewards,
+)
 from small_policy import F64, grades
 
 # ---------------------------------------------------------------- similarity
@@ -20,10 +27,10 @@ def test_at_a_high_temperature_similarity_changes_nothing_that_grpo_sees():
     rewards, states = torch.rand(20, 8, dtype=F64), torch.randn(20, 8, 5)
     cfg = GRPOConfig(similarity="smooth", similarity_temperature=1e6, similarity_mix=0.5)
     plain = ADVANTAGES["grpo"](grades(rewards), cfg)
-    smoothed = ADVANTAGES["grpo"](grades(smooth(rewards, states, cfg)), cfg)
+    smoothed = ADVANTAGES["grpo"](grades(smooth_rewards(rewards, states, cfg)), cfg)
     torch.testing.assert_close(smoothed, plain, rtol=0, atol=1e-5)
     sharp = GRPOConfig(similarity="smooth", similarity_temperature=0.05, similarity_mix=0.5)
-    assert (ADVANTAGES["grpo"](grades(smooth(rewards, states, sharp)), cfg) - plain).abs().max() > 0.1
+    assert (ADVANTAGES["grpo"](grades(smooth_rewards(rewards, states, sharp)), cfg) - plain).abs().max() > 0.1
 
 
 def test_an_answer_next_to_a_right_one_gets_a_share_of_its_reward():
@@ -32,33 +39,35 @@ def test_an_answer_next_to_a_right_one_gets_a_share_of_its_reward():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=F64)
     cfg = GRPOConfig(similarity_mix=0.4, similarity_temperature=0.02)
     torch.testing.assert_close(
-        smooth(rewards, states, cfg), torch.tensor([[0.6, 0.4, 0.0, 0.0]], dtype=F64), rtol=0, atol=1e-12
+        smooth_rewards(rewards, states, cfg), torch.tensor([[0.6, 0.4, 0.0, 0.0]], dtype=F64), rtol=0, atol=1e-12
     )
 
 
 def test_smoothing_is_bounded_and_leaves_equal_rewards_alone():
     rewards, states = torch.rand(20, 8, dtype=F64), torch.randn(20, 8, 5)
     cfg = GRPOConfig(similarity_mix=0.3)
-    moved = (smooth(rewards, states, cfg) - rewards).abs().amax(-1)
+    moved = (smooth_rewards(rewards, states, cfg) - rewards).abs().amax(-1)
     assert bool((moved <= 0.3 * (rewards.amax(-1) - rewards.amin(-1)) + 1e-12).all())
     equal = torch.full((20, 8), 0.3, dtype=F64)
-    assert ADVANTAGES["grpo"](grades(smooth(equal, states, cfg)), cfg).abs().max() == 0.0
+    assert ADVANTAGES["grpo"](grades(smooth_rewards(equal, states, cfg)), cfg).abs().max() == 0.0
 
 
 def test_what_all_answers_share_is_taken_off_first():
     rewards, states = torch.rand(4, 8, dtype=F64), torch.randn(4, 8, 5, dtype=F64)
     cfg = GRPOConfig()
     far = states + 100 * torch.randn(4, 1, 5, dtype=F64)
-    torch.testing.assert_close(smooth(rewards, far, cfg), smooth(rewards, states, cfg), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        smooth_rewards(rewards, far, cfg), smooth_rewards(rewards, states, cfg), rtol=0, atol=1e-9
+    )
 
 
 def test_diversity_divides_what_is_common():
     """Three alike and one apart: a third each, and the whole."""
     states = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
     cfg = GRPOConfig()
-    one = diversity(torch.tensor([[1.0, 1.0, 0.0, 1.0]], dtype=F64), states, cfg)
+    one = discount_similar_rewards(torch.tensor([[1.0, 1.0, 0.0, 1.0]], dtype=F64), states, cfg)
     torch.testing.assert_close(one, torch.tensor([[1 / 3, 1 / 3, 0.0, 1.0]], dtype=F64))
-    shifted = diversity(torch.tensor([[-1.0, -1.0, -2.0, -1.0]], dtype=F64), states, cfg)
+    shifted = discount_similar_rewards(torch.tensor([[-1.0, -1.0, -2.0, -1.0]], dtype=F64), states, cfg)
     torch.testing.assert_close(shifted, one - 2.0)
 
 
@@ -66,14 +75,16 @@ def test_an_opposite_makes_no_answer_rarer():
     """Two alike and one the other way: cosines of 1, 1 and -1, of which the last counts as 0."""
     states = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]]])
     rewards = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=F64)
-    shared = diversity(rewards, states, GRPOConfig())
+    shared = discount_similar_rewards(rewards, states, GRPOConfig())
     torch.testing.assert_close(shared, torch.tensor([[0.5, 0.5, 1.0, 0.0]], dtype=F64))
 
 
 def test_a_state_of_zeros_is_like_no_other():
     """It has no direction, not even its own."""
     states = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]])
-    assert diversity(torch.tensor([[1.0, 0.0]], dtype=F64), states, GRPOConfig()).tolist() == [[1.0, 0.0]]
+    assert discount_similar_rewards(torch.tensor([[1.0, 0.0]], dtype=F64), states, GRPOConfig()).tolist() == [
+        [1.0, 0.0]
+    ]
 
 
 # ---------------------------------------------------------------- overlong
@@ -82,11 +93,11 @@ def test_a_state_of_zeros_is_like_no_other():
 def test_the_overlong_punishment_rises_over_the_cache():
     cfg = GRPOConfig(max_length=100, overlong_cache=20)
     lengths = torch.tensor([[10.0, 80.0, 85.0, 100.0]], dtype=F64)
-    measured = overlong(torch.ones(1, 4, dtype=F64), lengths, cfg)
+    measured = penalize_overlong(torch.ones(1, 4, dtype=F64), lengths, cfg)
     torch.testing.assert_close(measured, torch.tensor([[1.0, 1.0, 0.75, 0.0]], dtype=F64))
-    assert overlong(torch.ones(1, 4, dtype=F64), lengths, GRPOConfig()).tolist() == [[1.0] * 4]
+    assert penalize_overlong(torch.ones(1, 4, dtype=F64), lengths, GRPOConfig()).tolist() == [[1.0] * 4]
     with pytest.raises(ValueError, match="max_length must be given"):
-        overlong(torch.ones(1, 4, dtype=F64), lengths, GRPOConfig(overlong_cache=20))
+        penalize_overlong(torch.ones(1, 4, dtype=F64), lengths, GRPOConfig(overlong_cache=20))
 
 
 # ---------------------------------------------------------------- tokens
@@ -108,14 +119,14 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
 def test_sampler_weights_by_hand(correction, expected):
     """Row products 1.8 and 1.65, geometric means 1.22 and 1.28, and rubbish in the padding."""
     cfg = GRPOConfig(correction=correction, correction_cap=1.6)
-    measured = sampler_weights(OLD, OLD - GAP, MASK, cfg)
+    measured = compute_importance_weights(OLD, OLD - GAP, MASK, cfg)
     for row, values in zip(measured, expected, strict=True):
         assert row[: len(values)].tolist() == pytest.approx(values)
 
 
 def test_a_sequence_below_the_cap_gets_its_product():
     cfg = GRPOConfig(correction="sequence", correction_cap=1.7)
-    measured = sampler_weights(OLD, OLD - GAP, MASK, cfg)
+    measured = compute_importance_weights(OLD, OLD - GAP, MASK, cfg)
     assert measured[:, 0].tolist() == pytest.approx([0.0, 1.65])
 
 
@@ -125,21 +136,21 @@ def test_what_is_just_at_the_cap_is_kept(correction):
     gap = torch.tensor([[2.0]]).log()
     cfg = GRPOConfig(correction=correction, correction_cap=2.0)
     one = torch.ones(1, 1, dtype=torch.bool)
-    above, below = (float(sampler_weights(sign * gap, torch.zeros_like(gap), one, cfg)) for sign in (1, -1))
+    above, below = (float(compute_importance_weights(sign * gap, torch.zeros_like(gap), one, cfg)) for sign in (1, -1))
     assert (above, below) == ((1.0, 1.0) if correction == "geometric" else (2.0, 0.5))
 
 
 def test_a_response_that_drifted_on_average_is_masked_on_either_side():
     cfg = GRPOConfig(correction="geometric", correction_cap=1.25)
-    assert sampler_weights(OLD, OLD - GAP, MASK, cfg)[:, 0].tolist() == [1.0, 0.0]
-    assert sampler_weights(OLD, OLD + GAP, MASK, cfg)[:, 0].tolist() == [1.0, 0.0]
+    assert compute_importance_weights(OLD, OLD - GAP, MASK, cfg)[:, 0].tolist() == [1.0, 0.0]
+    assert compute_importance_weights(OLD, OLD + GAP, MASK, cfg)[:, 0].tolist() == [1.0, 0.0]
 
 
 def test_truncated_weights_bring_the_expectation_back_to_the_policy():
     """E_sampler[w f] = E_policy[f] while nothing is truncated: exact over a vocabulary of three."""
     policy, sampler = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.4, 0.4, 0.2], dtype=F64)
     f = torch.tensor([1.0, -2.0, 5.0], dtype=F64)
-    weights = sampler_weights(
+    weights = compute_importance_weights(
         policy.log()[:, None],
         sampler.log()[:, None],
         torch.ones(3, 1, dtype=torch.bool),
@@ -155,11 +166,11 @@ def test_what_a_correction_took_away_is_counted():
         ("geometric", 1.25, [False] * 3),
     ):
         cfg = GRPOConfig(correction=correction, correction_cap=limit)
-        assert cut(sampler_weights(OLD, OLD - GAP, MASK, cfg), cfg)[0].tolist() == expected
+        assert find_corrected_tokens(compute_importance_weights(OLD, OLD - GAP, MASK, cfg), cfg)[0].tolist() == expected
 
 
 def test_the_highest_share():
     entropy = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3])
-    assert float(highest(entropy, 0.4)) == pytest.approx(0.7)
-    assert float(highest(entropy, 1.0)) == pytest.approx(0.1)
-    assert float(highest(entropy, 1e-6)) == pytest.approx(0.9)
+    assert float(find_entropy_threshold(entropy, 0.4)) == pytest.approx(0.7)
+    assert float(find_entropy_threshold(entropy, 1.0)) == pytest.approx(0.1)
+    assert float(find_entropy_threshold(entropy, 1e-6)) == pytest.approx(0.9)

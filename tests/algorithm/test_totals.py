@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pellucid.algorithm import totals
-from pellucid.algorithm.totals import Clock, Totals
+from pellucid.algorithm import metrics
+from pellucid.algorithm.metrics import MetricTotals, StageClock
 
 
 def totals_of(*micro_batches, steps=({"grad_norm": 1.0, "lr": 0.1, "skipped": 0.0, "idle": 0.0},)):
     """Each micro-batch: the gap and the loss of its three tokens."""
-    measured = Totals()
+    measured = MetricTotals()
     for gap, loss in micro_batches:
         measured.add_tokens({"sampler/gap_mean": torch.tensor(gap), "loss": torch.tensor(loss)})
     measured.step_metrics = list(steps)
@@ -65,8 +65,8 @@ def test_means_and_the_largest_gap_are_of_all_processes():
 def test_laps_of_one_name_add_up_and_a_step_is_all_of_them(monkeypatch):
     """As the rounds of dynamic sampling, each of which generates and rewards."""
     now = iter([10.0, 11.0, 13.0, 17.0, 25.0])
-    monkeypatch.setattr(totals.time, "perf_counter", lambda: next(now))
-    clock = Clock()
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
+    clock = StageClock()
     for name in ("generate", "reward", "generate", "update"):
         clock.record_lap(name)
     assert clock.get_times() == {"time/generate": 5.0, "time/reward": 2.0, "time/update": 8.0, "time/step": 15.0}

@@ -12,9 +12,9 @@ import torch
 
 from conftest import CountDigits, OneProcessRuntime, make_policy, mostly_slow
 from pellucid import config
-from pellucid.algorithm.grpo import State, train
+from pellucid.algorithm.grpo import TrainingState, train
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Reward, Sampling
 
 VARIANTS = sorted(Path("recipes/variants").glob("*.toml"))
@@ -38,12 +38,12 @@ def run(cfg):
     steps = list(
         train(
             TwoTerms(),
-            Native(),
+            NativeSampler(),
             policy,
             runtime,
             cfg,
             reference if cfg.kl_coef else None,
-            State(kl_coef=cfg.kl_coef),
+            TrainingState(kl_coef=cfg.kl_coef),
             Sampling(max_tokens=24),
         )
     )
@@ -51,7 +51,7 @@ def run(cfg):
 
 
 def tiny(path):
-    cfg = config.load(path).algorithm
+    cfg = config.load_config(path).algorithm
     return replace(cfg, steps=3, max_length=24, group_size=4)
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 import pellucid
-from pellucid import __version__, cli, flags, recipes
-from pellucid.commands import line, shown
+from pellucid import __version__, cli, config
 from pellucid.config import SECTIONS
-from pellucid.machine.disk import GONE
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import UserError
+from pellucid.utils.files import WORKING_DIRECTORY_GONE
 
 SETTING = re.compile(r"--([a-z]+\.[a-z0-9-]+)")
 OWN_TASK = """
@@ -68,18 +67,18 @@ def settings_in(text):
 
 @pytest.mark.parametrize("flag", ["--help", "-h", "--help-all"])
 def test_every_command_says_what_it_takes(flag, said):
-    for command, function in line.COMMANDS.items():
+    for command, function in cli.COMMANDS.items():
         status, out, err = said(command, flag)
         assert (status, err) == (0, "")
         assert out.startswith(f"usage: pellucid {command} ")
         described = " ".join(re.sub("[│ ]+", " ", out).split())
-        assert all(f"{option} " in out or f"{option}," in out for option in line.options(command))
+        assert all(f"{option} " in out or f"{option}," in out for option in cli.collect_option_types(command))
         assert function.__doc__ in described
 
 
 def test_help_of_train_begins_with_what_people_change(said):
     _, out, _ = said("train", "--help")
-    everyday = {f"{section}.{key}" for section, keys in shown.EVERYDAY.items() for key in keys}
+    everyday = {f"{section}.{key}" for section, keys in cli.COMMON_SETTINGS.items() for key in keys}
     assert len(everyday) == 20
     assert settings_in(out) - everyday == {name for name in settings_in(out) if name.startswith("task.")} != set()
     assert everyday <= settings_in(out)
@@ -89,7 +88,7 @@ def test_help_of_train_begins_with_what_people_change(said):
 
 def test_help_all_has_every_setting(said):
     _, out, _ = said("train", "--help-all")
-    known = {f"{section}.{key}" for section, cls in SECTIONS.items() for key in flags.fields_of(cls)}
+    known = {f"{section}.{key}" for section, cls in SECTIONS.items() for key in config.get_field_types(cls)}
     assert {name for name in settings_in(out) if not name.startswith("task.")} == known
 
 
@@ -233,7 +232,7 @@ def test_a_working_directory_that_is_gone_is_one_line(words, said, tmp_path, mon
     (tmp_path / "gone").rmdir()
     status, out, err = said(*words)
     assert (status, out) == (2, "")
-    assert err == f"pellucid: {GONE}\n"
+    assert err == f"pellucid: {WORKING_DIRECTORY_GONE}\n"
     with pytest.raises(UserError, match="the working directory is gone"):
         pellucid.train(model="any")
 
@@ -246,15 +245,15 @@ def test_one_that_goes_while_a_command_runs_is_one_line_too(said, tmp_path, monk
         (tmp_path / "gone").rmdir()
         return Path("anything").resolve(strict=True)
 
-    monkeypatch.setattr(recipes, "find_recipe", removed)
+    monkeypatch.setattr(config, "find_recipe", removed)
     status, _, err = said("train", "arithmetic")
-    assert (status, err) == (2, f"pellucid: {GONE}\n")
+    assert (status, err) == (2, f"pellucid: {WORKING_DIRECTORY_GONE}\n")
 
 
 def test_without_a_command_there_is_help_and_something_to_mend(said):
     status, out, _ = said()
     assert status == 2
-    assert all(re.search(rf"^\W+{name}\b", out, re.MULTILINE) for name in line.COMMANDS)
+    assert all(re.search(rf"^\W+{name}\b", out, re.MULTILINE) for name in cli.COMMANDS)
 
 
 def test_the_version_is_told_wherever_it_is_asked(said):
@@ -313,9 +312,7 @@ def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch):
 def test_a_shell_completes_commands_and_settings(shell, said):
     status, out, _ = said("completion", shell)
     assert status == 0
-    assert all(
-        name in out for name in (*line.COMMANDS, "algorithm.group-size", "policy.template-kwargs", "task.digits")
-    )
+    assert all(name in out for name in (*cli.COMMANDS, "algorithm.group-size", "policy.template-kwargs", "task.digits"))
 
 
 @pytest.mark.slow

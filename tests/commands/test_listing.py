@@ -9,29 +9,28 @@ from typing import get_args
 
 import pytest
 
-from pellucid import cli, recipes
+from pellucid import cli, config
 from pellucid.algorithm import advantages, objectives
-from pellucid.algorithm.settings import Advantage, KLEstimator, Objective
-from pellucid.commands import listing
-from pellucid.machine.docstrings import first_sentence
-from pellucid.rewards.terms import TERMS
+from pellucid.algorithm.settings import AdvantageName, KLEstimatorName, ObjectiveName
+from pellucid.rewards.terms import BUILTIN_TERMS
 from pellucid.tasks import TASKS
 from pellucid.types import UserError
+from pellucid.utils.text import extract_first_sentence
 
 THERE = {
     "tasks": list(TASKS),
-    "rewards": [*TERMS, "judge", "model:FOLDER_OR_HUB_ID"],
-    "advantages": list(get_args(Advantage)),
-    "objectives": list(get_args(Objective)),
+    "rewards": [*BUILTIN_TERMS, "judge", "model:FOLDER_OR_HUB_ID"],
+    "advantages": list(get_args(AdvantageName)),
+    "objectives": list(get_args(ObjectiveName)),
     "aggregates": list(objectives.AGGREGATES),
-    "kl": list(get_args(KLEstimator)),
+    "kl": list(get_args(KLEstimatorName)),
     "samplers": ["native", "hf", "vllm"],
-    "recipes": list(recipes.listed()),
+    "recipes": list(config.describe_recipes()),
 }
 
 
 def lines(kind, capsys):
-    assert listing.show(kind) == 0
+    assert cli.print_kind(kind) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -42,10 +41,10 @@ def test_every_name_has_its_line_and_something_is_said_of_it(kind, capsys):
     assert all(len(text) > 10 for _, text in shown)
 
 
-@pytest.mark.parametrize("kind", listing.KINDS)
+@pytest.mark.parametrize("kind", cli.LISTABLE_KINDS)
 def test_lines_fit_and_stand_in_columns(kind, capsys):
     found = lines(kind, capsys)
-    assert max(map(len, found)) <= listing.WIDTH
+    assert max(map(len, found)) <= cli.LISTING_WIDTH
     assert len({line.index(line.split(maxsplit=1)[1]) for line in found}) == 1
     assert all(line.isprintable() for line in found)
 
@@ -53,14 +52,14 @@ def test_lines_fit_and_stand_in_columns(kind, capsys):
 def test_what_is_said_is_what_the_docstring_says_first(capsys):
     said = dict(line.split(maxsplit=1) for line in lines("advantages", capsys))
     assert said["centered"] == "r - mean (Dr. GRPO, arXiv 2503.20783)."
-    assert (advantages.raw.__doc__ or "").startswith(said["raw"])
+    assert (advantages.raw_rewards.__doc__ or "").startswith(said["raw"])
     recipe = dict(line.split(maxsplit=1) for line in lines("recipes", capsys))["variants/sapo"]
     assert f"# {recipe}" == Path("recipes/variants/sapo.toml").read_text().splitlines()[0]
 
 
 def test_a_kind_that_there_is_not_and_the_one_that_was_meant():
     with pytest.raises(UserError, match='no list of "reward"; did you mean "rewards"'):
-        listing.show("reward")
+        cli.print_kind("reward")
 
 
 def test_no_torch_is_imported():
@@ -84,7 +83,7 @@ def test_no_torch_is_imported():
     ],
 )
 def test_a_first_sentence(docstring, sentence):
-    assert first_sentence(docstring) == sentence
+    assert extract_first_sentence(docstring) == sentence
 
 
 def test_without_a_kind_everything_is_listed_under_its_heading(capsys):
@@ -92,7 +91,7 @@ def test_without_a_kind_everything_is_listed_under_its_heading(capsys):
         cli.main(["list"])
     assert ended.value.code == 0
     sections = [part.splitlines() for part in capsys.readouterr().out.rstrip().split("\n\n")]
-    assert [heading for heading, *_ in sections] == list(listing.KINDS)
+    assert [heading for heading, *_ in sections] == list(cli.LISTABLE_KINDS)
     for heading, *lines in sections:
-        listing.show(heading)
+        cli.print_kind(heading)
         assert capsys.readouterr().out.splitlines() == lines

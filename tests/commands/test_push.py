@@ -11,9 +11,8 @@ from huggingface_hub import ModelCard
 
 import hub
 from conftest import records, tiny_recipe
-from pellucid.commands.push import push
-from pellucid.policy.pretrained import EMBEDDED
-from pellucid.reporting.card import ON_THE_HUB
+from pellucid.policy.load import PACKAGED_MODELS
+from pellucid.share import EMBEDDED_MODEL_HUB_IDS, push_to_hub
 from pellucid.types import UserError
 from runs import train
 
@@ -64,7 +63,7 @@ def recipe_in(card):
 
 @pytest.mark.slow
 def test_every_file_of_the_model_arrives_as_it_is_in_one_commit(trained, online, capsys):
-    assert push(trained, "me/tiny") == 0
+    assert push_to_hub(trained, "me/tiny") == 0
     sent = {f"me/tiny/{path.name}": path.read_bytes() for path in (trained / "model").iterdir()}
     readme = online.files.pop("me/tiny/README.md")
     assert online.files == sent and readme
@@ -76,7 +75,7 @@ def test_every_file_of_the_model_arrives_as_it_is_in_one_commit(trained, online,
 
 @pytest.mark.slow
 def test_an_adapter_has_a_folder_of_its_own_and_names_its_base_as_the_card_does(adapted, model_dir, online):
-    push(adapted, "me/tiny")
+    push_to_hub(adapted, "me/tiny")
     sent = json.loads(online.files["me/tiny/adapter/adapter_config.json"])
     kept = json.loads((adapted / "adapter" / "adapter_config.json").read_text())
     assert kept["base_model_name_or_path"] == str(model_dir)
@@ -86,12 +85,12 @@ def test_an_adapter_has_a_folder_of_its_own_and_names_its_base_as_the_card_does(
     assert f"\n{model_dir.name}, trained" in card_of(online).text
 
 
-@pytest.mark.parametrize(("base", "told"), [*ON_THE_HUB.items(), ("me/base", "me/base")])
+@pytest.mark.parametrize(("base", "told"), [*EMBEDDED_MODEL_HUB_IDS.items(), ("me/base", "me/base")])
 def test_the_base_of_an_adapter_has_its_id_on_the_hub(base, told, adapted, online, tmp_path):
     run_dir = shutil.copytree(adapted, tmp_path / "run")
     settings = run_dir / "adapter" / "adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": base}))
-    push(run_dir, "me/tiny")
+    push_to_hub(run_dir, "me/tiny")
     assert json.loads(online.files["me/tiny/adapter/adapter_config.json"])["base_model_name_or_path"] == told
 
 
@@ -99,17 +98,17 @@ def test_a_card_of_peft_is_neither_kept_nor_uploaded(adapted, online, tmp_path):
     run_dir = shutil.copytree(adapted, tmp_path / "run")
     assert not list(run_dir.rglob("README.md"))
     (run_dir / "adapter" / "README.md").write_text("of a run of an earlier version")
-    push(run_dir, "me/tiny")
+    push_to_hub(run_dir, "me/tiny")
     assert "me/tiny/adapter/README.md" not in online.files
 
 
 def test_a_second_push_leaves_nothing_of_the_model_before(trained, adapted, online):
     """What is no part of a model stays, and so does what is of this one, though it be unchanged."""
-    push(adapted, "me/tiny")
+    push_to_hub(adapted, "me/tiny")
     shards = {f"me/tiny/model-0000{i}-of-00002.safetensors": b"old" for i in (1, 2)}
     index, mine = {"me/tiny/model.safetensors.index.json": b"{}"}, {"me/tiny/LICENSE": b"MIT", "me/tiny/model.png": b""}
     online.files |= shards | index | mine
-    push(trained, "me/tiny")
+    push_to_hub(trained, "me/tiny")
     assert online.files.keys() == {
         "me/tiny/README.md",
         *mine,
@@ -117,31 +116,31 @@ def test_a_second_push_leaves_nothing_of_the_model_before(trained, adapted, onli
     }
     assert len(online.commits) == 2
     before = set(online.files)
-    push(adapted, "me/tiny")
-    push(adapted, "me/tiny")
+    push_to_hub(adapted, "me/tiny")
+    push_to_hub(adapted, "me/tiny")
     assert online.files.keys() == before | {f"me/tiny/adapter/{path.name}" for path in (adapted / "adapter").iterdir()}
 
 
 def test_private_is_private_and_what_is_there_already_is_added_to(trained, online):
-    push(trained, "me/tiny", private=True)
+    push_to_hub(trained, "me/tiny", private=True)
     assert online.private == {"me/tiny": True}
-    push(trained, "me/tiny")
+    push_to_hub(trained, "me/tiny")
     assert len(online.commits) == 2 and online.private == {"me/tiny": True}
 
 
 def test_nothing_private_goes_into_a_public_repository(trained, online):
-    push(trained, "me/tiny")
+    push_to_hub(trained, "me/tiny")
     before = dict(online.files)
     with pytest.raises(UserError, match="there already, and public"):
-        push(trained, "me/tiny", private=True)
+        push_to_hub(trained, "me/tiny", private=True)
     assert len(online.commits) == 1 and online.files == before
 
 
 def test_a_dry_run_asks_nobody_and_shows_the_card(trained, online, capsys):
-    push(trained, "me/tiny", dry_run=True)
+    push_to_hub(trained, "me/tiny", dry_run=True)
     shown = capsys.readouterr().out
     assert not online.requests
-    push(trained, "me/tiny")
+    push_to_hub(trained, "me/tiny")
     assert online.files["me/tiny/README.md"].decode() in shown and "model.safetensors" in shown
 
 
@@ -149,7 +148,7 @@ def test_a_dry_run_asks_nobody_and_shows_the_card(trained, online, capsys):
 
 
 def test_the_numbers_of_the_card_are_those_of_the_evaluations(trained, online):
-    push(trained, "me/tiny")
+    push_to_hub(trained, "me/tiny")
     card = card_of(online)
     first, *_, last = records(trained / "evals.jsonl")
     measured = {result.metric_name: result for result in card.data.eval_results}
@@ -164,7 +163,7 @@ def test_the_numbers_of_the_card_are_those_of_the_evaluations(trained, online):
 
 
 def test_the_card_says_what_the_hub_sorts_by(trained, online):
-    push(trained, "me/tiny")
+    push_to_hub(trained, "me/tiny")
     data = card_of(online).data
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
     assert {"grpo", "pellucid", "reinforcement-learning"} <= set(data.tags)
@@ -172,7 +171,7 @@ def test_the_card_says_what_the_hub_sorts_by(trained, online):
 
 
 def test_the_card_says_which_versions_and_files_it_was(trained, online):
-    push(trained, "me/tiny")
+    push_to_hub(trained, "me/tiny")
     text, known = card_of(online).text, json.loads((trained / "config.json").read_text())
     for name, version in known["versions"].items():
         assert f"| {name} | `{version}` |" in text
@@ -184,7 +183,7 @@ def test_the_card_says_which_versions_and_files_it_was(trained, online):
 @pytest.mark.parametrize("run", ["trained", "adapted"])
 def test_no_folder_of_this_machine_is_told(run, model_dir, online, request):
     run_dir = request.getfixturevalue(run)
-    push(run_dir, "me/tiny")
+    push_to_hub(run_dir, "me/tiny")
     texts = {name: content.decode() for name, content in online.files.items() if not name.endswith(".safetensors")}
     assert {"README.md", "config.json"} <= {Path(name).name for name in texts}
     for place in (str(run_dir.parent), str(model_dir.parent), str(Path(hub.__file__).parent)):
@@ -193,7 +192,7 @@ def test_no_folder_of_this_machine_is_told(run, model_dir, online, request):
 
 
 def test_a_model_of_a_wheel_has_its_id_on_the_hub():
-    assert ON_THE_HUB.keys() == EMBEDDED.keys()
+    assert EMBEDDED_MODEL_HUB_IDS.keys() == PACKAGED_MODELS.keys()
 
 
 # ---------------------------------------------------------------- what is refused, in a line
@@ -202,13 +201,13 @@ def test_a_model_of_a_wheel_has_its_id_on_the_hub():
 @pytest.mark.parametrize("name", ["tiny", "me/tiny/model", "me/ti ny", "me/tiny.git", "/tiny"])
 def test_a_name_that_no_repository_can_have(name, trained, online):
     with pytest.raises(UserError, match=f'^push to "{name}": '):
-        push(trained, name)
+        push_to_hub(trained, name)
     assert not online.requests
 
 
 def test_what_is_no_run_and_the_one_that_was_meant(trained, online):
     with pytest.raises(UserError, match=r'rnu is no run folder .*did you mean "run"\?'):
-        push(trained.parent / "rnu", "me/tiny")
+        push_to_hub(trained.parent / "rnu", "me/tiny")
     assert not online.requests
 
 
@@ -220,7 +219,7 @@ def test_a_run_that_is_not_finished(lacks, trained, online, tmp_path):
     else:
         (run_dir / "evals.jsonl").write_text((run_dir / "evals.jsonl").read_text().splitlines(keepends=True)[0])
     with pytest.raises(UserError, match=f"finish it with pellucid train --resume {run_dir}"):
-        push(run_dir, "me/tiny")
+        push_to_hub(run_dir, "me/tiny")
     assert not online.requests
 
 
@@ -228,20 +227,20 @@ def test_nobody_is_logged_in(trained, online, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"hf auth login, or set HF_TOKEN"):
-        push(trained, "me/tiny")
+        push_to_hub(trained, "me/tiny")
     assert not online.requests
 
 
 def test_a_token_that_the_hub_does_not_know(trained, online, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
     with pytest.raises(UserError, match="does not know this token: hf auth login") as refused:
-        push(trained, "me/tiny")
+        push_to_hub(trained, "me/tiny")
     assert "hf_of_yesterday" not in str(refused.value)
 
 
 def test_the_namespace_of_somebody_else(trained, online):
     with pytest.raises(UserError, match=r"refuses it to this token .*rights to create a model under you.*your own"):
-        push(trained, "you/tiny")
+        push_to_hub(trained, "you/tiny")
     assert not online.files
 
 
@@ -251,19 +250,19 @@ def test_the_namespace_of_somebody_else(trained, online):
 def test_the_hub_fails_half_way(path, status, trained, online):
     online.fails[path] = status
     with pytest.raises(UserError, match=r"^push to me/tiny: .*as the test asks for") as refused:
-        push(trained, "me/tiny")
+        push_to_hub(trained, "me/tiny")
     assert "\n" not in str(refused.value) and not online.files
     online.fails.clear()
-    assert push(trained, "me/tiny") == 0
+    assert push_to_hub(trained, "me/tiny") == 0
 
 
 def test_the_hub_cannot_be_reached(trained, online, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"the Hugging Face Hub cannot be reached: .*refused"):
-        push(trained, "me/tiny")
+        push_to_hub(trained, "me/tiny")
 
 
 def test_the_network_is_forbidden(trained, online, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
-        push(trained, "me/tiny")
+        push_to_hub(trained, "me/tiny")

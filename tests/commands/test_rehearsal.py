@@ -9,7 +9,7 @@ import pytest
 
 from conftest import byte_tokenizer, tiny_llama_of
 from pellucid import cli, config
-from pellucid.policy import pretrained
+from pellucid.policy import load
 from runs import train
 from worlds import CHAT
 
@@ -27,7 +27,7 @@ def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe,
     overrides = ["--algorithm.steps", 2, "--optimizer.lr", 3e-4, "--evaluate.every", 0]
     there = sorted(tmp_path.rglob("*"))
     with monkeypatch.context() as patched:
-        patched.setattr(pretrained, "load_pretrained", None)
+        patched.setattr(load, "load_pretrained", None)
         status, out, _ = rehearsed(capsys, recipe, "--run", tmp_path / "run", *overrides)
     assert status == 0
     assert sorted(tmp_path.rglob("*")) == there
@@ -35,12 +35,12 @@ def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe,
     assert train(recipe, "--run", tmp_path / "run", *overrides) == 0
     trained = capsys.readouterr().out
     note, _, out = out.partition("\n")
-    assert note == f"! {recipe} runs code as you: {config.read(recipe)['task']['name']}"
+    assert note == f"! {recipe} runs code as you: {config.read_settings(recipe)['task']['name']}"
     settings, _, rest = out.partition("\nmodel  ")
     written = tmp_path / "again.toml"
     written.write_text(settings)
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
-    stated = config.dump(config.load(written))
+    stated = config.dump_config(config.load_config(written))
     assert stated == {name: recorded[name] for name in stated}
     assert tomllib.loads(settings)["optimizer"]["lr"] == 3e-4
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid import config
-from pellucid.commands.rerun import recipe_of, toml
-from pellucid.reporting.shareable import short, shown
-from pellucid.training import files
+from pellucid.share import format_toml, make_recipe, redact_value, shorten_path
+from pellucid.training import run_dir as files
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 PLAIN = st.one_of(
@@ -24,16 +23,16 @@ VALUES = st.recursive(PLAIN, lambda inside: st.lists(inside, max_size=3) | st.di
 
 @given(st.dictionaries(TEXT, VALUES, max_size=4))
 def test_tomllib_reads_what_was_written(values):
-    assert tomllib.loads(toml(values)) == values
+    assert tomllib.loads(format_toml(values)) == values
 
 
 def recorded(tmp_path, recipe, *overrides):
     """The folder of a run of this recipe, as far as its settings go."""
     path = tmp_path / "recipe.toml"
     path.write_text(recipe)
-    settings = files.recorded(config.resolved(config.load(path, overrides)))
+    settings = files.dump_settings(config.resolve_config(config.load_config(path, overrides)))
     (tmp_path / "run").mkdir()
-    known = {**settings, "digests": files.digests(settings)}
+    known = {**settings, "digests": files.digest_named_files(settings)}
     (tmp_path / "run" / "config.json").write_text(json.dumps(known))
     return tmp_path / "run"
 
@@ -45,17 +44,17 @@ def test_every_recipe_comes_back_with_all_its_settings(tmp_path):
     for i, path in enumerate(RECIPES):
         folder = tmp_path / str(i)
         folder.mkdir()
-        (folder / "again.toml").write_text(recipe_of(recorded(folder, path.read_text(), "--algorithm.seed", "3")))
-        again = config.resolved(config.load(folder / "again.toml"))
-        expected = config.dump(config.resolved(config.load(path, ["--algorithm.seed", "3"])))
+        (folder / "again.toml").write_text(make_recipe(recorded(folder, path.read_text(), "--algorithm.seed", "3")))
+        again = config.resolve_config(config.load_config(folder / "again.toml"))
+        expected = config.dump_config(config.resolve_config(config.load_config(path, ["--algorithm.seed", "3"])))
         if Path(str(expected["task"].get("data"))).is_file():  # whose folder is nobody's business
             expected["task"]["data"] = Path(expected["task"]["data"]).name
-        assert config.dump(again) == expected, path
+        assert config.dump_config(again) == expected, path
 
 
 def test_only_what_is_no_default_is_said(tmp_path):
     recipe = '[task]\nname = "arithmetic"\ndigits = 2\n[algorithm]\nsteps = 30\ngroup_size = 4\nseed = 7\n'
-    assert tomllib.loads(recipe_of(recorded(tmp_path, recipe))) == {
+    assert tomllib.loads(make_recipe(recorded(tmp_path, recipe))) == {
         "policy": {"model": "smollm2-135m"},
         "algorithm": {"group_size": 4, "seed": 7},
         "task": {"name": "arithmetic", "digits": 2},
@@ -67,7 +66,7 @@ def test_of_tasks_in_one_another_each_is_told_without_its_defaults(tmp_path):
         '[task]\nname = "curriculum"\npool = 32\n[task.task]\nname = "sorting"\nlength = 3\n[algorithm]\nseed = 7\n'
     )
     inside = {"name": "sorting", "length": 3}
-    found = tomllib.loads(recipe_of(recorded(tmp_path, recipe)))
+    found = tomllib.loads(make_recipe(recorded(tmp_path, recipe)))
     assert found["task"] == {"name": "curriculum", "pool": 32, "task": inside}
 
 
@@ -77,7 +76,7 @@ def test_the_settings_of_an_old_run_have_the_names_of_today(tmp_path):
     settings["algorithm"] = {**settings["algorithm"], "objective": "naive", "min_spread": 0.5}
     del settings["algorithm"]["min_reward_range"]
     (run_dir / "config.json").write_text(json.dumps(settings))
-    assert tomllib.loads(recipe_of(run_dir))["algorithm"] == {"objective": "reinforce", "min_reward_range": 0.5}
+    assert tomllib.loads(make_recipe(run_dir))["algorithm"] == {"objective": "reinforce", "min_reward_range": 0.5}
 
 
 def test_own_files_go_by_their_names_and_run_from_where_they_lie(tmp_path, monkeypatch):
@@ -97,13 +96,13 @@ def test_own_files_go_by_their_names_and_run_from_where_they_lie(tmp_path, monke
         name = "mine.py:brief"
         weight = 0.5
         """
-    found = recipe_of(recorded(tmp_path, recipe))
+    found = make_recipe(recorded(tmp_path, recipe))
     assert str(tmp_path) not in found and "my folder" not in found
     task = tomllib.loads(found)["task"]
     assert task["data"] == "rows.jsonl" and task["template"] == "/no_think {question}"
     assert task["rewards"] == [{"name": "numeric"}, {"name": "mine.py:brief", "weight": 0.5}]
     Path("again.toml").write_text(found)
-    assert config.load(Path("again.toml")).task.rewards[1].weight == 0.5
+    assert config.load_config(Path("again.toml")).task.rewards[1].weight == 0.5
 
 
 def test_a_task_of_ones_own_is_told_whole_without_its_code_and_without_its_secrets(tmp_path):
@@ -120,7 +119,7 @@ def test_a_task_of_ones_own_is_told_whole_without_its_code_and_without_its_secre
     task = f'[task]\nname = "{tmp_path}/judged.py:Judged"\napi_key = "sk-123"\nfolder = "{tmp_path}/judges"\n'
     run_dir = recorded(tmp_path, task)
     (tmp_path / "judged.py").unlink()
-    found = tomllib.loads(recipe_of(run_dir))["task"]
+    found = tomllib.loads(make_recipe(run_dir))["task"]
     assert found == {"name": "judged.py:Judged", "split": "train", "api_key": "...", "folder": "judges", "task": "sums"}
 
 
@@ -128,7 +127,7 @@ def test_a_task_of_ones_own_is_told_whole_without_its_code_and_without_its_secre
 def test_all_that_is_under_the_name_of_a_secret_is_hidden(secret):
     settings = {"name": "judged", "judges": [{"api_key": secret, "max_tokens": 9, "token": ""}], "hf_token": secret}
     hidden = {"name": "judged", "judges": [{"api_key": "...", "max_tokens": 9, "token": ""}], "hf_token": "..."}
-    assert shown(settings, set(), "task") == hidden
+    assert redact_value(settings, set(), "task") == hidden
 
 
 @pytest.mark.parametrize(
@@ -148,12 +147,12 @@ def test_all_that_is_under_the_name_of_a_secret_is_hidden(secret):
     ],
 )
 def test_a_path_is_its_name_and_other_texts_stay(value, name):
-    assert short(value) == name
+    assert shorten_path(value) == name
 
 
 def test_a_path_with_spaces_is_known_where_it_leads_somewhere(tmp_path):
     folder = tmp_path / "my judges"
-    assert short(str(folder)) == str(folder)
+    assert shorten_path(str(folder)) == str(folder)
     folder.mkdir()
-    assert short(str(folder)) == "my judges"
-    assert short(str(folder) + " that are not there", is_file=True) == "my judges that are not there"
+    assert shorten_path(str(folder)) == "my judges"
+    assert shorten_path(str(folder) + " that are not there", is_file=True) == "my judges that are not there"

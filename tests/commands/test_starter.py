@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from conftest import records
-from pellucid import config
-from pellucid.commands import starter
-from pellucid.protocols import with_split
-from pellucid.types import Completion, UserError
+from pellucid import cli, config
+from pellucid.types import Completion, UserError, with_split
 from runs import train
 
 
@@ -19,11 +17,11 @@ from runs import train
 def begun(tmp_path_factory):
     """A fresh folder, in which the command was run and which is the working directory."""
     folder = tmp_path_factory.mktemp("begun") / "first"
-    assert starter.write(folder) == 0
+    assert cli.write_starter(folder) == 0
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setattr(sys, "path", [*sys.path])
-        yield config.load(Path("recipe.toml"))
+        yield config.load_config(Path("recipe.toml"))
         del sys.modules["rewards"]  # other tests have others of this name
 
 
@@ -56,23 +54,23 @@ def test_its_training_goes_on_from_the_first_look_to_the_model(begun, model_dir,
 
 def test_it_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    starter.write(Path("first"))
+    cli.write_starter(Path("first"))
     *files, following = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in files] == ["first/recipe.toml", "first/rewards.py", "first/data.jsonl"]
     assert following == "next: cd first && pellucid train recipe.toml"
-    starter.write(Path("my run"))
+    cli.write_starter(Path("my run"))
     assert capsys.readouterr().out.splitlines()[-1] == "next: cd 'my run' && pellucid train recipe.toml"
     (tmp_path / "here").mkdir()
     monkeypatch.chdir("here")
-    starter.write(Path())
+    cli.write_starter(Path())
     assert capsys.readouterr().out.splitlines()[-1] == "next: pellucid train recipe.toml"
 
 
-@pytest.mark.parametrize("name", starter.FILES)
+@pytest.mark.parametrize("name", cli.STARTER_FILES)
 def test_nothing_is_overwritten_and_nothing_half_written(name, tmp_path):
     (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match=f"^{tmp_path / name} is there already, and nothing was written"):
-        starter.write(tmp_path)
+        cli.write_starter(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
 
 
@@ -86,5 +84,5 @@ def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "read_bytes", unless_last)
     with pytest.raises(OSError, match="No space left"):
-        starter.write(tmp_path)
+        cli.write_starter(tmp_path)
     assert not list(tmp_path.iterdir())

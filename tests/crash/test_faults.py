@@ -20,11 +20,11 @@ import torch
 from conftest import make_policy, mostly_slow, records, tiny_recipe
 from forked import Forked
 from pellucid.algorithm.settings import AdamWConfig
+from pellucid.distributed.runtime import Runtime
 from pellucid.policy.policy import Policy
-from pellucid.reporting import boards, loggers, tokens
-from pellucid.reporting.run_folder import checkpoints, step_of
-from pellucid.runtimes.runtime import Runtime
-from pellucid.training import checkpoint, chronicle, run
+from pellucid.reporting import loggers, token_files
+from pellucid.reporting.run_files import get_checkpoint_step, list_checkpoints
+from pellucid.training import checkpoint, run
 from runs import DEEPSPEED, same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
@@ -91,17 +91,17 @@ def no_room(*_):
 
 WRITES = {
     "config.json": (run, "start_folder", 1, no_room),
-    "rollouts.jsonl": (loggers.Jsonl, "log", 4, no_room),
-    "metrics.jsonl": (loggers.Jsonl, "log", 4, full_device),
-    "evals.jsonl": (loggers.Jsonl, "log_evaluation", 2, no_room),
+    "rollouts.jsonl": (loggers.JsonlLogger, "log", 4, no_room),
+    "metrics.jsonl": (loggers.JsonlLogger, "log", 4, full_device),
+    "evals.jsonl": (loggers.JsonlLogger, "log_evaluation", 2, no_room),
     **{f"file {n} of a checkpoint": (checkpoint, "save_file", 4 + n, no_room) for n in range(1, 5)},
     "state.json": (Path, "write_text", 4, no_room),
     "SHA256SUMS": (Path, "write_text", 5, no_room),
     "model": (Policy, "save", 1, no_room),
 }
 SHOWN = {
-    "tensorboard": (boards.TensorBoard, "log", 4, no_room),
-    "report.html": (chronicle, "write_report", 1, no_room),
+    "tensorboard": (loggers.TensorBoardLogger, "log", 4, no_room),
+    "report.html": (run, "write_report", 1, no_room),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path
         assert train(*command) == 2
     line = complaint(capsys.readouterr().err)
     assert "File too large" in line or "No space left" in line
-    assert train(*(["--resume", run_dir] if checkpoints(run_dir) else command)) == 0
+    assert train(*(["--resume", run_dir] if list_checkpoints(run_dir) else command)) == 0
     same_run(whole, run_dir)
 
 
@@ -126,13 +126,13 @@ def test_a_full_disk_at_a_file_of_tokens_is_one_line_and_the_rest_is_recorded_la
     run_dir = tmp_path / "run"
     command = [recipe, "--run", run_dir, *SETTINGS, "--log.no-tensorboard", "--log.tokens", 1, "--log.token_steps", 1]
     with monkeypatch.context() as patched:
-        during(patched, tokens, "write", 4, no_room)
+        during(patched, token_files, "write", 4, no_room)
         assert train(*command) == 2
     line = complaint(capsys.readouterr().err)
     assert "File too large" in line or "No space left" in line
-    assert tokens.steps(run_dir) == [1, 2, 3]
+    assert token_files.list_recorded_steps(run_dir) == [1, 2, 3]
     assert train("--resume", run_dir) == 0
-    assert tokens.steps(run_dir) == [1, 2, 3, 4, 5, 6]
+    assert token_files.list_recorded_steps(run_dir) == [1, 2, 3, 4, 5, 6]
     assert not list((run_dir / "tokens").glob(".*"))
     same_run(whole, run_dir)
 
@@ -284,7 +284,7 @@ def test_sigterm_saves_and_ends(recipe, tmp_path, monkeypatch, whole):
     with monkeypatch.context() as patched:
         signalled(patched, 3, signal.SIGTERM)
         assert train(recipe, "--run", run_dir, *SETTINGS) == 130
-    assert [path.name for path in checkpoints(run_dir)][-1] == "step-000003"
+    assert [path.name for path in list_checkpoints(run_dir)][-1] == "step-000003"
     assert train("--resume", run_dir) == 0
     same_run(whole, run_dir)
 
@@ -295,7 +295,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(re
     with monkeypatch.context() as patched:
         signalled(patched, 4, signal.SIGINT, signal.SIGINT)
         assert train(recipe, "--run", run_dir, *SETTINGS) == 130
-    assert [path.name for path in checkpoints(run_dir)][-1] == "step-000002"
+    assert [path.name for path in list_checkpoints(run_dir)][-1] == "step-000002"
     assert len(records(run_dir / "metrics.jsonl")) == 3
     assert train("--resume", run_dir) == 0
     same_run(whole, run_dir)
@@ -330,7 +330,7 @@ def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_pa
     assert list((run_dir / "checkpoints").glob("*.partial"))
     assert train("--resume", run_dir) == 0
     same_run(whole, run_dir)
-    assert sorted((run_dir / "checkpoints").iterdir()) == checkpoints(run_dir)
+    assert sorted((run_dir / "checkpoints").iterdir()) == list_checkpoints(run_dir)
 
 
 # ---------------------------------------------------------------- several processes
@@ -374,7 +374,7 @@ def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_p
     line = complaint((tmp_path / f"errors-{1 - victim}").read_text())
     assert f"another process of this run has ended or does not answer (rank {victim})" in line
     assert f"--resume {run_dir}" in line
-    _, facts = checkpoint.load(checkpoints(run_dir)[-1])
+    _, facts = checkpoint.load_checkpoint(list_checkpoints(run_dir)[-1])
     assert len(facts["random"]) == 2
 
 
@@ -405,7 +405,7 @@ def test_of_several_processes_the_one_without_memory_names_the_mend_and_all_end(
 
 
 def steps_of(run_dir):
-    return max(map(step_of, checkpoints(run_dir)), default=0)
+    return max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0)
 
 
 def until(condition, *processes):

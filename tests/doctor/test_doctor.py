@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pellucid import __version__, cli
-from pellucid.doctor import command as doctor
-from pellucid.machine import hardware
-from pellucid.policy import pretrained
+from pellucid.policy import load
+from pellucid.training import doctor
 from pellucid.types import UserError
+from pellucid.utils import hardware
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_it_says_what_the_machine_is_and_does(machine, capsys):
     for said in (f"pellucid {__version__}", f"torch {torch.__version__.partition('+')[0]}", "bf16 3.00 TFLOP/s"):
         assert said in report
     assert "fp32 1.50" in report
-    assert f"{hardware.describe()['threads']} threads" in report
+    assert f"{hardware.describe_hardware()['threads']} threads" in report
     assert "GB free here" in report
 
 
@@ -61,7 +61,7 @@ def test_a_default_model_that_is_not_there_is_one_line_of_many(machine, capsys):
     def missing(name):
         raise UserError(f"{name} is not installed: make setup")
 
-    machine.setattr(pretrained, "locate_model", missing)
+    machine.setattr(load, "locate_model", missing)
     report = reported(capsys)
     assert "smollm2-135m is not installed: make setup" in report
     assert "plots" in report, "the lines after it are there, too"

@@ -27,14 +27,13 @@ from conftest import VOCAB, character_tokenizer, kernel_llama, make_policy, tiny
 from pellucid import cli
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.config import Config, PolicyConfig, SamplerConfig
-from pellucid.doctor import memory
-from pellucid.machine import hardware
-from pellucid.models import lines
+from pellucid.config import Config, LogConfig, PolicyConfig, SamplerConfig
+from pellucid.distributed.settings import RuntimeConfig
+from pellucid.models import attention
 from pellucid.policy.policy import Policy
-from pellucid.runtimes.settings import RuntimeConfig
-from pellucid.sections import LogConfig
+from pellucid.training import memory
 from pellucid.types import Completion, Group, Prompt
+from pellucid.utils import hardware
 from runs import answered
 
 GIB = 2**30 / 1e9
@@ -63,15 +62,15 @@ def folder(tmp_path):
 def test_zero_2_of_three_billion_parameters(devices, gib):
     """Weights and reference whole in bf16, 14 bytes a parameter shared out: the sum that contradicts the source's own
     table. Here gradients are in fp32, 2 bytes more; the reference has fp32 masters, 4 more; and there is a bucket."""
-    model = memory.Model(SimpleNamespace(model_type="other"), 3_090_000_000, 3_090_000_000)
+    model = memory.ModelFacts(SimpleNamespace(model_type="other"), 3_090_000_000, 3_090_000_000)
     cfg = with_engine(configured(kl_coef=0.02, dtype="bfloat16", engine="transformers"), RuntimeConfig("deepspeed"))
-    state = memory.state(model, cfg, devices)
+    state = memory.estimate_training_state(model, cfg, devices)
     more = 3.09 * (2 / devices + 4) + 0.2
     assert (sum(state.values()) - more) / GIB == pytest.approx(gib, abs=0.1)
 
 
 def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
-    model = memory.from_name(str(folder), lora=0)
+    model = memory.describe_model(str(folder), lora=0)
     policy = make_policy()
     held = sum(p.numel() * p.element_size() for p in policy.model.parameters())
     optimizer = torch.optim.AdamW(policy.model.parameters())
@@ -79,18 +78,18 @@ def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
         p.grad = torch.zeros_like(p)
     optimizer.step()
     moments = sum(x.numel() * 4 for state in optimizer.state.values() for x in state.values() if x.ndim)
-    state = memory.state(model, configured())
+    state = memory.estimate_training_state(model, configured())
     assert state["weights"] * 1e9 == pytest.approx(held)
     assert state["gradients"] * 1e9 == pytest.approx(held)
     assert state["optimizer"] * 1e9 == pytest.approx(moments)
     assert state["reference"] == 0
-    assert memory.state(model, configured(kl_coef=0.1))["reference"] * 1e9 == pytest.approx(held)
+    assert memory.estimate_training_state(model, configured(kl_coef=0.1))["reference"] * 1e9 == pytest.approx(held)
 
 
 def test_an_adapter_counts_its_own_parameters(folder):
     adapted = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert memory.from_name(str(folder), lora=4).trained_count == trained
+    assert memory.describe_model(str(folder), lora=4).trained_count == trained
 
 
 def kept_by_autograd(policy, batch):
@@ -123,7 +122,9 @@ WIDTHS = [
     (torch.float32, 4),
     pytest.param(
         *(torch.bfloat16, 2),
-        marks=pytest.mark.skipif(lines.here()[0] is None, reason="no compiled attention on this CPU"),
+        marks=pytest.mark.skipif(
+            attention.load_checked_library()[0] is None, reason="no compiled attention on this CPU"
+        ),
     ),
 ]
 
@@ -133,7 +134,7 @@ def test_activations_are_what_autograd_keeps(dtype, wide):
     policy = make_policy(dtype=dtype)
     batch = batch_of(prompt=8, response=41, rows=8)  # the last token of a response is not read
     tokens = 8 + 8 * 40
-    expected = tokens * policy.model.config.num_hidden_layers * memory.bytes_a_token(policy.model.config, wide)
+    expected = tokens * policy.model.config.num_hidden_layers * memory.estimate_layer_bytes(policy.model.config, wide)
     assert kept_by_autograd(policy, batch) == pytest.approx(expected, rel=0.25 if wide == 4 else 0.15)
 
 
@@ -143,49 +144,53 @@ def test_recomputed_activations_are_the_residual_stream(dtype, wide):
     batch = batch_of(prompt=8, response=41, rows=8)
     cfg = configured(dtype=str(dtype).removeprefix("torch."))
     cfg = replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=True))
-    planned = memory.activations(policy.model.config, cfg, own_decoder=True)
-    layer = memory.bytes_a_token(policy.model.config, wide)
+    planned = memory.estimate_activation_bytes(policy.model.config, cfg, own_decoder=True)
+    layer = memory.estimate_layer_bytes(policy.model.config, wide)
     assert kept_by_autograd(policy, batch) / (8 + 8 * 40) == pytest.approx(planned - layer, rel=0.25)
 
 
 def test_shards_share_what_is_kept_and_sample_from_whole_weights(folder):
     """fp32, of P bytes over 4: among four processes a quarter of 4 P, and 4 P to sample from; in bf16 2 P."""
-    model = memory.from_name(str(folder), lora=0)
+    model = memory.describe_model(str(folder), lora=0)
     cfg = replace(configured(kl_coef=0.1), runtime=RuntimeConfig("fsdp2"))
     p = model.parameter_count / 1e9
     expected = {"weights": 5 * p, "gradients": p, "optimizer": 2 * p, "reference": p}
-    assert memory.state(model, cfg, 4) == pytest.approx(expected)
+    assert memory.estimate_training_state(model, cfg, 4) == pytest.approx(expected)
     half = replace(cfg, policy=replace(cfg.policy, dtype="bfloat16"))
-    assert memory.state(model, half, 4) == pytest.approx(expected | {"weights": 3 * p})
+    assert memory.estimate_training_state(model, half, 4) == pytest.approx(expected | {"weights": 3 * p})
     hybrid = replace(cfg, runtime=RuntimeConfig("fsdp2", shards=2))
-    assert memory.state(model, hybrid, 4)["gradients"] == pytest.approx(2 * p)
+    assert memory.estimate_training_state(model, hybrid, 4)["gradients"] == pytest.approx(2 * p)
 
 
 def test_stages_of_zero_share_out_more_and_more(folder):
     """fp32, of P bytes over 4, among four processes: stage 2 keeps 4 P and a quarter of 4 P + 12 P; stage 3 samples
     from whole weights, and those that it keeps are its masters."""
-    model = memory.from_name(str(folder), lora=0)
+    model = memory.describe_model(str(folder), lora=0)
     p, bucket = model.parameter_count / 1e9, 0.2
     two, three = (
-        memory.state(model, with_engine(configured(kl_coef=0.1), RuntimeConfig("deepspeed", zero_stage=n)), 4)
+        memory.estimate_training_state(
+            model, with_engine(configured(kl_coef=0.1), RuntimeConfig("deepspeed", zero_stage=n)), 4
+        )
         for n in (2, 3)
     )
     assert two == pytest.approx({"weights": 4 * p, "gradients": p + bucket, "optimizer": 3 * p, "reference": 4 * p})
     assert three == pytest.approx({"weights": 5 * p, "gradients": p + bucket, "optimizer": 2 * p, "reference": p})
     away = replace(with_engine(configured(), RuntimeConfig("deepspeed")), optimizer=AdamWConfig(offload=True))
-    assert memory.state(model, away, 4) == pytest.approx(two | {"gradients": bucket, "optimizer": 0, "reference": 0})
+    assert memory.estimate_training_state(model, away, 4) == pytest.approx(
+        two | {"gradients": bucket, "optimizer": 0, "reference": 0}
+    )
 
 
 def test_smaller_pieces_need_less(folder):
-    model = memory.from_name(str(folder), lora=0)
+    model = memory.describe_model(str(folder), lora=0)
 
     def whole(cfg, **settings):
-        return sum(memory.parts(model, cfg, **settings).values())
+        return sum(memory.estimate_parts(model, cfg, **settings).values())
 
     assert whole(configured(micro_batch=2)) < whole(configured())
     assert whole(configured(), processes=2) < whole(configured())
     offloaded = replace(configured(), optimizer=AdamWConfig(offload=True))
-    assert memory.state(model, offloaded)["optimizer"] == 0
+    assert memory.estimate_training_state(model, offloaded)["optimizer"] == 0
 
 
 def test_the_plan_is_a_table(folder, tmp_path, capsys):
@@ -231,7 +236,7 @@ def test_the_plan_ends_with_a_verdict_whose_advice_leads_to_a_run_that_fits(lack
 
 def test_vllm_beside_the_trainer_is_counted(folder, capsys):
     """Its weights in the dtype of computing, and its cache; by servers nothing, but a copy where it draws ahead."""
-    model = memory.from_name(str(folder), lora=0)
+    model = memory.describe_model(str(folder), lora=0)
     size = sum(p.numel() for p in tiny_llama().parameters())
     for dtype, wide in (("bfloat16", 2), ("float32", 4)):
         alone = configured(dtype=dtype)
@@ -241,9 +246,11 @@ def test_vllm_beside_the_trainer_is_counted(folder, capsys):
             ({"urls": ("http://a",), "ahead": 1}, {"pushed weights": wide * size / 1e9}),
         ):
             cfg = replace(alone, sampler=replace(alone.sampler, name="vllm", **settings))
-            found, without = memory.parts(model, cfg), memory.parts(model, alone)
+            found, without = memory.estimate_parts(model, cfg), memory.estimate_parts(model, alone)
             assert found == pytest.approx(without | more)
-            assert memory.peak(model, cfg) == pytest.approx(memory.peak(model, alone) + sum(more.values()))
+            assert memory.estimate_peak(model, cfg) == pytest.approx(
+                memory.estimate_peak(model, alone) + sum(more.values())
+            )
     recipe = folder / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{folder}"\n[sampler]\nname = "vllm"\ncache_gb = 2.5\n')
     for words, says in (
@@ -313,8 +320,8 @@ def test_of_a_model_that_sees_the_part_that_reads_is_counted(tmp_path, capsys):
     config = Gemma3Config(text_config=Gemma3TextConfig(**SEEING), vision_config=SEES, mm_tokens_per_image=4)
     printed = planned(config, tmp_path, capsys)
     assert "unknown" not in printed
-    text = memory.activations(Gemma3TextConfig(**SEEING), configured(), own_decoder=False)
-    assert memory.activations(config, configured(), own_decoder=False) == text > 0
+    text = memory.estimate_activation_bytes(Gemma3TextConfig(**SEEING), configured(), own_decoder=False)
+    assert memory.estimate_activation_bytes(config, configured(), own_decoder=False) == text > 0
 
 
 def test_a_model_that_is_no_causal_one_has_a_plan_of_one_line(tmp_path, capsys):
@@ -338,7 +345,7 @@ def planned_run(tokens=512, **settings):
 
 def kernel_model(tmp_path):
     kernel_llama().save_pretrained(tmp_path)
-    return memory.from_name(str(tmp_path), lora=0)
+    return memory.describe_model(str(tmp_path), lora=0)
 
 
 def test_gradients_and_activations_add_up_from_the_second_micro_batch_on(tmp_path):
@@ -346,22 +353,28 @@ def test_gradients_and_activations_add_up_from_the_second_micro_batch_on(tmp_pat
     model = kernel_model(tmp_path)
     for micro_batch, adds in ((0, max), (4, lambda *both: sum(both))):
         cfg = planned_run(micro_batch=micro_batch)
-        found = memory.parts(model, cfg)
+        found = memory.estimate_parts(model, cfg)
         passing = found["activations"] + found["logits"]
         steady = found["weights"] + found["optimizer"] + found["libraries"]
         expected = steady + adds(found["gradients"], passing)
-        assert memory.phases(model, cfg)["update"] == pytest.approx(expected)
+        assert memory.estimate_phases(model, cfg)["update"] == pytest.approx(expected)
 
 
 def test_what_checkpointing_saves_is_the_difference_of_two_plans(tmp_path):
     model, cfg = kernel_model(tmp_path), planned_run(tokens=100_000)
     on = replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=True))
-    saved = memory.peak(model, cfg) - memory.peak(model, on)
+    saved = memory.estimate_peak(model, cfg) - memory.estimate_peak(model, on)
     assert saved > 0.1
-    assert memory.saved_by_checkpointing(model, cfg) == memory.saved_by_checkpointing(model, on) == pytest.approx(saved)
-    assert f"would save {saved:.1f} of {memory.peak(model, cfg):.1f} GB" in memory.on_checkpointing(model, cfg)
-    assert "set policy.gradient_checkpointing, which saves" in memory.remedy(model, cfg)
-    assert "gradient_checkpointing" not in memory.remedy(model, on)
+    assert (
+        memory.estimate_checkpointing_saving(model, cfg)
+        == memory.estimate_checkpointing_saving(model, on)
+        == pytest.approx(saved)
+    )
+    assert f"would save {saved:.1f} of {memory.estimate_peak(model, cfg):.1f} GB" in memory.describe_checkpointing(
+        model, cfg
+    )
+    assert "set policy.gradient_checkpointing, which saves" in memory.suggest_memory_remedy(model, cfg)
+    assert "gradient_checkpointing" not in memory.suggest_memory_remedy(model, on)
 
 
 def test_checkpointing_is_not_recommended_where_it_saves_nothing(tmp_path, capsys):
@@ -370,8 +383,8 @@ def test_checkpointing_is_not_recommended_where_it_saves_nothing(tmp_path, capsy
     watched = replace(planned_run(tokens=2048), log=LogConfig(tokens=1, predictions=10))
     large = model._replace(trained_count=10**9, parameters=10**9)
     for facts, cfg in ((model, short), (large, watched)):
-        assert "saves less than" in memory.on_checkpointing(facts, cfg)
-        assert memory.remedy(facts, cfg) == "set a lower sampler.max_tokens"
+        assert "saves less than" in memory.describe_checkpointing(facts, cfg)
+        assert memory.suggest_memory_remedy(facts, cfg) == "set a lower sampler.max_tokens"
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{tmp_path}"\ngradient_checkpointing = true\n')
     with pytest.raises(SystemExit):

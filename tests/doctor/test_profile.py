@@ -13,20 +13,28 @@ from torch.utils.flop_counter import FlopCounterMode
 from architectures import batch_of, model_of
 from conftest import character_tokenizer, make_policy, records
 from pellucid import cli
-from pellucid.doctor import profile
-from pellucid.doctor.profile import Memory, Operations, Stage, in_cpp, kind_of, stages_of, table
-from pellucid.models import fusing, lines, products
-from pellucid.models.decoding import DecodeBatch
-from pellucid.models.lines import Line, attend_in_line
-from pellucid.models.sums import sums_over_tokens
+from pellucid.models import attention, fused_check, linear
+from pellucid.models.attention import PackedSequences, attend_packed
+from pellucid.models.decode import DecodeBatch
+from pellucid.models.linear import compute_weight_gradient
 from pellucid.policy.policy import Policy
+from pellucid.training import doctor
+from pellucid.training.doctor import (
+    FlopCounter,
+    MemorySample,
+    PhaseProfile,
+    classify_operator,
+    count_cpp_operations,
+    format_profile,
+    group_by_phase,
+)
 
 METRICS = {"time/generate": 2.0, "time/reward": 0.5, "time/score": 0.0, "time/update": 1.5}
 
 
 def event(name, start, seconds):
     """As torch.profiler gives them, in microseconds. A collective takes no time of the thread that began it."""
-    own = 0.0 if name.startswith(profile.COLLECTIVES) else seconds
+    own = 0.0 if name.startswith(doctor.COLLECTIVE_PREFIXES) else seconds
     lasting = SimpleNamespace(start=start * 1e6, end=(start + seconds) * 1e6)
     return SimpleNamespace(name=name, time_range=lasting, self_cpu_time_total=own * 1e6)
 
@@ -39,8 +47,8 @@ def test_an_operator_belongs_to_the_stage_in_which_it_began():
         event("aten::mm", 9.6, 0.4),
         event("aten::mm", 10.9, 0.05),
     ]
-    memory = [Memory(100.1, 1.0), Memory(101.9, 3.0), Memory(103.0, 2.5), Memory(104.2, 2.0)]
-    stages = stages_of(events, memory, start=100.0, metrics=METRICS)
+    memory = [MemorySample(100.1, 1.0), MemorySample(101.9, 3.0), MemorySample(103.0, 2.5), MemorySample(104.2, 2.0)]
+    stages = group_by_phase(events, memory, start=100.0, metrics=METRICS)
     assert {name: stage.seconds for name, stage in stages.items()} == {k.split("/")[1]: v for k, v in METRICS.items()}
     assert stages["generate"].seconds_by_kind == pytest.approx({"matrix products": 1.5})
     assert stages["reward"].seconds_by_kind == pytest.approx({"softmax, exp, log": 0.1})
@@ -57,8 +65,8 @@ def test_what_goes_between_processes_at_once_is_counted_once():
         event("gloo:all_reduce", 3.125, 0.125),
         event("nccl:reduce_scatter", 3.25, 0.5),
     ]
-    stages = stages_of(events, [], start=0.0, metrics=METRICS)
-    text = table(stages, dict.fromkeys(stages, 0.0), 0.5, "bfloat16")
+    stages = group_by_phase(events, [], start=0.0, metrics=METRICS)
+    text = format_profile(stages, dict.fromkeys(stages, 0.0), 0.5, "bfloat16")
     [shown] = [line[26:].split() for line in text.splitlines() if line.startswith("between processes")]
     assert shown == ["0.25", "0.00", "0.00", "0.75", "1.00"]
     assert stages["update"].seconds_by_kind["the rest"] == 0.0
@@ -75,7 +83,7 @@ def test_collectives_are_named_as_torch_names_them():
     finally:
         if alone:
             dist.destroy_process_group()
-    assert any(e.name.startswith(profile.COLLECTIVES) for e in profiler.events())
+    assert any(e.name.startswith(doctor.COLLECTIVE_PREFIXES) for e in profiler.events())
 
 
 def test_operations_are_those_that_torch_counts():
@@ -86,7 +94,7 @@ def test_operations_are_those_that_torch_counts():
 
     with FlopCounterMode(display=False) as counter:
         work()
-    with Operations() as operations:
+    with FlopCounter() as operations:
         work()
     counted = counter.get_flop_counts()["Global"]
     products = counted[torch.ops.aten.mm] + counted[torch.ops.aten.bmm]
@@ -95,7 +103,7 @@ def test_operations_are_those_that_torch_counts():
 
 def test_operations_with_packed_weights_are_counted_too():
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(7, 5).bfloat16(), 3)
-    with Operations() as operations:
+    with FlopCounter() as operations:
         torch.ops.mkldnn._linear_pointwise(torch.randn(3, 5).bfloat16(), weight, None, "none", [], "")
         torch.addmm(torch.randn(7), torch.randn(3, 5), torch.randn(5, 7))
         torch.randn(3, 5) + 1
@@ -103,46 +111,49 @@ def test_operations_with_packed_weights_are_counted_too():
 
 
 def test_fused_steps_are_counted_and_named():
-    if not fusing.here()[0]:
+    if not fused_check.load_fused_kernel()[0]:
         pytest.skip("decoding is not fused here")
-    decoder = fusing.small()
-    batch = DecodeBatch(decoder, 4, fusing.maker(decoder))
-    head, seen = fusing.TRIED.vocab_size * 576, []
+    decoder = fused_check.build_self_check_decoder()
+    batch = DecodeBatch(decoder, 4, fused_check.select_fused_decoder(decoder))
+    head, seen = fused_check.SELF_CHECK_CONFIG.vocab_size * 576, []
     layers = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1088
-    with in_cpp(seen):
+    with count_cpp_operations(seen):
         batch.admit([[1, 2, 3]], 4)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             batch.step(torch.arange(4))
     batch.step(torch.arange(4))
     done = [2 * (3 * layers + head), 2 * 4 * (layers + head)]
     assert [n for _, n in seen] == pytest.approx(done, rel=0.01), "the head is filled up to blocks"
-    assert "tokens, fused" in {kind_of(event.name) for event in profiler.events()}
+    assert "tokens, fused" in {classify_operator(event.name) for event in profiler.events()}
 
 
 def test_what_an_update_computes_in_cpp_is_counted_and_named():
-    if not lines.here()[0]:
+    if not attention.load_checked_library()[0]:
         pytest.skip("attention is not computed in C++ here")
     heads = [torch.randn(5, n, 64).bfloat16().requires_grad_() for n in (2, 1, 1)]
-    line = Line(torch.tensor([3, 5]), torch.tensor([0]))
+    line = PackedSequences(torch.tensor([3, 5]), torch.tensor([0]))
     x, grad, weight, seen = *(torch.ones(*sizes).bfloat16() for sizes in ((40, 32), (40, 64), (64, 32))), []
-    products.linear(x, weight)  # what is tried before the first product is counted, too
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, in_cpp(seen):
-        attend_in_line(*heads, line, lines.here()[0]).sum().backward()
-        sums_over_tokens(grad, x, torch.float32)
-        products.linear(x, weight)
-        products.of_inputs(grad, weight)
-    kinds = [kind_of(event.name) for event in profiler.events()]
+    linear.apply_linear(x, weight)  # what is tried before the first product is counted, too
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+        count_cpp_operations(seen),
+    ):
+        attend_packed(*heads, line, attention.load_checked_library()[0]).sum().backward()
+        compute_weight_gradient(grad, x, torch.float32)
+        linear.apply_linear(x, weight)
+        linear.compute_input_gradient(grad, weight)
+    kinds = [classify_operator(event.name) for event in profiler.events()]
     assert kinds.count("attention") == 2
     assert kinds.count("matrix products") >= 3
-    assert [n for _, n in seen] == [2 * 40 * 64 * 32] * 3 * lines.here()[0].uses_amx
+    assert [n for _, n in seen] == [2 * 40 * 64 * 32] * 3 * attention.load_checked_library()[0].uses_amx
 
 
 def test_the_table_is_in_seconds_of_this_machine():
     stages = {
-        "generate": Stage(4.0, Counter({"matrix products": 1.0, "attention": 2.0}), [1.0, 2.0], []),
-        "update": Stage(6.0, Counter({"matrix products": 5.0}), [3.0], []),
+        "generate": PhaseProfile(4.0, Counter({"matrix products": 1.0, "attention": 2.0}), [1.0, 2.0], []),
+        "update": PhaseProfile(6.0, Counter({"matrix products": 5.0}), [3.0], []),
     }
-    text = table(stages, {"generate": 0.5, "update": 2.0}, 0.5, "bfloat16")
+    text = format_profile(stages, {"generate": 0.5, "update": 2.0}, 0.5, "bfloat16")
     rows = {line[:26].strip(): line[26:].split() for line in text.splitlines()}
     assert rows["seconds"] == ["4.00", "6.00", "10.00"]
     assert rows["attention"] == ["2.00", "0.00", "2.00"]
@@ -162,8 +173,8 @@ def test_no_operator_of_an_update_is_left_to_the_rest_by_a_misspelt_name():
         torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 2, 4, 8)] * 3)
         torch.cat([hidden, hidden]).to(torch.bfloat16).index_select(0, torch.tensor([0]))
         torch.optim.AdamW([hidden], fused=True).step()
-    kinds = {kind_of(event.name) for event in profiler.events() if event.name.startswith("aten::")}
-    assert kinds == set(profile.KINDS) - {"embedding", "tokens, fused"}
+    kinds = {classify_operator(event.name) for event in profiler.events() if event.name.startswith("aten::")}
+    assert kinds == set(doctor.OPERATOR_KINDS) - {"embedding", "tokens, fused"}
 
 
 @pytest.mark.slow
@@ -179,13 +190,13 @@ def test_a_profiled_run_takes_the_same_steps_and_writes_one_file(recipe, tmp_pat
     assert text in capsys.readouterr().out
     seconds = next(line for line in text.splitlines() if line.startswith("seconds")).split()[1:]
     third = records(runs[1] / "metrics.jsonl")[2]
-    for shown, name in zip(seconds, profile.STAGES, strict=False):
+    for shown, name in zip(seconds, doctor.STEP_PHASES, strict=False):
         assert float(shown) == pytest.approx(third[f"time/{name}"], abs=0.006)
     products = next(line for line in text.splitlines() if line.startswith("matrix products, TFLOP")).split()[3:]
-    assert len(products) == len(profile.STAGES) + 1
+    assert len(products) == len(doctor.STEP_PHASES) + 1
 
 
 def test_a_run_that_is_over_before_the_third_step_has_no_profile(tmp_path):
     steps = iter([SimpleNamespace(step=i, metrics=METRICS, groups=[]) for i in (1, 2)])
-    assert len(list(profile.profiled(steps, tmp_path / "profile.txt", torch.float32))) == 2
+    assert len(list(doctor.profile_steps(steps, tmp_path / "profile.txt", torch.float32))) == 2
     assert not (tmp_path / "profile.txt").exists()

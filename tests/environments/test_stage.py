@@ -11,21 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from pellucid.environments.here import Here
-from pellucid.environments.stage import Stage
-from pellucid.environments.talk import Talk
-from pellucid.protocols import Said
-from pellucid.rewards.functions import environment_of
+from pellucid.environments.pool import EnvironmentPool, InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
+from pellucid.rewards.functions import unpickle_environment
 from pellucid.rewards.settings import RewardConfig
-from pellucid.types import Completion, Prompt, UserError
+from pellucid.types import Completion, PolicyTurn, Prompt, UserError
 from worlds import asked
 
-SHOP = Talk("worlds:Shop", timeout=2.0)
+SHOP = EnvironmentSpec("worlds:Shop", timeout=2.0)
 
 
 @pytest.fixture
 def stage(request):
-    made = Stage(getattr(request, "param", SHOP), RewardConfig())
+    made = EnvironmentPool(getattr(request, "param", SHOP), RewardConfig())
     yield made
     made.close()
 
@@ -46,11 +44,11 @@ def begun(world, count=1, prompt=None):
 
 def call(name, **arguments):
     made = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
-    return Said({"role": "assistant", "content": "", "tool_calls": [made]})
+    return PolicyTurn({"role": "assistant", "content": "", "tool_calls": [made]})
 
 
 def over():
-    return Said({"role": "assistant", "content": "done"})
+    return PolicyTurn({"role": "assistant", "content": "done"})
 
 
 FAULTS = {
@@ -58,15 +56,15 @@ FAULTS = {
     "arguments": (call("sell", many=3), "missing a required argument: 'count'"),
     "raised": (call("refuse"), "not today"),
     "timeout": (call("wait", seconds=60), "no answer within 2 s"),
-    "unreadable": (Said({"role": "assistant", "content": ""}, ("not JSON",)), "not JSON"),
+    "unreadable": (PolicyTurn({"role": "assistant", "content": ""}, ("not JSON",)), "not JSON"),
 }
 
 
-@pytest.mark.parametrize("world", [Stage, Here])
+@pytest.mark.parametrize("world", [EnvironmentPool, InProcessEnvironments])
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "timeout"])
 def test_a_fault_is_an_observation_and_the_conversation_goes_on(world, fault):
     said, told = FAULTS[fault]
-    made = world(SHOP, RewardConfig()) if world is Stage else world(SHOP)
+    made = world(SHOP, RewardConfig()) if world is EnvironmentPool else world(SHOP)
     begun(made)
     made.send_turn(0, call("sell", count=2))
     assert replies(made, 1)[0].messages[0]["content"] == "sold 2"
@@ -100,7 +98,9 @@ def test_no_conversation_waits_for_another(stage):
     assert last[0].outcome.events == {"lost": 1}
 
 
-@pytest.mark.parametrize("stage", [Talk(tools=("worlds:multiply", "failing_tools:hang"), timeout=0.5)], indirect=True)
+@pytest.mark.parametrize(
+    "stage", [EnvironmentSpec(tools=("worlds:multiply", "failing_tools:hang"), timeout=0.5)], indirect=True
+)
 def test_tools_without_an_environment_are_called_on_after_one_has_hung(stage):
     begun(stage)
     stage.tell(0, call("hang"))
@@ -112,7 +112,7 @@ def test_tools_without_an_environment_are_called_on_after_one_has_hung(stage):
     assert replies(stage, 1)[0].outcome.events == {"calls": 2, "lost": 1}
 
 
-@pytest.mark.parametrize("stage", [Talk("worlds:reply")], indirect=True)
+@pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:reply")], indirect=True)
 def test_a_function_replies_to_what_was_said(stage):
     begun(stage)
     stage.tell(0, over())
@@ -124,7 +124,7 @@ def test_a_function_replies_to_what_was_said(stage):
     assert replies(stage, 1)[0].outcome.reward is None
 
 
-@pytest.mark.parametrize("stage", [Talk("worlds:Parrot")], indirect=True)
+@pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Parrot")], indirect=True)
 def test_siblings_are_asked_the_same_and_others_something_else(stage):
     prompts = [replace(prompt, id=f"other {i}") for i, prompt in enumerate(asked(1) * 8)]
     for number in range(16):
@@ -134,14 +134,14 @@ def test_siblings_are_asked_the_same_and_others_something_else(stage):
     assert len(set(questions)) > 3
 
 
-@pytest.mark.parametrize("stage", [Talk("worlds:Broken")], indirect=True)
+@pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Broken")], indirect=True)
 def test_what_raises_at_its_beginning_is_over(stage):
     reply = begun(stage, prompt=asked(1, fails=True)[0])[0]
     assert reply.outcome.error.startswith("reset: RuntimeError: no room (worlds.py, line")
     assert begun(stage, prompt=asked(1, fails=False)[0])[0].prompt, "and the next may begin"
 
 
-@pytest.mark.parametrize("stage", [Talk("worlds:WORLDS")], indirect=True)
+@pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:WORLDS")], indirect=True)
 def test_the_row_says_which_of_several_environments(stage):
     prompt = Prompt("p", ({"role": "user", "content": "Q"},), columns={"environment": "counter", "start": 4})
     asked_of = begun(stage, prompt=prompt)[0].prompt
@@ -158,7 +158,7 @@ def test_reward_functions_see_the_environment_as_it_was_left(stage):
     replies(stage, 1)
     stage.tell(0, over())
     outcome = replies(stage, 1)[0].outcome
-    environment = environment_of(Completion((), (), "", True, outcome=outcome))
+    environment = unpickle_environment(Completion((), (), "", True, outcome=outcome))
     assert type(environment).__name__ == "Shop"
     assert environment.sold == 5
 
@@ -172,7 +172,7 @@ def test_a_reply_is_heard_when_it_comes(stage):
 
 
 def test_processes_are_used_again_and_end_with_the_stage():
-    stage = Stage(SHOP, RewardConfig())
+    stage = EnvironmentPool(SHOP, RewardConfig())
     for _ in range(3):
         begun(stage, 2)
         for number in range(2):
@@ -207,14 +207,14 @@ def test_a_conversation_that_was_left_is_ended_by_the_next_of_its_number(stage):
 
 
 def test_what_cannot_be_loaded_is_one_line():
-    stage = Stage(Talk(tools=("failing_tools:missing",)), RewardConfig())
+    stage = EnvironmentPool(EnvironmentSpec(tools=("failing_tools:missing",)), RewardConfig())
     with pytest.raises(UserError, match='the environment cannot be used: UserError: failing_tools has no "missing"'):
         stage.start_conversation(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
     stage.close()
 
 
 def test_a_tool_that_does_not_say_what_it_takes_is_one_line():
-    stage = Stage(Talk(tools=("failing_tools:untold",)), RewardConfig())
+    stage = EnvironmentPool(EnvironmentSpec(tools=("failing_tools:untold",)), RewardConfig())
     stage.start_conversation(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
     with pytest.raises(UserError, match=r"tool untold: .*: give its arguments types, and its docstring"):
         stage.receive_replies(10.0)
@@ -245,7 +245,7 @@ def test_a_process_that_is_killed_from_outside_costs_its_own_conversation(stage)
 
 def test_halves_of_characters_become_marks(stage_or_here):
     """In what `reset`, a tool, an error and `reply` say; whole characters in two halves are joined."""
-    world = stage_or_here(Talk("worlds:Halves", timeout=2.0))
+    world = stage_or_here(EnvironmentSpec("worlds:Halves", timeout=2.0))
     texts = [begun(world)[0].prompt.text[-1]["content"]]
     for said in (call("tell"), call("refuse"), over()):
         world.tell(0, said)
@@ -258,7 +258,7 @@ def test_halves_of_characters_become_marks(stage_or_here):
 
 
 def test_what_cannot_be_made_a_text_costs_its_call_or_its_conversation(stage_or_here):
-    world = stage_or_here(Talk("worlds:Unsaid", timeout=2.0))
+    world = stage_or_here(EnvironmentSpec("worlds:Unsaid", timeout=2.0))
     begun(world)
     world.tell(0, call("tell"))
     [message] = replies(world, 1)[0].messages
@@ -272,7 +272,9 @@ def stage_or_here(request):
     made = []
 
     def world(talk):
-        made.append(Stage(talk, RewardConfig()) if request.param is Stage else Here(talk))
+        made.append(
+            EnvironmentPool(talk, RewardConfig()) if request.param is EnvironmentPool else InProcessEnvironments(talk)
+        )
         return made[-1]
 
     yield world
@@ -282,10 +284,10 @@ def stage_or_here(request):
 
 def pytest_generate_tests(metafunc):
     if "stage_or_here" in metafunc.fixturenames:
-        metafunc.parametrize("stage_or_here", [Stage, Here], indirect=True)
+        metafunc.parametrize("stage_or_here", [EnvironmentPool, InProcessEnvironments], indirect=True)
 
 
-@pytest.mark.parametrize("stage", [Talk("worlds:Forking", timeout=20.0)], indirect=True)
+@pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Forking", timeout=20.0)], indirect=True)
 def test_a_child_that_an_environment_forks_ends_where_it_comes_back(stage):
     begun(stage)
     pid = stage.busy[0].pid if stage.busy[0].pid else None
@@ -305,7 +307,9 @@ def children_of(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [Talk("worlds:Large", timeout=0.5, returns_environment=True)], indirect=True)
+@pytest.mark.parametrize(
+    "stage", [EnvironmentSpec("worlds:Large", timeout=0.5, returns_environment=True)], indirect=True
+)
 def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
     begun(stage)
     stage.tell(0, over())
@@ -314,7 +318,7 @@ def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [Talk("worlds:Shop", timeout=0.5)], indirect=True)
+@pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Shop", timeout=0.5)], indirect=True)
 def test_a_process_that_does_not_read_a_large_row_is_lost_in_time(stage):
     begun(stage)
     stage.tell(0, over())
@@ -332,7 +336,7 @@ def test_many_slow_calls_of_one_turn_keep_the_conversation(stage):
     """Each within its time, together longer than twice that and ten seconds, when a process used to end itself."""
     begun(stage)
     [one] = call("wait", seconds=0.9).message["tool_calls"]
-    stage.tell(0, Said({"role": "assistant", "content": "", "tool_calls": [one] * 15}))
+    stage.tell(0, PolicyTurn({"role": "assistant", "content": "", "tool_calls": [one] * 15}))
     said = replies(stage, 1, 40.0)[0]
     assert [message["content"] for message in said.messages] == ["waited"] * 15
     stage.tell(0, over())

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from pellucid.library.data import columns_of, in_memory, line_of
-from pellucid.tasks.rows import read_jsonl
+from pellucid.api import encode_row, infer_columns, make_in_memory_rows
+from pellucid.tasks.data_files import read_jsonl
 from pellucid.types import UserError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "¿2*2?\u2028", "answer": "4"}]
@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_are_the_same_file(kind, tmp_path):
-    lines, path = in_memory(KINDS[kind](ROWS)), tmp_path / "data.jsonl"
+    lines, path = make_in_memory_rows(KINDS[kind](ROWS)), tmp_path / "data.jsonl"
     lines.write_file(path)
     assert [row for _, row in read_jsonl(path)] == ROWS
     assert lines.digest == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -36,7 +36,7 @@ def test_rows_of_every_kind_are_the_same_file(kind, tmp_path):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "parts/*.csv", "openai/gsm8k", ["a.jsonl", "b.jsonl"]])
 def test_a_name_stays_a_name(name):
-    assert in_memory(name) is None
+    assert make_in_memory_rows(name) is None
 
 
 def test_values_are_kept_as_json_has_them():
@@ -49,7 +49,7 @@ def test_values_are_kept_as_json_has_them():
         "nested": {"chat": ({"role": "user", "content": "hi"},)},
         "yes": np.bool_(True),
     }
-    assert json.loads(line_of(1, row)) == {
+    assert json.loads(encode_row(1, row)) == {
         "number": 0.5,
         "count": 3,
         "array": [0, 1, 2],
@@ -76,7 +76,7 @@ MISTAKES = {
 @pytest.mark.parametrize("told", MISTAKES)
 def test_what_is_no_data_is_told(told):
     with pytest.raises(UserError) as error:
-        in_memory(MISTAKES[told])
+        make_in_memory_rows(MISTAKES[told])
     assert told in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -97,7 +97,7 @@ CHAT = [{"role": "user", "content": "hi"}]
     ],
 )
 def test_columns_as_trl_has_them_are_found(row, section, found):
-    assert columns_of(row, section) == found
+    assert infer_columns(row, section) == found
 
 
 def test_neither_pandas_nor_datasets_is_imported():

@@ -11,10 +11,9 @@ import pytest
 
 from pellucid import config
 from pellucid.algorithm import group_advantages, policy_loss
+from pellucid.api import COMMON_TASK_FIELDS, find_section_and_key, group_settings_by_section, list_section_keys, train
 from pellucid.config import SECTIONS
-from pellucid.library.settings import OF_EVERY_TASK, keys_of, place_of, sections_of
-from pellucid.library.train import train
-from pellucid.tasks import TASKS, task_class
+from pellucid.tasks import TASKS, load_task_class
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import UserError
 
@@ -41,34 +40,34 @@ from pellucid.types import UserError
     }.items(),
 )
 def test_a_name_leads_to_its_setting(name, place):
-    assert place_of(name, keys_of(Dataset)) == place
+    assert find_section_and_key(name, list_section_keys(Dataset)) == place
 
 
 @pytest.mark.parametrize("task", [None, *TASKS])
 def test_every_setting_has_a_name_of_its_own(task):
     """Its own where no other section has it; with its section always, and never that of another."""
-    cls = task_class(task) if task else None
-    known = keys_of(cls)
+    cls = load_task_class(task) if task else None
+    known = list_section_keys(cls)
     bare = [key for keys in known.values() for key in keys]
     for section, keys in known.items():
         for key in keys:
-            assert place_of(f"{section}_{key}", known) == (section, key)
+            assert find_section_and_key(f"{section}_{key}", known) == (section, key)
             assert f"{section}_{key}" not in bare
             if bare.count(key) == 1:
-                assert place_of(key, known) == (section, key)
+                assert find_section_and_key(key, known) == (section, key)
     fields = {section: cls for section, cls in SECTIONS.items() if section != "task"}
     assert {s: {f.name for f in dataclasses.fields(c)} for s, c in fields.items()} == {
         section: set(keys) for section, keys in known.items() if section != "task"
     }
     if cls:
-        assert {f.name for f in dataclasses.fields(cls)} - set(known["task"]) <= set(OF_EVERY_TASK)
+        assert {f.name for f in dataclasses.fields(cls)} - set(known["task"]) <= set(COMMON_TASK_FIELDS)
 
 
 def test_the_dtype_is_that_of_the_policy():
-    known = keys_of(None)
+    known = list_section_keys(None)
     assert "dtype" in known["sampler"]
-    assert place_of("dtype", known) == ("policy", "dtype")
-    assert place_of("sampler_dtype", known) == ("sampler", "dtype")
+    assert find_section_and_key("dtype", known) == ("policy", "dtype")
+    assert find_section_and_key("sampler_dtype", known) == ("sampler", "dtype")
 
 
 MISTAKES = {
@@ -87,13 +86,13 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_name_that_leads_nowhere_is_told(name):
     with pytest.raises(UserError) as told:
-        sections_of({name: 1}, Dataset)
+        group_settings_by_section({name: 1}, Dataset)
     assert str(told.value) == MISTAKES[name]
 
 
 def test_keywords_become_a_recipe():
-    sections = sections_of({"steps": 3, "lr": 1e-3, "evaluate_every": 5, "betas": [0.8, 0.9]}, None)
-    cfg = config.build(sections, "here")
+    sections = group_settings_by_section({"steps": 3, "lr": 1e-3, "evaluate_every": 5, "betas": [0.8, 0.9]}, None)
+    cfg = config.build_config(sections, "here")
     assert (cfg.algorithm.steps, cfg.optimizer.lr, cfg.evaluate.every, cfg.optimizer.betas) == (3, 1e-3, 5, (0.8, 0.9))
 
 
@@ -110,4 +109,4 @@ def test_every_keyword_of_the_document_is_one():
     assert len(named) > 50
     assert refused <= named
     for name in named - parameters - refused - {"limit"}:
-        assert place_of(name, keys_of(Dataset))
+        assert find_section_and_key(name, list_section_keys(Dataset))

@@ -25,12 +25,12 @@ import pellucid
 from conftest import CountDigits, records
 from forked import ran
 from pellucid.policy import policy
-from pellucid.reporting.run_folder import checkpoints
+from pellucid.reporting.run_files import list_checkpoints
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.training import claim, run
+from pellucid.training import run, run_dir
 from pellucid.types import NotBegunError, Prompt, Reward, UserError
 from runs import asked_to_stop, in_processes, same_run, train, weights
 
@@ -102,10 +102,10 @@ def test_a_loop_may_be_left_and_gone_on_with(recipe, tmp_path, capsys, undisturb
     for step in mine:
         if step.step == 3:
             break
-    assert [path.name for path in checkpoints(folder)] == ["step-000003"]
+    assert [path.name for path in list_checkpoints(folder)] == ["step-000003"]
     assert (folder / "report.html").is_file()
     assert not multiprocessing.active_children()
-    claim.refuse_held(folder)
+    run_dir.refuse_locked_run_dir(folder)
     told = f'stopped after step 3, nothing is lost; go on with: pellucid.train(resume="{folder}")\n'
     assert told in capsys.readouterr().out
     assert not mine.finished
@@ -113,7 +113,7 @@ def test_a_loop_may_be_left_and_gone_on_with(recipe, tmp_path, capsys, undisturb
 
     with pytest.raises(ZeroDivisionError):
         each(mine, lambda step: 1 / (4 - step.step))
-    assert [path.name for path in checkpoints(folder)] == ["step-000003", "step-000004"]
+    assert [path.name for path in list_checkpoints(folder)] == ["step-000003", "step-000004"]
     assert mine.finish() is mine
     assert mine.finished
     same_run(whole, folder)
@@ -184,7 +184,7 @@ def test_a_script_that_ends_with_a_loop_open_leaves_it(processes, model_dir, tmp
     (tmp_path / "script.py").write_text(UNFINISHED.format(tests=str(Path(__file__).parents[1])))
     done = in_processes(processes, tmp_path / "script.py", model_dir, tmp_path / "run")
     assert "Exception ignored" not in done.stderr + done.stdout
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000001"]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000001"]
 
 
 FORKING = """
@@ -255,7 +255,7 @@ def test_a_fork_that_comes_back_into_a_step_ends(small):
         return digits(completions)
 
     finished = pellucid.train(data=ROWS, reward=forks, **small).finish().finished
-    steps = list(run.owned(forked() for _ in range(2)))
+    steps = list(run.end_forked_copies(forked() for _ in range(2)))
     if os.getpid() != owner:
         os._exit(99)
     assert finished
@@ -288,7 +288,7 @@ def test_an_interrupt_ends_the_step_saves_and_is_raised(recipe, tmp_path, monkey
     with asked_to_stop(monkeypatch), pytest.raises(KeyboardInterrupt):
         each(mine, lambda step: seen.append(step.step))
     assert seen == [1]
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000001"]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000001"]
     assert "stopped after step 1, nothing is lost" in capsys.readouterr().out
     pellucid.train(resume=tmp_path / "run", checkpoint_every=2).finish()
     same_run(undisturbed(recipe), tmp_path / "run")
@@ -333,7 +333,7 @@ def test_between_steps_an_interrupt_is_the_caller_s(recipe, tmp_path):
             each(pellucid.train(recipe=recipe, run=tmp_path / "run"), interrupted)
     finally:
         signal.signal(signal.SIGINT, inherited)
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000001"]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000001"]
 
 
 def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsys):
@@ -345,7 +345,7 @@ def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsy
     with pytest.raises(KeyboardInterrupt):
         pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
     assert "stopped at once; nothing that was saved is lost, go on with: pellucid.train(" in capsys.readouterr().out
-    claim.refuse_held(tmp_path / "run")
+    run_dir.refuse_locked_run_dir(tmp_path / "run")
 
 
 def test_an_interrupt_before_there_is_a_run_does_not_say_how_to_go_on_with_it(recipe, tmp_path, monkeypatch, capsys):
@@ -951,9 +951,9 @@ def test_runs_have_folders_of_their_own(tmp_path, monkeypatch, small):
 
 
 def test_a_run_whose_rewards_are_not_here_is_served_without_them(small, capsys):
-    from pellucid.serve import command, host  # noqa: PLC0415 - the library is tried without it
+    from pellucid.serve import api, command  # noqa: PLC0415 - the library is tried without it
 
     mine = pellucid.train(data=ROWS, reward=digits, **small).finish()
-    served = host.load(command.Serve((str(mine.folder),)))
+    served = api.load_served_model(command.Serve((str(mine.folder),)))
     assert served.task is None
     assert '! "here:digits" is an object' in capsys.readouterr().out

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from made_runs import small_run
-from pellucid.look import packing
-from pellucid.look.command import look
-from pellucid.reporting import tokens
+from pellucid.inspect import single_file
+from pellucid.inspect.server import run_look
+from pellucid.reporting import token_files
 from pellucid.types import UserError
 
 
 def test_steps_that_a_resume_deletes_meanwhile_are_told_in_a_line(tmp_path, monkeypatch):
     run = small_run(tmp_path / "run", steps=3)
-    of_files = packing.of_files
+    of_files = single_file.count_file_bytes
 
     def deleting(runs, step):
-        tokens.path_of(run, 3).unlink(missing_ok=True)
+        token_files.get_tokens_path(run, 3).unlink(missing_ok=True)
         return of_files(runs, step)
 
-    monkeypatch.setattr(packing, "count_file_bytes", deleting)
+    monkeypatch.setattr(single_file, "count_file_bytes", deleting)
     with pytest.raises(UserError, match=r"step-000003\.parquet went while it was read, .*: look again"):
-        look([run], 0, tmp_path / "page.html", open_browser=False)
+        run_look([run], 0, tmp_path / "page.html", open_browser=False)
     assert not (tmp_path / "page.html").exists()

@@ -18,11 +18,11 @@ from selenium.webdriver.support.ui import WebDriverWait
 from looking import looking
 from made_runs import CONFIG, add_step, id_of, lines, metric, prompt, row, run_folder, small_run, write_tokens
 from pages import HOSTILE
-from pellucid.algorithm.explained import RULES
-from pellucid.look import packing
-from pellucid.look.reading import Run
-from pellucid.look.sentences import sentence
-from pellucid.reporting import tokens
+from pellucid.algorithm.explained import GRADIENT_RULES
+from pellucid.inspect import single_file
+from pellucid.inspect.run_reader import RunReader
+from pellucid.inspect.sentences import explain_token
+from pellucid.reporting import token_files
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs chromium and chromium-driver"
@@ -215,11 +215,11 @@ def test_a_question_is_followed_through_the_steps(browser, url):
 @pytest.mark.slow
 def test_the_page_says_of_a_token_what_the_terminal_says(browser, tmp_path):
     run = run_folder(tmp_path / "run")
-    said = [{"rule": rule, "push": 0.0, "ratio": 0.76, "bound": 0.8, "advantage": -0.9} for rule in RULES[1:]]
+    said = [{"rule": rule, "push": 0.0, "ratio": 0.76, "bound": 0.8, "advantage": -0.9} for rule in GRADIENT_RULES[1:]]
     said += [{"push": push, "logprob_after": after} for push in (0.1, -0.1) for after in (-0.25, -0.75, -0.5, None)]
     write_tokens(run, 1, [row(0, 0, i, f"t{i}", **each) for i, each in enumerate(said)])
-    columns = Run(run).read_tokens(1).columns
-    expected = [sentence({name: values[i] for name, values in columns.items()}) for i in range(len(said))]
+    columns = RunReader(run).read_tokens(1).columns
+    expected = [explain_token({name: values[i] for name, values in columns.items()}) for i in range(len(said))]
     with looking(run) as server:
         go(browser, f"{server.url}#/group/1/0?c=0&t=0", "group")
         shown = []
@@ -246,8 +246,8 @@ def test_what_a_running_run_writes_comes_by_itself(browser, tmp_path):
 
 @pytest.mark.slow
 def test_the_file_from_disk_shows_every_view(browser, tmp_path):
-    runs = [Run(small_run(tmp_path / name, steps=3, seed=seed)) for seed, name in enumerate(("one", "two"))]
-    packing.write(runs, tmp_path / "page.html")
+    runs = [RunReader(small_run(tmp_path / name, steps=3, seed=seed)) for seed, name in enumerate(("one", "two"))]
+    single_file.write_page(runs, tmp_path / "page.html")
     for view in VIEWS:
         go(browser, f"{(tmp_path / 'page.html').as_uri()}#/{view}", view)
         assert not found(browser, "[role=alert]"), view
@@ -261,9 +261,13 @@ def test_the_file_from_disk_shows_every_view(browser, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("least", [0.01, 2.0])
 def test_the_file_says_what_it_had_no_room_for(browser, tmp_path, monkeypatch, least):
-    monkeypatch.setattr(packing, "PRECISION_LEVELS", (packing.LEVELS[0], packing.Level(3, 1e-3, 2, least)))
-    monkeypatch.setattr(packing, "choose_precision", lambda of_step, steps, room: (packing.LEVELS[1], 2))
-    said = packing.write([Run(small_run(tmp_path / "run", steps=3))], tmp_path / "page.html")
+    monkeypatch.setattr(
+        single_file, "PRECISION_LEVELS", (single_file.PRECISION_LEVELS[0], single_file.Level(3, 1e-3, 2, least))
+    )
+    monkeypatch.setattr(
+        single_file, "choose_precision", lambda of_step, steps, room: (single_file.PRECISION_LEVELS[1], 2)
+    )
+    said = single_file.write_page([RunReader(small_run(tmp_path / "run", steps=3))], tmp_path / "page.html")
     go(browser, f"{(tmp_path / 'page.html').as_uri()}#/run", "run")
     kinds = {0.01: "alternatives below 0.01 in probability", 2.0: "all alternatives"}
     assert said == f"Left out for room: {kinds[least]}; the tokens of 1 of 3 steps."
@@ -300,19 +304,19 @@ TOPS = {"": [id_of(" a"), 7], "_text": [" a", " b"], "_logprob": [math.log(0.6),
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", packing.LEVELS)
+@pytest.mark.parametrize("level", single_file.PRECISION_LEVELS)
 def test_the_numbers_of_the_file_are_those_of_the_run_to_what_it_says(browser, tmp_path, monkeypatch, level):
     """The page's own reader of the bytes, against the Parquet file."""
-    monkeypatch.setattr(packing, "PRECISION_LEVELS", (level,))
+    monkeypatch.setattr(single_file, "PRECISION_LEVELS", (level,))
     run = run_folder(tmp_path / "run")
     add_step(run, 1, said=["a\x00b", "答案", "", "\n", *(" x" * i for i in range(300))])
     other_passes(run)
-    packing.write([Run(run)], tmp_path / "page.html")
+    single_file.write_page([RunReader(run)], tmp_path / "page.html")
     for step in (1, 2, 3):
         go(browser, f"{(tmp_path / 'page.html').as_uri()}#/group/{step}/0", "group")
         page = json.loads(browser.execute_script("return JSON.stringify(document.microscope.data)"))
-        compared(page, tokens.read(run, step).to_pylist(), level, agreeing=step < 3)
-        whole = Run(run).read_tokens(step).sequences
+        compared(page, token_files.read_tokens(run, step).to_pylist(), level, agreeing=step < 3)
+        whole = RunReader(run).read_tokens(step).sequences
         assert [{name: each[name] for name in page["sequences"][0]} for each in whole] == page["sequences"]
 
 
@@ -359,7 +363,7 @@ def compared(page, exact, level, agreeing):
 
 
 def test_a_browser_that_cannot_unpack_says_so_in_a_line(browser, tmp_path):
-    packing.write([Run(small_run(tmp_path / "run", steps=2))], tmp_path / "page.html")
+    single_file.write_page([RunReader(small_run(tmp_path / "run", steps=2))], tmp_path / "page.html")
     old = browser.execute_cdp_cmd(
         "Page.addScriptToEvaluateOnNewDocument", {"source": "delete window.DecompressionStream"}
     )
@@ -455,7 +459,7 @@ def test_conversations_name_the_tools_that_were_called_and_answers_without_a_tok
     turns = {"0/0/0": [["add", "<b>x</b>"], ["tool add", "tool <b>x</b>"], []]}
     write_tokens(run, 1, said, turns=turns, silent={"0": [1, 3]})
     lines(run / "metrics.jsonl", [metric(1)])
-    packing.write([Run(run)], tmp_path / "page.html")
+    single_file.write_page([RunReader(run)], tmp_path / "page.html")
     with looking(run) as server:
         for address in (server.url, (tmp_path / "page.html").as_uri()):
             go(browser, f"{address}#/group/1/0", "group")

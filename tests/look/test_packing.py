@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from made_runs import add_step, lines, metric, row, run_folder, small_run, write_tokens
-from pellucid.look import packing
-from pellucid.look.columns import Words, codes, step_bytes
-from pellucid.look.reading import Run
-from pellucid.reporting import tokens
+from pellucid.inspect import single_file
+from pellucid.inspect.run_reader import RunReader
+from pellucid.inspect.single_file import Vocabulary, encode_magnitudes, encode_step
+from pellucid.reporting import token_files
 
 
 def blocks(page):
@@ -31,8 +31,8 @@ def kept_steps(page):
 
 
 def test_a_page_with_room_holds_every_answer_as_the_server_gives_it(tmp_path):
-    run = Run(small_run(tmp_path / "run", steps=3))
-    assert packing.write([run], tmp_path / "page.html") == ""
+    run = RunReader(small_run(tmp_path / "run", steps=3))
+    assert single_file.write_page([run], tmp_path / "page.html") == ""
     held = answers(tmp_path / "page.html")
     questions = run.answer("questions")
     assert len(questions) == 3
@@ -53,35 +53,40 @@ def test_the_most_exact_level_that_has_room_for_all_steps_is_chosen():
     """A step of 1000 bytes at the first level, of 900 at the second, and so on."""
 
     def of_step(step, words, level):
-        return {"key": "x" * (1000 - 100 * packing.LEVELS.index(level) - packing.MARKS)}
+        return {
+            "key": "x" * (1000 - 100 * single_file.PRECISION_LEVELS.index(level) - single_file.BLOCK_OVERHEAD_BYTES)
+        }
 
     steps = dict.fromkeys(range(1, 101), 2000)
-    assert packing.chosen(of_step, steps, 200_000) == (packing.LEVELS[0], 100)
-    assert packing.chosen(of_step, steps, 100_000) == (packing.LEVELS[1], 100)  # the first would leave nothing to spare
-    assert packing.chosen(of_step, steps, 75_000) == (packing.LEVELS[3], 100)
-    last, count = packing.chosen(of_step, steps, 25_000)
-    assert last == packing.LEVELS[-1]
-    assert count == int((0.97 * 25_000 - len(packing.packed([]))) / 500)
+    assert single_file.choose_precision(of_step, steps, 200_000) == (single_file.PRECISION_LEVELS[0], 100)
+    assert single_file.choose_precision(of_step, steps, 100_000) == (
+        single_file.PRECISION_LEVELS[1],
+        100,
+    )  # the first would leave nothing to spare
+    assert single_file.choose_precision(of_step, steps, 75_000) == (single_file.PRECISION_LEVELS[3], 100)
+    last, count = single_file.choose_precision(of_step, steps, 25_000)
+    assert last == single_file.PRECISION_LEVELS[-1]
+    assert count == int((0.97 * 25_000 - len(single_file.encode_block([]))) / 500)
 
 
 def test_steps_are_foreseen_by_the_size_of_their_files():
     """One step in nine is three times as large as others, and the sample is of those alone."""
     files = {step: 6000 if step % 9 == 1 else 2000 for step in range(1, 101)}
-    assert packing.spread(list(files), packing.SAMPLE) == [step for step in files if files[step] == 6000]
+    assert single_file.spread(list(files), single_file.SAMPLE_SIZE) == [step for step in files if files[step] == 6000]
 
     def of_step(step, words, level):
-        return {"key": "x" * (files[step] // 2 - packing.MARKS)}
+        return {"key": "x" * (files[step] // 2 - single_file.BLOCK_OVERHEAD_BYTES)}
 
     whole = sum(files.values()) // 2
-    level, count = packing.chosen(of_step, files, 100_000)
-    assert level == packing.LEVELS[-1]
-    assert count == int((0.97 * 100_000 - len(packing.packed([]))) * 100 / whole)
+    level, count = single_file.choose_precision(of_step, files, 100_000)
+    assert level == single_file.PRECISION_LEVELS[-1]
+    assert count == int((0.97 * 100_000 - len(single_file.encode_block([]))) * 100 / whole)
 
 
 def test_of_a_run_without_room_some_steps_are_kept_without_alternatives(tmp_path):
-    run = Run(small_run(tmp_path / "run", steps=9))
-    limit = len(packing.page({})[0]) + 25_000
-    said = packing.write([run], tmp_path / "page.html", limit=limit)
+    run = RunReader(small_run(tmp_path / "run", steps=9))
+    limit = len(single_file.page({})[0]) + 25_000
+    said = single_file.write_page([run], tmp_path / "page.html", limit=limit)
     assert re.search(r"all alternatives; the tokens of \d of 9 steps", said)
     kept = kept_steps(tmp_path / "page.html")
     assert {1, 9} <= set(kept)
@@ -90,9 +95,13 @@ def test_of_a_run_without_room_some_steps_are_kept_without_alternatives(tmp_path
 
 
 def test_where_steps_turn_out_larger_than_foreseen_fewer_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "choose_precision", lambda of_step, steps, room: (packing.LEVELS[0], len(steps)))
-    limit = len(packing.page({})[0]) + 60_000
-    said = packing.write([Run(small_run(tmp_path / "run", steps=30))], tmp_path / "page.html", limit=limit)
+    monkeypatch.setattr(
+        single_file, "choose_precision", lambda of_step, steps, room: (single_file.PRECISION_LEVELS[0], len(steps))
+    )
+    limit = len(single_file.page({})[0]) + 60_000
+    said = single_file.write_page(
+        [RunReader(small_run(tmp_path / "run", steps=30))], tmp_path / "page.html", limit=limit
+    )
     kept = kept_steps(tmp_path / "page.html")
     assert {1, 30} <= set(kept)
     assert 4 < len(kept) < 30
@@ -102,20 +111,22 @@ def test_where_steps_turn_out_larger_than_foreseen_fewer_are_kept(tmp_path, monk
 
 @pytest.mark.slow
 def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkeypatch):
-    run, read = Run(small_run(tmp_path / "run", steps=60)), []
-    whole = tokens.read
+    run, read = RunReader(small_run(tmp_path / "run", steps=60)), []
+    whole = token_files.read_tokens
     monkeypatch.setattr(
-        tokens, "read_tokens", lambda folder, step, columns=None: read.append(step) or whole(folder, step, columns)
+        token_files, "read_tokens", lambda folder, step, columns=None: read.append(step) or whole(folder, step, columns)
     )
-    monkeypatch.setattr(packing, "SAMPLE_SIZE", 2)
-    said = packing.write([run], tmp_path / "page.html", limit=len(packing.page({})[0]) + 60_000)
+    monkeypatch.setattr(single_file, "SAMPLE_SIZE", 2)
+    said = single_file.write_page([run], tmp_path / "page.html", limit=len(single_file.page({})[0]) + 60_000)
     held = answers(tmp_path / "page.html")["packed"]["counts"]
     assert 2 < held["tokens"][0] < 30
     assert 2 < held["summaries"][0] < 60
     assert f"the groups of {60 - held['summaries'][0]} of 60 steps" in said
-    sampled = 2 * (2 + len(packing.LEVELS))  # of summaries and tokens, and what is read of the run whatever is packed
-    assert len(read) <= held["tokens"][0] * 1.2 + held["summaries"][0] + sampled + packing.PAGE
-    assert (tmp_path / "page.html").stat().st_size <= len(packing.page({})[0]) + 60_000
+    sampled = 2 * (
+        2 + len(single_file.PRECISION_LEVELS)
+    )  # of summaries and tokens, and what is read of the run whatever is packed
+    assert len(read) <= held["tokens"][0] * 1.2 + held["summaries"][0] + sampled + single_file.PAGE
+    assert (tmp_path / "page.html").stat().st_size <= len(single_file.page({})[0]) + 60_000
 
 
 @pytest.mark.slow
@@ -125,7 +136,7 @@ def test_five_hundred_steps_of_four_groups_would_stay_below_fifteen_megabytes(tm
     run = run_folder(tmp_path / "run")
     for step in range(1, 51):
         add_step(run, step, groups=5, completions=8, length=64)  # the fifth group is not recorded
-    packing.write([Run(run)], tmp_path / "page.html", limit=packing.LIMIT // 10)
+    single_file.write_page([RunReader(run)], tmp_path / "page.html", limit=single_file.MAX_PAGE_BYTES // 10)
     assert (tmp_path / "page.html").stat().st_size <= 1_500_000
     kept = kept_steps(tmp_path / "page.html")
     assert len(kept) > 35
@@ -134,8 +145,8 @@ def test_five_hundred_steps_of_four_groups_would_stay_below_fifteen_megabytes(tm
 
 @pytest.mark.slow
 def test_of_two_runs_the_same_steps_are_kept(tmp_path):
-    runs = [Run(small_run(tmp_path / name, steps=9, seed=seed)) for seed, name in enumerate(("one", "two"))]
-    packing.write(runs, tmp_path / "page.html", limit=len(packing.page({})[0]) + 30_000)
+    runs = [RunReader(small_run(tmp_path / name, steps=9, seed=seed)) for seed, name in enumerate(("one", "two"))]
+    single_file.write_page(runs, tmp_path / "page.html", limit=len(single_file.page({})[0]) + 30_000)
     held = blocks(tmp_path / "page.html")
     kept = [{key.rpartition("/")[2] for key in held if key.startswith(f"{i}/tokens/")} for i in (0, 1)]
     assert kept[0] == kept[1]
@@ -143,9 +154,9 @@ def test_of_two_runs_the_same_steps_are_kept(tmp_path):
 
 
 def test_a_damaged_file_costs_its_step_alone(tmp_path):
-    run = Run(small_run(tmp_path / "run", steps=3))
-    tokens.path_of(run.run_dir, 2).write_bytes(b"PAR1")
-    assert "the tokens of 1 of 3 steps" in packing.write([run], tmp_path / "page.html")
+    run = RunReader(small_run(tmp_path / "run", steps=3))
+    token_files.get_tokens_path(run.run_dir, 2).write_bytes(b"PAR1")
+    assert "the tokens of 1 of 3 steps" in single_file.write_page([run], tmp_path / "page.html")
     assert kept_steps(tmp_path / "page.html") == [1, 3]
 
 
@@ -156,12 +167,12 @@ def test_numbers_that_are_none_and_texts_that_are_missing_are_packed(tmp_path):
     odd = {"token": None, "text": None, "logprob_before": nan, "gradient": inf, "push": -inf, "ratio": 1e30, **tops}
     write_tokens(run, 1, [{**row(0, 0, 0, "a"), **odd}, {**row(0, 0, 1, "b"), "logprob_after": -inf}])
     lines(run / "metrics.jsonl", [metric(1)])
-    assert packing.write([Run(run)], tmp_path / "page.html") == ""
+    assert single_file.write_page([RunReader(run)], tmp_path / "page.html") == ""
     assert kept_steps(tmp_path / "page.html") == [1]
 
 
 def test_codes_by_hand():
-    assert codes(np.array([0, 0.4, 7, 99.4, 99.6, 104, 106, 994, 996, 1000, 1060]), 2).tolist() == [
+    assert encode_magnitudes(np.array([0, 0.4, 7, 99.4, 99.6, 104, 106, 994, 996, 1000, 1060]), 2).tolist() == [
         0, 0, 7, 99, 100, 100, 101, 189, 190, 190, 191,
     ]  # fmt: skip
 
@@ -170,8 +181,8 @@ def test_numbers_that_many_tokens_share_are_exact_and_texts_are_told_once(tmp_pa
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, i, "same", advantage=0.12345678, weight=1 / 3) for i in range(40)])
     lines(run / "metrics.jsonl", [metric(1)])
-    words = Words()
-    text = step_bytes(tokens.read(run, 1), words, packing.LEVELS[-1])
+    words = Vocabulary()
+    text = encode_step(token_files.read_tokens(run, 1), words, single_file.PRECISION_LEVELS[-1])
     header = json.loads(text[4 : 4 + int.from_bytes(text[:4], "little")])
     told = {part["name"]: part for part in header["parts"]}
     assert told["advantage"]["values"] == [pytest.approx(0.12345678, rel=1e-6)]

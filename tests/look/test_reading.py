@@ -11,15 +11,13 @@ import pytest
 from rich.console import Console
 
 from made_runs import add_step, lines, metric, prompt, rollout, row, run_folder, small_run, write_tokens
-from pellucid.algorithm.explained import RULES
-from pellucid.look import terminal
-from pellucid.look.reading import Run, opened
-from pellucid.look.rollouts import Rollouts
-from pellucid.look.sentences import sentence
-from pellucid.look.steps import rounded
-from pellucid.look.summaries import signal_of
-from pellucid.look.why import findings
-from pellucid.look.words import figure
+from pellucid.algorithm.explained import GRADIENT_RULES
+from pellucid.inspect import terminal
+from pellucid.inspect.diagnosis import diagnose_run
+from pellucid.inspect.group_history import classify_signal
+from pellucid.inspect.run_reader import RolloutIndex, RunReader, open_recorded_run
+from pellucid.inspect.sentences import explain_token, format_significant
+from pellucid.inspect.steps import round_values
 from pellucid.types import UserError
 
 CONFIG = {"algorithm": {"prompts_per_step": 2, "group_size": 4, "clip_low": 0.2, "clip_high": 0.28}}
@@ -42,12 +40,12 @@ CONFIG = {"algorithm": {"prompts_per_step": 2, "group_size": 4, "clip_low": 0.2,
     ],
 )
 def test_whether_a_group_has_a_signal_and_why_not(rewards, correct, signal):
-    assert signal_of(rewards, correct) == signal
+    assert classify_signal(rewards, correct) == signal
 
 
 def test_rewards_within_the_range_that_counts_as_none_are_equal():
-    assert signal_of([0.5, 0.55], [False, False], 0.1) == "partial"
-    assert signal_of([0.5, 0.65], [False, False], 0.1) == "signal"
+    assert classify_signal([0.5, 0.55], [False, False], 0.1) == "partial"
+    assert classify_signal([0.5, 0.65], [False, False], 0.1) == "signal"
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def two_tokens(tmp_path):
     unscored = {"logprob_before": None, "logprob_after": -2.0, "sampler_logprob": -2.5, "entropy_before": 0.5}
     answer = [row(0, 0, 0, " 7", gradient=0.3, **scored), row(0, 0, 1, " 8", gradient=0.1, **unscored)]
     write_tokens(run, 1, [prompt(0, 0, "Q"), *answer])
-    return Run(run)
+    return RunReader(run)
 
 
 def test_differences_shares_and_sums_of_a_step(two_tokens):
@@ -76,14 +74,14 @@ def test_differences_shares_and_sums_of_a_step(two_tokens):
 def test_given_tokens_have_no_part_in_the_entropy_of_a_group(tmp_path):
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a", entropy_before=1.0), row(0, 0, 1, "b", kind="given", entropy_before=9.0)])
-    assert Run(run).read_summary(1)["groups"][0]["entropy"] == 1.0
+    assert RunReader(run).read_summary(1)["groups"][0]["entropy"] == 1.0
 
 
 def test_the_log_prob_of_the_start_is_what_a_step_changed(tmp_path):
     """With several updates a step, the log-prob of the last of them has moved already."""
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a", logprob_start=-2.0, logprob_before=-1.5, logprob_after=-1.0)])
-    assert Run(run).read_tokens(1).columns["change"] == [1.0]
+    assert RunReader(run).read_tokens(1).columns["change"] == [1.0]
 
 
 def test_the_columns_of_the_page_tell_what_was_recorded(two_tokens):
@@ -96,8 +94,8 @@ def test_the_columns_of_the_page_tell_what_was_recorded(two_tokens):
 
 
 def test_numbers_are_rounded_to_digits_and_not_below_the_floor():
-    assert rounded([1234.5678, 0.0123456, 0.00012345, None, math.nan], 3) == [1230, 0.0123, 0.0001, None, None]
-    assert rounded([1.5e-6, -4e-6], 2, None) == [1.5e-6, -4e-6]
+    assert round_values([1234.5678, 0.0123456, 0.00012345, None, math.nan], 3) == [1230, 0.0123, 0.0001, None, None]
+    assert round_values([1.5e-6, -4e-6], 2, None) == [1.5e-6, -4e-6]
 
 
 def test_a_step_without_rollouts_is_summed_up_from_its_tokens(two_tokens):
@@ -107,7 +105,7 @@ def test_a_step_without_rollouts_is_summed_up_from_its_tokens(two_tokens):
 
 def test_rollouts_are_found_as_they_are_written_and_half_a_line_is_waited_for(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    rollouts = Rollouts(path)
+    rollouts = RolloutIndex(path)
     assert not rollouts.locate_steps()
     lines(path, [rollout(1, "a", "x", 1.0), rollout(1, "a", "y", 0.0), rollout(1, "b", "z", 0.0)])
     assert [[row["completion"] for row in group] for group in rollouts.read_groups(1)] == [["x", "y"], ["z"]]
@@ -126,7 +124,7 @@ def test_rollouts_are_found_as_they_are_written_and_half_a_line_is_waited_for(tm
 
 
 def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
-    run = Run(small_run(tmp_path / "run", steps=3))
+    run = RunReader(small_run(tmp_path / "run", steps=3))
     found = {each["prompt"]: each for each in run.answer("questions")}
     assert (found["What is 3 + 4?"]["times"], found["What is 3 + 4?"]["last"]) == (3, [0.5, 0.5, 0.5])
     assert found["What is 5 + 4?"]["last"] == [0.25, 0.25, 0.25]
@@ -141,7 +139,7 @@ def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
 
 
 def test_of_the_steps_that_were_read_only_new_ones_are_read(tmp_path, monkeypatch):
-    run, read = Run(small_run(tmp_path / "run", steps=3)), []
+    run, read = RunReader(small_run(tmp_path / "run", steps=3)), []
     summarised = run.compute_summary
     monkeypatch.setattr(run, "summarised", lambda step, *mark: read.append(step) or summarised(step, *mark))
     name = run.answer("questions")[0]["question"]
@@ -162,7 +160,7 @@ def test_of_the_steps_that_were_read_only_new_ones_are_read(tmp_path, monkeypatc
 
 def test_the_sentence_on_a_clipped_token():
     token = {"kind": "sampled", "rule": "clip_low", "advantage": -0.9, "ratio": 0.76, "bound": 0.8, "push": 0.0}
-    assert sentence(token) == "Advantage -0.9, ratio 0.76 below 1 - clip_low = 0.8: no gradient."
+    assert explain_token(token) == "Advantage -0.9, ratio 0.76 below 1 - clip_low = 0.8: no gradient."
 
 
 @pytest.mark.parametrize(
@@ -181,7 +179,7 @@ def test_the_sentence_on_a_clipped_token():
 )
 def test_the_sentence_on_a_token_that_was_pushed(push, change, says):
     token = {"kind": "sampled", "rule": "", "advantage": 0.5, "ratio": 1.0, "push": push, "change": change}
-    assert says in sentence(token)
+    assert says in explain_token(token)
 
 
 @pytest.mark.parametrize(
@@ -197,26 +195,26 @@ def test_the_sentence_on_a_token_that_was_pushed(push, change, says):
 )
 def test_a_movement_within_the_rounding_of_the_logits_is_said_to_be(dtype, change, says):
     token = {"kind": "sampled", "rule": "", "advantage": 0.5, "ratio": 1.0, "push": 0.1, "change": change}
-    assert sentence(token, metadata={"dtype": dtype} if dtype else {}).endswith(says)
+    assert explain_token(token, metadata={"dtype": dtype} if dtype else {}).endswith(says)
 
 
 def test_a_token_that_nobody_pushed_may_have_moved():
     dead = {"kind": "sampled", "rule": "zero_variance", "advantage": 0.0, "push": 0.0}
-    assert sentence({**dead, "change": -0.27}).endswith("no gradient; yet its log-prob fell by 0.27.")
-    assert sentence({**dead, "change": 0.0002}).endswith("no gradient.")
-    assert sentence({**dead, "change": -0.1}, metadata={"dtype": "bfloat16"}).endswith("no gradient.")
-    assert sentence({**dead, "change": -0.27}, "zh").endswith("但其对数概率下降了 0.27。")
+    assert explain_token({**dead, "change": -0.27}).endswith("no gradient; yet its log-prob fell by 0.27.")
+    assert explain_token({**dead, "change": 0.0002}).endswith("no gradient.")
+    assert explain_token({**dead, "change": -0.1}, metadata={"dtype": "bfloat16"}).endswith("no gradient.")
+    assert explain_token({**dead, "change": -0.27}, "zh").endswith("但其对数概率下降了 0.27。")
 
 
 def test_every_rule_has_a_sentence_in_both_languages():
-    for rule in RULES[1:]:
-        said = [sentence({"kind": "sampled", "rule": rule, "push": 0.0}, language) for language in ("en", "zh")]
+    for rule in GRADIENT_RULES[1:]:
+        said = [explain_token({"kind": "sampled", "rule": rule, "push": 0.0}, language) for language in ("en", "zh")]
         assert said[0] != said[1]
         assert "{" not in "".join(said)
 
 
 def test_figures_have_three_digits():
-    assert [figure(x) for x in (None, 0.0, -0.0123456, 1.0, 12345.6, 1e-8, 2.5e7)] == [
+    assert [format_significant(x) for x in (None, 0.0, -0.0123456, 1.0, 12345.6, 1e-8, 2.5e7)] == [
         "-", "0", "-0.0123", "1", "12346", "1.0e-8", "2.5e7",
     ]  # fmt: skip
 
@@ -225,7 +223,7 @@ def test_figures_have_three_digits():
 
 
 def keys(rows, summaries=(), config=CONFIG, error=""):
-    return [each["key"] for each in findings(config, rows, summaries, error)]
+    return [each["key"] for each in diagnose_run(config, rows, summaries, error)]
 
 
 HEALTHY = {"loss": 0.4}
@@ -257,7 +255,7 @@ def test_each_cause_has_its_sentence_and_a_healthy_run_has_none(changed, key):
 
 @pytest.mark.parametrize(("ended", "level"), [(0.89, "note"), (0.6, "note"), (0.44, "trouble"), (0.0, "trouble")])
 def test_answers_that_are_cut_off_are_said_to_be_so(ended, level):
-    [found] = findings(CONFIG, [metric(1, loss=0.4, **{"completion/finished": ended})], [])
+    [found] = diagnose_run(CONFIG, [metric(1, loss=0.4, **{"completion/finished": ended})], [])
     assert (found["key"], found["level"], found["values"]["share"]) == ("cut_off", level, f"{1 - ended:.0%}")
 
 
@@ -274,7 +272,7 @@ def degrees(folder):
 
 
 def test_where_rewards_are_degrees_no_step_of_the_run_calls_an_answer_right_or_wrong(tmp_path):
-    run = Run(degrees(tmp_path / "run"))
+    run = RunReader(degrees(tmp_path / "run"))
     for step, signal in ((1, "equal"), (2, "signal")):
         [group] = run.read_summary(step)["groups"]
         assert (group["signal"], group["correct"]) == (signal, [None, None])
@@ -287,7 +285,7 @@ def test_where_rewards_are_degrees_no_step_of_the_run_calls_an_answer_right_or_w
 
 def test_the_terminal_shows_the_reward_of_a_degree_alone(tmp_path):
     screen = Console(file=io.StringIO(), width=100)
-    terminal.show(degrees(tmp_path / "run"), 2, None, "change", screen)
+    terminal.show_group(degrees(tmp_path / "run"), 2, None, "change", screen)
     text = screen.file.getvalue()
     assert "reward 0.8" in text
     assert not re.search(r"\b(right|wrong)\b", text)
@@ -296,7 +294,7 @@ def test_the_terminal_shows_the_reward_of_a_degree_alone(tmp_path):
 def test_equal_partial_credit_is_told_from_all_wrong():
     rows = [metric(1, loss=0.4, **{"groups/dead_all_wrong": 1.0})]
     group = {"signal": "partial", "rewards": [0.25, 0.25]}
-    [found] = findings(CONFIG, rows, [{"groups": [group, group]}])
+    [found] = diagnose_run(CONFIG, rows, [{"groups": [group, group]}])
     assert found["key"] == "all_partial"
     assert found["values"]["reward"] == "0.25"
 
@@ -315,7 +313,7 @@ def test_the_error_of_a_reward_that_fails_is_told(tmp_path):
     write_tokens(run, 1, [row(0, 0, 0, "a")])
     lines(run / "metrics.jsonl", [metric(1, loss=0.4, **{"reward/failed": 12.0})])
     lines(run / "rollouts.jsonl", [rollout(1, "a", "x", None, error="ValueError: no number\nlong")])
-    [found] = Run(run).find_explanations()
+    [found] = RunReader(run).find_explanations()
     assert (found["key"], found["values"]["error"]) == ("reward_fails", "ValueError: no number")
 
 
@@ -324,19 +322,19 @@ def test_the_error_of_a_reward_that_fails_is_told(tmp_path):
 
 def test_no_run_and_no_tokens_are_one_line_each(tmp_path):
     with pytest.raises(UserError, match="is no run"):
-        opened(tmp_path)
+        open_recorded_run(tmp_path)
     with pytest.raises(UserError, match=r"\[log\]"):
-        opened(run_folder(tmp_path / "bare"))
+        open_recorded_run(run_folder(tmp_path / "bare"))
 
 
 def test_a_damaged_file_is_named(tmp_path):
     run = small_run(tmp_path / "run", steps=1)
     (run / "tokens" / "step-000001.parquet").write_bytes(b"PAR1 no more")
     with pytest.raises(UserError, match=r"step-000001.parquet is damaged"):
-        Run(run).answer("tokens/1")
+        RunReader(run).answer("tokens/1")
 
 
 @pytest.mark.parametrize("key", ["nothing", "tokens/x", "tokens/../../etc/passwd", "tokens/99", "summaries/-1"])
 def test_keys_that_there_are_not_are_refused(tmp_path, key):
     with pytest.raises(UserError):
-        Run(small_run(tmp_path / "run", steps=1)).answer(key)
+        RunReader(small_run(tmp_path / "run", steps=1)).answer(key)

@@ -11,10 +11,10 @@ import pytest
 
 from looking import looking
 from made_runs import small_run
-from pellucid.look import command
-from pellucid.look import server as serving
-from pellucid.look.reading import Run
-from pellucid.look.server import Looking
+from pellucid.inspect import server as command
+from pellucid.inspect import server as serving
+from pellucid.inspect.run_reader import RunReader
+from pellucid.inspect.server import InspectServer
 from pellucid.types import UserError
 
 
@@ -72,10 +72,10 @@ def test_without_the_token_of_its_address_nothing_is_told(server, path):
 
 
 def test_each_server_has_a_token_of_its_own_and_no_command_line_shows_it(server, monkeypatch, tmp_path):
-    with Looking([], 0) as other:
+    with InspectServer([], 0) as other:
         assert other.url.split("/")[3] != server.url.split("/")[3]
         assert len(other.url.split("/")[3]) > 20
-        with command.redirection(other.url) as address:
+        with command.create_redirect_file(other.url) as address:
             file = Path(address.removeprefix("file://"))
             assert other.url in file.read_text()
             assert file.parent.stat().st_mode & 0o077 == 0
@@ -87,7 +87,7 @@ def test_each_server_has_a_token_of_its_own_and_no_command_line_shows_it(server,
 @pytest.mark.parametrize("slowly", [False, True])
 def test_silent_connections_are_closed(server, monkeypatch, sent, slowly):
     """Whether nothing comes, or a byte now and then."""
-    monkeypatch.setattr(serving.Handler, "timeout", 60.0 if slowly else 0.3)
+    monkeypatch.setattr(serving.InspectHandler, "timeout", 60.0 if slowly else 0.3)
     monkeypatch.setattr(serving, "CLIENT_TIMEOUT_SECONDS", 0.3 if slowly else 60.0)
     with socket.create_connection(("127.0.0.1", server.server_port), 20) as client:
         client.sendall(sent)
@@ -119,8 +119,8 @@ def test_it_listens_on_the_loopback_alone(server):
 
 def test_questions_are_read_before_they_are_asked_for_and_answers_come_in_between(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "STEPS_PER_BATCH", 2)
-    run = Run(small_run(tmp_path / "run", steps=5))
-    with Looking([run], 0) as server:
+    run = RunReader(small_run(tmp_path / "run", steps=5))
+    with InspectServer([run], 0) as server:
         between = []
         monkeypatch.setattr(
             serving.time,
@@ -136,4 +136,4 @@ def test_questions_are_read_before_they_are_asked_for_and_answers_come_in_betwee
 
 def test_a_port_in_use_is_one_line(server):
     with pytest.raises(UserError, match=f"{server.server_port} cannot be listened on .*--port"):
-        Looking([], server.server_port)
+        InspectServer([], server.server_port)

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from made_runs import add_step, prompt, row, run_folder, small_run, write_tokens
 from pages import HOSTILE
-from pellucid.look import terminal
+from pellucid.inspect import terminal
 from pellucid.types import UserError
 from runs import answered
 
 
 def shown(run, step=None, group=None, by="change", color=None):
     screen = Console(file=io.StringIO(), width=100, force_terminal=bool(color), color_system=color, highlight=False)
-    assert terminal.show(run, step, group, by, screen) == 0
+    assert terminal.show_group(run, step, group, by, screen) == 0
     return screen.file.getvalue()
 
 

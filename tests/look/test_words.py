@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from pellucid.look.assembly import MODULES, joined
-from pellucid.look.words import PAGE, say, words
+from pellucid.inspect.page import JS_MODULES, bundle_modules
+from pellucid.inspect.sentences import PAGE_DIR, format_sentence, load_sentences
 from pellucid.reporting.report import SENTENCES
 
 
 def test_every_word_is_there_in_both_languages():
-    for key, (english, chinese) in words().items():
+    for key, (english, chinese) in load_sentences().items():
         assert english, key
         assert sorted(re.findall(r"{\w+}", english)) == sorted(re.findall(r"{\w+}", chinese)), key
         if key not in {"language", "movers.unpredicted_end", "packed.join"}:
@@ -19,19 +19,19 @@ def test_every_word_is_there_in_both_languages():
 
 
 def test_every_word_that_the_page_says_is_there():
-    said = {key for name in MODULES for key in re.findall(r'\bsay\("([\w.]+)"', (PAGE / name).read_text())}
+    said = {key for name in JS_MODULES for key in re.findall(r'\bsay\("([\w.]+)"', (PAGE_DIR / name).read_text())}
     assert len(said) > 60
-    assert said <= set(words())
+    assert said <= set(load_sentences())
 
 
 def test_the_report_and_the_page_begin_with_the_same_sentence():
-    assert {key: english for key, (english, _) in words().items() if key.startswith("lede.")} == SENTENCES
+    assert {key: english for key, (english, _) in load_sentences().items() if key.startswith("lede.")} == SENTENCES
 
 
 def test_values_stand_where_the_sentence_names_them():
-    assert say("step.title", step=3) == "Step 3"
-    assert say("step.title", "zh", step=3) == "第 3 步"
+    assert format_sentence("step.title", step=3) == "Step 3"
+    assert format_sentence("step.title", "zh", step=3) == "第 3 步"
 
 
 def test_data_is_never_read_as_markup():
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", joined())
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", bundle_modules())

@@ -11,12 +11,11 @@ import rich
 
 from conftest import make_policy
 from pellucid import cli
-from pellucid.commands.training import Train
-from pellucid.machine.harmless import harmless
-from pellucid.reporting.console import Console, Plain, first_error
-from pellucid.reporting.verdict import verdict
+from pellucid.cli import TrainCommand
+from pellucid.reporting.console import ConsoleLogger, PlainLogger, find_first_error, make_verdict_table
 from pellucid.training.preflight import show_exchange
 from pellucid.types import Completion, Group, Prompt, Reward, UserError
+from pellucid.utils.text import escape_controls
 
 HOSTILE = {
     "red": "\x1b[31mred",
@@ -55,19 +54,19 @@ def group(text, error="", answer=""):
 @pytest.mark.slow
 def test_every_character_that_a_terminal_acts_on_is_named():
     everything = "".join(map(chr, range(sys.maxunicode + 1)))
-    assert not FORBIDDEN & set(harmless(everything))
+    assert not FORBIDDEN & set(escape_controls(everything))
     kept = set(everything) - FORBIDDEN
-    assert set(harmless("".join(sorted(kept)))) == kept, "and no other is touched"
+    assert set(escape_controls("".join(sorted(kept)))) == kept, "and no other is touched"
 
 
 def test_what_is_shown_says_what_was_there():
-    assert harmless("\x1b[31mred\0\u202e\ud83d") == r"\x1b[31mred\x00\u202e\ud83d"
-    assert harmless("two\n\tlines, é, 漢字, 👩‍🔬, بيلوسيد") == "two\n\tlines, é, 漢字, 👩‍🔬, بيلوسيد"
+    assert escape_controls("\x1b[31mred\0\u202e\ud83d") == r"\x1b[31mred\x00\u202e\ud83d"
+    assert escape_controls("two\n\tlines, é, 漢字, 👩‍🔬, بيلوسيد") == "two\n\tlines, é, 漢字, 👩‍🔬, بيلوسيد"
 
 
 def test_a_verdict_obeys_nothing(hostile, capsys):
     for shown in (group(hostile, answer=hostile), group(f"<think>{hostile}</think> {hostile}", error=hostile)):
-        rich.print(verdict(shown))
+        rich.print(make_verdict_table(shown))
     said = capsys.readouterr().out
     assert "question" in said
     assert not FORBIDDEN & set(said)
@@ -84,12 +83,12 @@ def test_the_first_exchange_obeys_nothing(hostile, capsys, monkeypatch):
 
 def test_the_error_of_a_reward_obeys_nothing(hostile, capsys):
     groups = [group("", error=f"ValueError: {hostile}")]
-    assert not FORBIDDEN & set(first_error(groups))
-    Plain(3).log(1, {"reward/failed": 1.0}, groups)
+    assert not FORBIDDEN & set(find_first_error(groups))
+    PlainLogger(3).log(1, {"reward/failed": 1.0}, groups)
     said = capsys.readouterr().out
     assert "the first failed reward says ValueError" in said
     assert not FORBIDDEN & set(said)
-    screen = Console(3, screen=rich.console.Console(file=io.StringIO(), width=200))
+    screen = ConsoleLogger(3, screen=rich.console.Console(file=io.StringIO(), width=200))
     screen.log(1, {"reward/failed": 1.0}, groups)
     screen.close()
     paper = rich.console.Console(file=io.StringIO(), width=200)
@@ -102,7 +101,7 @@ def test_a_mistake_that_quotes_data_obeys_nothing(hostile, capsys, monkeypatch):
     def fail(*_):
         raise UserError(f'line 1: the answer "{hostile}"')
 
-    monkeypatch.setattr(Train, "__call__", fail)
+    monkeypatch.setattr(TrainCommand, "__call__", fail)
     with pytest.raises(SystemExit):
         cli.main(["train"])
     said = capsys.readouterr().err

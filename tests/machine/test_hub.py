@@ -10,12 +10,12 @@ import torch
 from huggingface_hub import constants
 
 from conftest import character_tokenizer, tiny_llama
-from pellucid.machine import hub
-from pellucid.policy import pretrained
-from pellucid.rewards.model import RewardModel
+from pellucid.policy import load
+from pellucid.rewards.reward_model import RewardModel
 from pellucid.rewards.settings import RewardModelSettings
-from pellucid.tasks.sources import read_hub
+from pellucid.tasks.data_files import read_hub_dataset
 from pellucid.types import UserError
+from pellucid.utils import plugins
 
 COMMIT = "a" * 40
 
@@ -36,8 +36,8 @@ def look(listening, monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    hub.reachable.cache_clear()
-    return hub.look_for_hub
+    plugins.is_reachable.cache_clear()
+    return plugins.check_hub_online
 
 
 def was_asked(server):
@@ -79,10 +79,10 @@ def test_where_it_is_not_there_what_is_cached_is_loaded(look, listening, capsys,
     character_tokenizer().save_pretrained(folder / "snapshots" / COMMIT)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(COMMIT)
-    model, _ = pretrained.load("some/tiny", torch.float32)
+    model, _ = load.load_pretrained("some/tiny", torch.float32)
     assert model.config.hidden_size == 32
     with pytest.raises(UserError, match=r"policy\.model = 'some/other' cannot be loaded \(We couldn't connect"):
-        pretrained.load("some/other", torch.float32)
+        load.load_pretrained("some/other", torch.float32)
     with pytest.raises(UserError, match=r"some/other.* cannot be loaded \(We couldn't connect"):
         RewardModel("some/other", RewardModelSettings())
     assert constants.HF_HUB_OFFLINE
@@ -95,5 +95,5 @@ def test_nor_is_it_asked_for_data(look, listening, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     listening.close()
     with pytest.raises(UserError, match=r'"some/data" is no local file .* the Hugging Face Hub cannot be reached'):
-        read_hub("some/data", "", "train")
+        read_hub_dataset("some/data", "", "train")
     assert datasets.config.HF_HUB_OFFLINE

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pellucid.machine.imports import uncollected
+from pellucid.utils.hardware import pause_garbage_collection
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def without_torch(monkeypatch):
 @pytest.mark.usefixtures("without_torch")
 def test_nothing_is_looked_for_in_the_first_import_nor_in_what_it_brought_later_on():
     before = gc.get_freeze_count()
-    with uncollected():
+    with pause_garbage_collection():
         assert not gc.isenabled()
         brought: list[object] = []
         assert any(each is brought for each in gc.get_objects())
@@ -31,7 +31,7 @@ def test_nothing_is_looked_for_in_the_first_import_nor_in_what_it_brought_later_
 
 @pytest.mark.usefixtures("without_torch")
 def test_an_import_that_fails_leaves_the_collector_at_work():
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), pause_garbage_collection():
         raise ImportError
     assert gc.isenabled()
 
@@ -40,7 +40,7 @@ def test_an_import_that_fails_leaves_the_collector_at_work():
 def test_a_collector_that_is_switched_off_stays_so():
     gc.disable()
     try:
-        with uncollected():
+        with pause_garbage_collection():
             pass
         assert not gc.isenabled()
     finally:
@@ -48,7 +48,7 @@ def test_a_collector_that_is_switched_off_stays_so():
 
 
 def test_the_heap_of_a_program_that_has_torch_is_its_own():
-    with uncollected():
+    with pause_garbage_collection():
         assert gc.isenabled()
         brought: list[object] = []
     assert any(each is brought for each in gc.get_objects())

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from pellucid.machine.locks import locked
 from pellucid.types import UserError
+from pellucid.utils.files import hold_lock
 
-HOLD = "import sys; from pathlib import Path; from pellucid.machine.locks import locked\n"
+HOLD = "import sys; from pathlib import Path; from pellucid.utils.files import locked\n"
 HOLD += "with locked(Path(sys.argv[1]), 'reads'): print('held', flush=True); sys.stdin.read()"
 
 
@@ -23,9 +23,9 @@ def test_another_process_is_named_until_it_is_dead(tmp_path):
         assert holder.stdout.readline() == "held\n"
         with (
             pytest.raises(UserError, match=f"process {holder.pid} writes the file: wait"),
-            locked(path, "writes the file"),
+            hold_lock(path, "writes the file"),
         ):
             pass
         holder.kill()
-    with locked(path, "writes the file"):
+    with hold_lock(path, "writes the file"):
         assert path.read_text() == f"{os.getpid()}\n"

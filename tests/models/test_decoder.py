@@ -30,18 +30,26 @@ from conftest import (
     tiny_gpt2,
 )
 from pellucid.algorithm.batch import collate
-from pellucid.models import attention, kernels, operators
+from pellucid.models import attention, native, ops
 from pellucid.models import decoder as decoders
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, after_attention, heads_of, linear
-from pellucid.models.decoding import DecodeBatch
-from pellucid.models.elementwise import added_norm, gated, norm, rotated
-from pellucid.models.family import fallback_reason, longest, rotary_frequencies, sliding_layers
-from pellucid.models.masters import Matrix, embedded
-from pellucid.models.packed import hidden_states
+from pellucid.models.autograd_ops import add_and_rms_norm, apply_rms_norm, apply_rotary, apply_swiglu
+from pellucid.models.decode import DecodeBatch
+from pellucid.models.decoder import (
+    Decoder,
+    compute_layer_output,
+    compute_qkv,
+    compute_rotary_frequencies,
+    find_fallback_reason,
+    find_sliding_layers,
+    get_context_length,
+    project,
+)
+from pellucid.models.linear import VocabularyMatrix, look_up_embeddings
+from pellucid.models.score import compute_hidden_states
 from pellucid.policy import logprobs
 from pellucid.policy.policy import Policy
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 from runs import in_two_processes
 
@@ -59,7 +67,7 @@ def plain_logits(model, batch) -> Tensor:
 @pytest.mark.parametrize("name", FAMILY)
 def test_logits_are_those_of_transformers(name):
     model, batch = model_of(name), batch_of()
-    hidden, head = hidden_states(decoder_of(model), batch)
+    hidden, head = compute_hidden_states(decoder_of(model), batch)
     expected = plain_logits(model, batch)
     assert expected.std() > 0.5
     torch.testing.assert_close(hidden @ head.tensor.T, expected, rtol=0, atol=2e-5)
@@ -71,7 +79,7 @@ def test_half_precision_is_no_further_off_than_transformers(name, dtype):
     """From fp32, in the mean: the residual stream here stays in fp32."""
     batch, model = batch_of(), model_of(name)
     exact = plain_logits(model, batch)
-    hidden, head = hidden_states(Decoder(model.config, model, dtype), batch)
+    hidden, head = compute_hidden_states(Decoder(model.config, model, dtype), batch)
     ours = (hidden.float() @ head.tensor.float().T - exact).abs().mean()
     theirs = (plain_logits(model.to(dtype), batch).float() - exact).abs().mean()
     assert 0 < ours < 1.1 * theirs
@@ -103,9 +111,9 @@ def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
 
     def before(layer, stream, rotary, shape):
         assert stream.more is None  # it would be kept, too
-        return heads_of(layer, stream, rotary, shape)
+        return compute_qkv(layer, stream, rotary, shape)
 
-    counted = decoders.Pieces(before, lambda *a: calls.append(1) or after_attention(*a))
+    counted = decoders.LayerFunctions(before, lambda *a: calls.append(1) or compute_layer_output(*a))
     monkeypatch.setattr("pellucid.policy.policy.PLAIN", counted)
     policy = Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=True)
     policy.score(batch_of()).logprobs.sum().backward()
@@ -117,7 +125,7 @@ def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
 def test_pieces_may_be_compiled(monkeypatch):
     """Traced forward and backward; that C++ made of it is right is torch's to show, and takes a minute."""
     model, batch = model_of("qwen2"), batch_of()
-    traced, gradients = decoders.compiled("aot_eager"), []
+    traced, gradients = decoders.compile_layer_functions("aot_eager"), []
     monkeypatch.setattr("pellucid.policy.policy.compiled", lambda: traced)
     for engine in ("auto", "compiled"):
         policy = Policy(model, character_tokenizer(), engine=engine)
@@ -206,22 +214,22 @@ def test_elementwise_backward_passes_are_those_of_numerical_differences():
     cos, sin = torch.randn(2, 3, 1, 6, dtype=torch.float64)
     sin[..., 3:] = -sin[..., :3]
     x, w = hidden.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, w: norm(x, w, 1e-2, torch.float64), (x, w))
+    assert torch.autograd.gradcheck(lambda x, w: apply_rms_norm(x, w, 1e-2, torch.float64), (x, w))
     more = torch.randn(3, 4, 6, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, y, w: added_norm(x, y, w, 1e-2, torch.float64), (x, more, w))
-    assert torch.autograd.gradcheck(lambda x: rotated(x, cos, sin), (x,))
-    assert torch.autograd.gradcheck(lambda x: gated(x.flatten(1)), (x,))
+    assert torch.autograd.gradcheck(lambda x, y, w: add_and_rms_norm(x, y, w, 1e-2, torch.float64), (x, more, w))
+    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda x: apply_swiglu(x.flatten(1)), (x,))
 
 
 def test_elementwise_without_gradient_is_the_same_number():
     x, weight = torch.randn(5, 2, 6).bfloat16(), torch.rand(6)
     cos, sin = torch.randn(2, 5, 1, 6).bfloat16()
     calls = (
-        lambda: norm(x, weight, 1e-5, torch.bfloat16),
-        lambda: added_norm(x.float(), x, weight, 1e-5, torch.bfloat16)[0],
-        lambda: added_norm(x.float(), x, weight, 1e-5, torch.bfloat16)[1],
-        lambda: rotated(x, cos, sin),
-        lambda: gated(x.flatten(1)),
+        lambda: apply_rms_norm(x, weight, 1e-5, torch.bfloat16),
+        lambda: add_and_rms_norm(x.float(), x, weight, 1e-5, torch.bfloat16)[0],
+        lambda: add_and_rms_norm(x.float(), x, weight, 1e-5, torch.bfloat16)[1],
+        lambda: apply_rotary(x, cos, sin),
+        lambda: apply_swiglu(x.flatten(1)),
     )
     for call in calls:
         trained = call()
@@ -291,16 +299,21 @@ def test_an_embedding_that_is_read_4096_times_gets_every_share_of_its_gradient()
     master = torch.randn(3, 4).requires_grad_()
     ids = torch.cat([torch.ones(4096, dtype=torch.long), torch.tensor([2])])
     upstream = torch.rand(len(ids), 4).bfloat16()
-    embedded(ids, Matrix(master.detach().bfloat16(), master)).backward(upstream)
+    look_up_embeddings(ids, VocabularyMatrix(master.detach().bfloat16(), master)).backward(upstream)
     expected = torch.stack([torch.zeros(4), upstream[:-1].double().sum(0), upstream[-1]])
     torch.testing.assert_close(master.grad, expected.float(), rtol=1e-5, atol=0)
 
 
 def test_a_sparse_gradient_of_the_embedding_has_the_rows_that_were_read_and_no_other():
     master = torch.randn(50, 4).requires_grad_()
-    matrix, ids, upstream = Matrix(master.detach().bfloat16(), master), torch.tensor([7, 3, 7, 49]), torch.rand(4, 4)
+    matrix, ids, upstream = (
+        VocabularyMatrix(master.detach().bfloat16(), master),
+        torch.tensor([7, 3, 7, 49]),
+        torch.rand(4, 4),
+    )
     dense, sparse = (
-        torch.autograd.grad(embedded(ids, matrix, sparse), master, upstream.bfloat16())[0] for sparse in (False, True)
+        torch.autograd.grad(look_up_embeddings(ids, matrix, sparse), master, upstream.bfloat16())[0]
+        for sparse in (False, True)
     )
     assert sparse.indices().tolist() == [[3, 7, 49]]
     assert torch.equal(sparse.to_dense(), dense)
@@ -434,14 +447,16 @@ def test_rows_may_speak_for_longer_than_there_was_room_at_first(name):
 def test_how_many_rows_fly_at_once_changes_no_completion(rows):
     policy = Policy(model_of("llama"), character_tokenizer())
     prompts = CountDigits().sample(0, 6)
-    few, many = (Native(n, policy).generate(prompts, Sampling(8, max_tokens=16, seed="s")) for n in (rows, 10**4))
+    few, many = (
+        NativeSampler(n, policy).generate(prompts, Sampling(8, max_tokens=16, seed="s")) for n in (rows, 10**4)
+    )
     assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
     assert len({len(c.token_ids) for g in few for c in g.completions}) > 3
 
 
 def test_a_group_larger_than_the_room_flies_all_the_same():
     policy = Policy(model_of("llama"), character_tokenizer())
-    [group] = Native(2, policy).generate(CountDigits().sample(0, 1), Sampling(5, max_tokens=4, seed="s"))
+    [group] = NativeSampler(2, policy).generate(CountDigits().sample(0, 1), Sampling(5, max_tokens=4, seed="s"))
     assert len(group.completions) == 5
 
 
@@ -450,7 +465,7 @@ def test_a_group_larger_than_the_room_flies_all_the_same():
 def test_what_was_sampled_is_what_is_scored(name, temperature):
     policy = Policy(model_of(name), character_tokenizer(), temperature=temperature)
     sampling = Sampling(8, temperature, max_tokens=24, seed="0/0")
-    batch = collate(Native(16, policy).generate(CountDigits().sample(0, 4), sampling))
+    batch = collate(NativeSampler(16, policy).generate(CountDigits().sample(0, 4), sampling))
     gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.response_mask].abs().max()
     assert gap < 1e-4
 
@@ -458,10 +473,10 @@ def test_what_was_sampled_is_what_is_scored(name, temperature):
 def test_a_row_is_no_other_where_it_is_alone():
     """The last of a step to be finished; oneDNN splits such a product where the inner dimension is long."""
     x, w = torch.randn(200, 1536).bfloat16(), torch.randn(576, 1536).bfloat16()
-    among_others = linear(x, w)
+    among_others = project(x, w)
     if products_know_no_neighbours():
-        assert all(torch.equal(linear(x[i : i + 1], w)[0], among_others[i]) for i in range(len(x)))
-    torch.testing.assert_close(linear(x[:1], w), among_others[:1], rtol=0.02, atol=0.1)
+        assert all(torch.equal(project(x[i : i + 1], w)[0], among_others[i]) for i in range(len(x)))
+    torch.testing.assert_close(project(x[:1], w), among_others[:1], rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("name", mostly_slow(FAMILY, every=5))
@@ -470,7 +485,7 @@ def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
     over the vocabulary differs.
     """
     policy = Policy(model_of(name), character_tokenizer(), torch.bfloat16)
-    groups = Native(16, policy).generate(CountDigits().sample(0, 6), Sampling(8, max_tokens=40, seed="0/0"))
+    groups = NativeSampler(16, policy).generate(CountDigits().sample(0, 6), Sampling(8, max_tokens=40, seed="0/0"))
     assert len({len(group.prompt_ids) for group in groups}) > 1
     for some in (groups, *([group] for group in groups)):
         batch = collate(some)
@@ -488,14 +503,14 @@ def test_a_checkpoint_folder_loads_without_transformers_model(tmp_path, shards):
     model, batch = model_of("qwen2"), batch_of()
     model.save_pretrained(tmp_path, max_shard_size=shards)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "1KB")
-    mine, expected = (hidden_states(d, batch)[0] for d in (decoders.load(tmp_path), decoder_of(model)))
+    mine, expected = (compute_hidden_states(d, batch)[0] for d in (decoders.load_decoder(tmp_path), decoder_of(model)))
     torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
 def test_a_foreign_checkpoint_is_no_decoder(tmp_path):
     tiny_gpt2().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="architecture gpt2"):
-        decoders.load(tmp_path)
+        decoders.load_decoder(tmp_path)
 
 
 REFUSED = {
@@ -513,7 +528,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_would_be_computed_wrongly_is_refused(reason):
-    assert fallback_reason(REFUSED[reason]()) == reason
+    assert find_fallback_reason(REFUSED[reason]()) == reason
 
 
 def test_a_window_is_that_of_the_layers_that_have_one():
@@ -527,8 +542,8 @@ def test_a_window_is_that_of_the_layers_that_have_one():
     layers[False, False] += [MistralConfig(**SMALL, sliding_window=None), Qwen2Config(**SMALL, **sliding)]
     for expected, configs in layers.items():
         for config in configs:
-            assert sliding_layers(config) == expected
-            assert fallback_reason(config) == ""
+            assert find_sliding_layers(config) == expected
+            assert find_fallback_reason(config) == ""
 
 
 @pytest.mark.parametrize("name", ["mistral, a window", "qwen2, a window above", "qwen3, biases, a window above"])
@@ -554,7 +569,7 @@ def test_a_refused_model_goes_through_transformers_and_so_does_one_that_is_told_
     batch = batch_of()
     torch.testing.assert_close(detour.score(batch).logprobs, ours.score(batch).logprobs, rtol=0, atol=1e-5)
     samples = [
-        Native(policy=p).generate(CountDigits().sample(0, 3), Sampling(4, max_tokens=12, seed="s"))
+        NativeSampler(policy=p).generate(CountDigits().sample(0, 3), Sampling(4, max_tokens=12, seed="s"))
         for p in (detour, ours)
     ]
     tokens = [[[c.token_ids for c in g.completions] for g in groups] for groups in samples]
@@ -628,14 +643,14 @@ def test_the_residual_stream_is_in_fp32_whatever_is_computed_in():
 
     def before(layer, stream, rotary, shape):
         seen.update((stream.hidden.dtype, stream.whole().dtype))
-        return decoders.PLAIN.compute_qkv(layer, stream, rotary, shape)
+        return decoders.EAGER_LAYER_FUNCTIONS.compute_qkv(layer, stream, rotary, shape)
 
     def after(layer, hidden, attended, shape):
         seen.add(hidden.dtype)
-        return decoders.PLAIN.compute_output(layer, hidden, attended, shape)
+        return decoders.EAGER_LAYER_FUNCTIONS.compute_output(layer, hidden, attended, shape)
 
     decoder = decoder_of(model_of("llama"), torch.bfloat16)
-    hidden_states(decoder, batch_of(), functions=decoders.Pieces(before, after))
+    compute_hidden_states(decoder, batch_of(), functions=decoders.LayerFunctions(before, after))
     assert seen == {torch.float32}
 
 
@@ -644,10 +659,10 @@ def test_a_norm_in_bf16_rounds_once():
     """Of the exact one in fp64; rounded before as well, a third of all numbers would be another."""
     x, weight = torch.randn(50, 64), torch.rand(64)
     exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
-    assert (norm(x, weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() < 0.01
-    assert (norm(x.bfloat16(), weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() > 0.2
+    assert (apply_rms_norm(x, weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() < 0.01
+    assert (apply_rms_norm(x.bfloat16(), weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() > 0.2
     more = torch.randn(50, 64).bfloat16()
-    for by in (operators, *filter(None, [kernels.here()[0]])):  # the sum of both is not rounded
+    for by in (ops, *filter(None, [native.load_kernels()[0]])):  # the sum of both is not rounded
         together, ours = by.add_norm_forward(x - more, more, weight, 0.0)
         torch.testing.assert_close(together, x)
         assert (ours != exact.bfloat16()).double().mean() < 0.01
@@ -677,7 +692,7 @@ ROPES = [
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']} {rope['rope_theta']:g}")
 def test_rotary_frequencies_have_the_bits_that_transformers_trained_with(rope, size):
     config = LlamaConfig(**{**SMALL, "max_position_embeddings": 10_000}, head_dim=size, rope_parameters=rope)
-    assert torch.equal(rotary_frequencies(config, size), LlamaRotaryEmbedding(config).inv_freq)
+    assert torch.equal(compute_rotary_frequencies(config, size), LlamaRotaryEmbedding(config).inv_freq)
 
 
 @pytest.mark.slow
@@ -691,7 +706,7 @@ def test_far_out_the_decoder_is_as_near_to_fp64_as_transformers(rope):
     model, ids = LlamaForCausalLM(LlamaConfig(**shape)).eval(), torch.randint(VOCAB, (1, 2000))
     completion = Completion(tuple(ids[0, 1900:].tolist()), (0.0,) * 100, "", True)
     batch = collate([Group(Prompt("p", "?"), tuple(ids[0, :1900].tolist()), (completion,))])
-    hidden, head = hidden_states(decoder_of(model), batch)
+    hidden, head = compute_hidden_states(decoder_of(model), batch)
     ours, theirs = hidden @ head.tensor.T, model(ids).logits[0, 1899:-1]
     exact = model.double()(ids).logits[0, 1899:-1]
     assert (theirs - exact).abs().max() < 2e-5
@@ -732,14 +747,16 @@ LAYERS = "other layers than attention"
     ],
 )
 def test_a_part_that_would_be_computed_wrongly_is_enough(config, reason):
-    assert fallback_reason(config()) == reason
+    assert find_fallback_reason(config()) == reason
 
 
 @pytest.mark.parametrize("rows", [8, 16])
 def test_through_transformers_too_the_rows_in_flight_change_no_completion(rows):
     policy = Policy(model_of("llama"), character_tokenizer(), engine="transformers")
     prompts = CountDigits().sample(0, 4)
-    few, many = (Native(n, policy).generate(prompts, Sampling(4, max_tokens=12, seed="s")) for n in (rows, 10**4))
+    few, many = (
+        NativeSampler(n, policy).generate(prompts, Sampling(4, max_tokens=12, seed="s")) for n in (rows, 10**4)
+    )
     assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
 
 
@@ -752,7 +769,7 @@ def test_a_model_that_recomputes_its_activations_decodes_as_another():
     recomputing.score(batch_of()).logprobs.sum().backward()
     prompts = CountDigits().sample(0, 3)
     one, other = (
-        Native(policy=p).generate(prompts, Sampling(4, max_tokens=12, seed="s")) for p in (plain, recomputing)
+        NativeSampler(policy=p).generate(prompts, Sampling(4, max_tokens=12, seed="s")) for p in (plain, recomputing)
     )
     assert [[c.token_ids for c in g.completions] for g in one] == [[c.token_ids for c in g.completions] for g in other]
 
@@ -761,7 +778,7 @@ def test_the_eps_of_the_norms_is_the_checkpoints():
     """One that can be seen; scored, and sampled token by token."""
     model = LlamaForCausalLM(LlamaConfig(**SMALL, rms_norm_eps=0.1)).eval()
     decoder, batch = decoder_of(model), batch_of()
-    hidden, head = hidden_states(decoder, batch)
+    hidden, head = compute_hidden_states(decoder, batch)
     torch.testing.assert_close(hidden @ head.tensor.T, plain_logits(model, batch), rtol=0, atol=2e-5)
     flight, check = DecodeBatch(decoder, 4), Check(model)
     check.histories = [[1, 2, 3]] * 2
@@ -795,14 +812,14 @@ def test_rotary_frequencies_that_depend_on_the_length_are_kept_to_where_they_do_
     prompts = CountDigits().sample(0, 4)
     longest_prompt = max(len(policy.encode(prompt)) for prompt in prompts)
     sampling = Sampling(4, max_tokens=most - longest_prompt, seed="0/0")
-    groups = Native(policy=policy).generate(prompts, sampling)
+    groups = NativeSampler(policy=policy).generate(prompts, sampling)
     batch, alone = collate(groups), collate(groups[:1])
     scored = policy.score(batch).logprobs
     assert (scored - batch.sampler_logprobs)[batch.response_mask].abs().max() < 1e-4
     rows, length = alone.response_mask.shape
     assert (policy.score(alone).logprobs - scored[:rows, :length])[alone.response_mask].abs().max() < 1e-4
     with pytest.raises(UserError, match=r"shorten the prompts or sampler\.max_tokens"):
-        Native(policy=policy).generate(prompts, replace(sampling, max_tokens=most - longest_prompt + 1))
+        NativeSampler(policy=policy).generate(prompts, replace(sampling, max_tokens=most - longest_prompt + 1))
 
 
 @pytest.mark.parametrize("kind", BY_LENGTH)
@@ -824,6 +841,6 @@ def test_a_row_beyond_that_length_is_not_scored(kind):
 def test_layers_with_rotary_frequencies_of_their_own_are_as_short_as_the_shortest():
     config = LlamaConfig(**SMALL)
     config.rope_parameters = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}
-    assert longest(config) == 32
+    assert get_context_length(config) == 32
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
-    assert longest(config) == SMALL["max_position_embeddings"]
+    assert get_context_length(config) == SMALL["max_position_embeddings"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pellucid.models.drawing import draw
+from pellucid.models.sampling import sample_tokens
 
 
 @pytest.mark.slow
@@ -15,6 +15,6 @@ def test_a_large_vocabulary_is_drawn_from_to_the_last_bit_of_its_cdf():
     logits = torch.randn(1, 100_000, generator=generator)
     uniforms = torch.rand(4096, dtype=torch.float64, generator=generator)
     cdf = logits[0].double().softmax(-1).cumsum(-1)
-    drawn, _ = draw(logits.expand(4096, -1), uniforms, 1.0)
+    drawn, _ = sample_tokens(logits.expand(4096, -1), uniforms, 1.0)
     others = int((drawn != torch.searchsorted(cdf, uniforms, right=True)).sum())
     assert others <= 8

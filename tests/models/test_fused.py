@@ -21,18 +21,19 @@ from transformers import (
 )
 
 from conftest import EOS, CountDigits, character_tokenizer
-from pellucid.models import compiling, fusing, turns
-from pellucid.models.compiling import UnusableError, call
+from pellucid.models import decode, fused_check, native
+from pellucid.models.decode import DecodeBatch
 from pellucid.models.decoder import Decoder
-from pellucid.models.decoding import DecodeBatch
-from pellucid.models.fused import Model, Places, Tokens, unfit
-from pellucid.models.packed import roomy
+from pellucid.models.fused_decode import ModelStruct, TokenPositions, TokensStruct, find_fused_fault
+from pellucid.models.native import KernelUnavailableError, call_kernel
+from pellucid.models.score import round_up
 from pellucid.policy.policy import Policy
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Sampling
 
 pytestmark = pytest.mark.skipif(
-    fusing.here()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16, whose sums are known"
+    fused_check.load_fused_kernel()[0] is None,
+    reason="needs g++ and a CPU with AVX-512 for bfloat16, whose sums are known",
 )
 SMALL = {
     "vocab_size": 99,  # neither a multiple of a block nor of a vector
@@ -82,7 +83,7 @@ def pair(name="llama", rows=40):
     """The same decoder twice: by operators, and fused."""
     model = model_of(name)
     decoder = Decoder(model.config, model, torch.bfloat16)
-    return DecodeBatch(decoder, rows), DecodeBatch(decoder, rows, fusing.maker(decoder))
+    return DecodeBatch(decoder, rows), DecodeBatch(decoder, rows, fused_check.select_fused_decoder(decoder))
 
 
 def both(batches, call):
@@ -97,9 +98,11 @@ def prompts(*lengths, start=0):
 
 def admit(batches, *lengths, copies):
     """With AMX as many at once as oneDNN adds up in a known order; longer ones are read by operators for both."""
-    for asked in [prompts(length) for length in lengths] if fusing.here()[0].uses_amx else [prompts(*lengths)]:
+    for asked in (
+        [prompts(length) for length in lengths] if fused_check.load_fused_kernel()[0].uses_amx else [prompts(*lengths)]
+    ):
         with pytest.MonkeyPatch.context() as patched:
-            if fusing.here()[0].uses_amx and len(asked[0]) > 32:
+            if fused_check.load_fused_kernel()[0].uses_amx and len(asked[0]) > 32:
                 patched.setattr(DecodeBatch, "uses_fused_prefill", lambda batch: False)
             both(batches, lambda batch, asked=asked: batch.admit(asked, copies))
 
@@ -122,7 +125,7 @@ def test_every_architecture_has_the_bits_of_the_operators(name):
 
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 16, 17, 25, 32, 64])
 def test_however_many_rows(rows):
-    if rows > 32 and fusing.here()[0].uses_amx:
+    if rows > 32 and fused_check.load_fused_kernel()[0].uses_amx:
         pytest.skip("so many rows oneDNN adds up in several parts by AMX")
     batches = pair("llama, wide", rows)
     both(batches, lambda batch: batch.admit(prompts(5), rows))
@@ -131,14 +134,14 @@ def test_however_many_rows(rows):
 
 def one_by_one(batch, ids):
     """Logits [1, V] behind a prompt whose tokens are read one by one, and keys and values of each layer."""
-    shape, size = batch.decoder.shape, roomy(len(ids))
+    shape, size = batch.decoder.shape, round_up(len(ids))
     empty = torch.zeros(shape.key_heads, 0, 0, shape.head_size, dtype=torch.bfloat16)
     caches = [
         [torch.zeros(shape.key_heads, 1, size, shape.head_size, dtype=torch.bfloat16) for _ in "kv"]
         for _ in batch.caches
     ]
     for place, token in enumerate(ids):
-        at = Places(*(torch.tensor([x]) for x in (0, place, 0, 0, 0)))
+        at = TokenPositions(*(torch.tensor([x]) for x in (0, place, 0, 0, 0)))
         logits = batch.run_fused(torch.tensor([token]), at, [(empty, empty, *pair) for pair in caches])
     return logits, caches
 
@@ -164,8 +167,8 @@ def test_what_rows_are_told_has_the_bits_of_the_same_tokens_in_steps(name):
     ids = [(5 * i + 2) % 98 for i in range(70)]
     for batch in (told, stepped):
         batch.admit(prompts(20, 7), 2)
-    turns.extend(told, torch.tensor([1, 3]), [ids[:9], ids[:1]])
-    logits = turns.extend(told, torch.tensor([1, 3]), [ids[9:], ids[1:20]])
+    decode.append_tokens(told, torch.tensor([1, 3]), [ids[:9], ids[:1]])
+    logits = decode.append_tokens(told, torch.tensor([1, 3]), [ids[9:], ids[1:20]])
     for i, token in enumerate(ids):
         step = stepped.step(torch.full((4,), token), torch.tensor([False, True, False, i < 20]))
         for place, row, end in ((0, 1, 69), (1, 3, 19)):
@@ -202,8 +205,8 @@ def test_however_many_threads(threads):
 
 def test_rows_beyond_those_that_are_multiplied_at_once_have_the_same_bits():
     """With AMX weights are read again for them, some outputs at a time; here a thread has more than that."""
-    decoder = fusing.small()
-    several, few = (DecodeBatch(decoder, rows, fusing.maker(decoder)) for rows in (40, 8))
+    decoder = fused_check.build_self_check_decoder()
+    several, few = (DecodeBatch(decoder, rows, fused_check.select_fused_decoder(decoder)) for rows in (40, 8))
     expected = few.admit(prompts(5), 8)
     assert torch.equal(several.admit(prompts(5), 40), expected.repeat(5, 1))
     for step in range(3):
@@ -222,14 +225,14 @@ def test_rows_that_come_go_wait_are_told_something_and_make_room():
     run(batches, 30)  # rows of several lengths, beyond a cache's first room
     speaks = torch.tensor([True, False, True, True, False, True, False])
     both(batches, lambda batch: batch.step(torch.arange(7), speaks)[speaks])
-    both(batches, lambda batch: turns.extend(batch, torch.tensor([1, 4]), [[5, 6, 7], [8]]))
+    both(batches, lambda batch: decode.append_tokens(batch, torch.tensor([1, 4]), [[5, 6, 7], [8]]))
     run(batches, 3)
-    asides = [turns.set_aside(batch, [2, 5]) for batch in batches]
+    asides = [decode.evict_rows(batch, [2, 5]) for batch in batches]
     for batch in batches:
         batch.keep_rows(torch.tensor([0, 1, 3, 4, 6]))
     run(batches, 2)
     for batch, aside in zip(batches, asides, strict=True):
-        turns.bring_back(batch, aside)
+        decode.restore_rows(batch, aside)
     run(batches, 3)
 
 
@@ -238,8 +241,8 @@ GAPS = {
     "a token of some": lambda batch: batch.step(torch.arange(5), torch.tensor([True, False, True, True, False]))[::3],
     "more tokens than there is room for": lambda batch: torch.cat([batch.step(torch.arange(5)) for _ in range(40)]),
     "prompts": lambda batch: batch.admit(prompts(30, 4, start=5), 3),
-    "told something": lambda batch: turns.extend(batch, torch.tensor([1, 4]), [[5, 6, 7], [8]]),
-    "aside and back": lambda batch: turns.bring_back(batch, turns.set_aside(batch, [1, 3])) or torch.zeros(0),
+    "told something": lambda batch: decode.append_tokens(batch, torch.tensor([1, 4]), [[5, 6, 7], [8]]),
+    "aside and back": lambda batch: decode.restore_rows(batch, decode.evict_rows(batch, [1, 3])) or torch.zeros(0),
     "one row": lambda batch: batch.keep(torch.tensor([3])) or torch.zeros(0),
 }
 
@@ -268,10 +271,10 @@ def test_texts_longer_than_what_is_added_up_together(monkeypatch, length, own):
     batches = pair(rows=2)
     admit(batches, length, copies=2)
     if own > 3:
-        if fusing.here()[0].uses_amx:  # so many are read by operators for both, too
+        if fused_check.load_fused_kernel()[0].uses_amx:  # so many are read by operators for both, too
             monkeypatch.setattr(DecodeBatch, "uses_fused_prefill", lambda batch: False)
         told = [[(3 * i) % 98 for i in range(own - 3)]] * 2
-        both(batches, lambda batch: turns.extend(batch, torch.tensor([0, 1]), told))
+        both(batches, lambda batch: decode.append_tokens(batch, torch.tensor([0, 1]), told))
     run(batches, 3)
 
 
@@ -280,12 +283,12 @@ def test_a_policy_samples_the_same_tokens_and_log_probs(monkeypatch):
     asked, sampling = CountDigits().sample(0, 5), Sampling(4, max_tokens=12, seed="0")
 
     def sampled():
-        sampler = Native(rows=8)
+        sampler = NativeSampler(rows=8)
         sampler.sync(policy, 0)
         return sampler.generate(asked, sampling)
 
     fused, made = sampled(), []
-    monkeypatch.setattr(fusing, "select_fused_decoder", lambda *about: made.append(about))
+    monkeypatch.setattr(fused_check, "select_fused_decoder", lambda *about: made.append(about))
     assert sampled() == fused
     assert made
 
@@ -295,7 +298,7 @@ def test_rows_that_board_late_have_the_bits_of_those_that_board_at_once(rows):
     policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
     policy.eos_ids = (*range(0, 28, 3), EOS)  # so that rows end at different times
     asked, sampling = CountDigits().sample(0, 15), Sampling(4, max_tokens=40, seed="0")
-    late, at_once = (Native(n, policy).generate(asked, sampling) for n in (rows, 60))
+    late, at_once = (NativeSampler(n, policy).generate(asked, sampling) for n in (rows, 60))
     assert len({len(c.token_ids) for group in at_once for c in group.completions}) > 5
     assert late == at_once
 
@@ -319,8 +322,20 @@ def test_new_weights_are_laid_out_for_the_next_batch():
 
 
 def test_no_memory_is_an_error_of_the_call():
-    model, tokens = Model(1, 96, 6, 2, 64, 160, 99, 1e-5), Tokens(n=2**44, asked=1)
-    assert call(fusing.here()[0].library.step, model, None, tokens, *[None] * 4, fusing.here()[0].uses_amx, 0, 1) == 1
+    model, tokens = ModelStruct(1, 96, 6, 2, 64, 160, 99, 1e-5), TokensStruct(n=2**44, asked=1)
+    assert (
+        call_kernel(
+            fused_check.load_fused_kernel()[0].library.step,
+            model,
+            None,
+            tokens,
+            *[None] * 4,
+            fused_check.load_fused_kernel()[0].uses_amx,
+            0,
+            1,
+        )
+        == 1
+    )
     [_, batch] = pair()
     batch.fused_decoder.kernel = batch.fused_decoder.kernel._replace(library=Off("step", lambda *_: 1))
     with pytest.raises(MemoryError, match="read 12 tokens"):
@@ -339,16 +354,16 @@ def test_what_the_source_does_not_compute_goes_by_operators():
     ):
         config = LlamaConfig(**SMALL | changed)
         decoder = Decoder(config, LlamaForCausalLM(config), torch.bfloat16)
-        batch = DecodeBatch(decoder, 4, fusing.maker(decoder))
-        assert unfit(batch.unpacked_weights, decoder.shape) == why
+        batch = DecodeBatch(decoder, 4, fused_check.select_fused_decoder(decoder))
+        assert find_fused_fault(batch.unpacked_weights, decoder.shape) == why
         batch.admit(prompts(3), 2)
         batch.step(torch.tensor([1, 2]))
         assert not batch.fused_decoder
     config = LlamaConfig(**SMALL)
-    assert fusing.maker(Decoder(config, LlamaForCausalLM(config), torch.float32)) is None
+    assert fused_check.select_fused_decoder(Decoder(config, LlamaForCausalLM(config), torch.float32)) is None
     wide = Decoder(config, LlamaForCausalLM(config).double(), torch.bfloat16)
     with torch.no_grad():
-        assert unfit(wide.collect_weights(), wide.shape) == "norms in torch.float64"
+        assert find_fused_fault(wide.collect_weights(), wide.shape) == "norms in torch.float64"
 
 
 def test_weights_that_do_not_lie_in_a_row_are_read_as_they_are():
@@ -357,7 +372,7 @@ def test_weights_that_do_not_lie_in_a_row_are_read_as_they_are():
         for weight in model.bfloat16().parameters():
             weight.data = weight.data.T.contiguous().T if weight.ndim > 1 else weight.data.float()
     decoder = Decoder(model.config, model, torch.bfloat16)
-    batches = DecodeBatch(decoder, 4), DecodeBatch(decoder, 4, fusing.maker(decoder))
+    batches = DecodeBatch(decoder, 4), DecodeBatch(decoder, 4, fused_check.select_fused_decoder(decoder))
     both(batches, lambda batch: batch.admit(prompts(3), 2))
     run(batches, 2)
 
@@ -374,7 +389,7 @@ def at_home(monkeypatch, tmp_path):
 def compiler(at_home, monkeypatch):
     """One that has the library already; the file that counts what it was asked for."""
     asked, script = at_home / "asked", at_home / "compiler"
-    script.write_text(f'#!/bin/sh\nfor to; do :; done\necho "$to" >> {asked}\ncp {compiling.library()._name} "$to"\n')
+    script.write_text(f'#!/bin/sh\nfor to; do :; done\necho "$to" >> {asked}\ncp {native.load_library()._name} "$to"\n')
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(at_home / "cache"))
@@ -382,9 +397,9 @@ def compiler(at_home, monkeypatch):
 
 
 def test_it_is_compiled_once_and_kept(at_home, compiler):
-    fusing.way(compiling.load())
+    fused_check.choose_fused_kernel(native.compile_library())
     [kept] = (at_home / "cache" / "pellucid").iterdir()
-    fusing.way(compiling.load())
+    fused_check.choose_fused_kernel(native.compile_library())
     assert kept.suffix == ".so"
     assert libraries(compiler) == 1
 
@@ -396,21 +411,21 @@ def libraries(asked):
 
 def test_without_a_compiler_or_with_one_that_fails_there_is_a_reason(at_home, monkeypatch):
     for compiler, why in ((None, "no g\\+\\+"), ("/bin/false", "/bin/false fails")):
-        monkeypatch.setattr(compiling.shutil, "which", lambda name, compiler=compiler: compiler)
-        with pytest.raises(UnusableError, match=why):
-            compiling.load()
+        monkeypatch.setattr(native.shutil, "which", lambda name, compiler=compiler: compiler)
+        with pytest.raises(KernelUnavailableError, match=why):
+            native.compile_library()
     assert not list(at_home.rglob("*.so"))
 
 
 def test_a_home_that_cannot_be_written_to_or_a_library_that_is_broken_is_no_obstacle(at_home, compiler, monkeypatch):
-    compiling.load()
+    native.compile_library()
     [kept] = (at_home / "cache" / "pellucid").iterdir()
     broken = at_home / "another" / "pellucid" / kept.name  # in its own place it would be found among what is loaded
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"")
     for home in ("/dev/null", at_home / "another"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-        fusing.way(compiling.load())
+        fused_check.choose_fused_kernel(native.compile_library())
     assert libraries(compiler) == 3
 
 
@@ -418,10 +433,10 @@ class Off:
     """The library, with something of it left out."""
 
     def __init__(self, name, instead):
-        self.__dict__ |= {"pack": compiling.load().pack, "step": compiling.load().step, name: instead}
+        self.__dict__ |= {"pack": native.compile_library().pack, "step": native.compile_library().step, name: instead}
 
 
-@pytest.mark.skipif(not fusing.has_tiles(), reason="needs a CPU with AMX, to go without")
+@pytest.mark.skipif(not fused_check.has_tiles(), reason="needs a CPU with AMX, to go without")
 def test_where_onednn_may_not_use_amx_nor_does_this():
     """Of 64 rows by AVX-512, too, which with AMX is passed over."""
     bits = "of_the_operators or however_many or texts or rows_that_come"
@@ -435,15 +450,15 @@ def test_where_onednn_may_not_use_amx_nor_does_this():
 @pytest.mark.parametrize("part", ["pack", "step"])
 def test_other_bits_are_found_out(part):
     library = Off(part, lambda *_: None)
-    with pytest.raises(UnusableError, match="rounds otherwise"):
-        fusing.way(library)
+    with pytest.raises(KernelUnavailableError, match="rounds otherwise"):
+        fused_check.choose_fused_kernel(library)
 
 
 @pytest.mark.slow
 def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
     """It moves only the last bits of some sums."""
     assert shutil.which("g++")
-    shutil.copytree(compiling.SOURCES, at_home / "cpp")
+    shutil.copytree(native.CPP_FOLDER, at_home / "cpp")
     for file, order, other in (
         ("pairs.h", "all > 1024 ? 1024 : 512", "all"),
         ("tiles.h", "k = 0; k < x.width; k += Tiles::INPUTS", "k = x.width - 32; k >= 0; k -= Tiles::INPUTS"),
@@ -451,6 +466,6 @@ def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
         source = at_home / "cpp" / file
         assert order in source.read_text()
         source.write_text(source.read_text().replace(order, other))
-    monkeypatch.setattr(compiling, "CPP_FOLDER", at_home / "cpp")
-    with pytest.raises(UnusableError, match="rounds otherwise"):
-        fusing.way(compiling.load())
+    monkeypatch.setattr(native, "CPP_FOLDER", at_home / "cpp")
+    with pytest.raises(KernelUnavailableError, match="rounds otherwise"):
+        fused_check.choose_fused_kernel(native.compile_library())

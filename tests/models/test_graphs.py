@@ -12,11 +12,11 @@ import torch
 
 from architectures import FAMILY, model_of
 from conftest import character_tokenizer, mostly_slow, tiny_llama
-from pellucid.models import graphs
+from pellucid.models import cuda_graphs
+from pellucid.models.decode import CACHE_GROWTH_TOKENS, DecodeBatch
 from pellucid.models.decoder import Decoder
-from pellucid.models.decoding import GROWTH, DecodeBatch
 from pellucid.policy.policy import Policy
-from pellucid.samplers.native import BURST, Native
+from pellucid.rollout.native import TOKENS_PER_EOS_CHECK, NativeSampler
 from pellucid.types import Prompt, Sampling
 from pretended_graph import REFUSED, Capture
 from simulated_device import A_REAL_ONE, WHERE
@@ -60,23 +60,23 @@ def test_a_graph_has_the_bits_of_what_it_was_recorded_from(name, pretended):
         both(pair, lambda batch: batch.step(torch.arange(7), speaks)[speaks])
     for batch in pair:
         batch.keep_rows(torch.tensor([0, 3, 4, 6]))
-    steps(pair, 4, GROWTH)
+    steps(pair, 4, CACHE_GROWTH_TOKENS)
     for one, other in zip(*(batch.caches for batch in pair), strict=True):
         room = other.keys.shape[2]
         assert torch.equal(one.keys[:, :, :room], other.keys)
         assert torch.equal(one.values[:, :, :room], other.values)
     # Of four layouts one each, and the one that is tried.
     assert pretended.recorded == 5
-    assert pretended.replayed > 5 + 7 + GROWTH - 6
+    assert pretended.replayed > 5 + 7 + CACHE_GROWTH_TOKENS - 6
 
 
 @pytest.mark.slow
 def test_room_grows_by_more_where_each_growth_costs_a_graph(pretended):
     pair = batches()
     both(pair, lambda batch: batch.admit(PROMPTS, 2))
-    steps(pair, 4, 5 * GROWTH + 2)
+    steps(pair, 4, 5 * CACHE_GROWTH_TOKENS + 2)
     recorded, plain = (batch.caches[0].keys.shape[2] for batch in pair)
-    assert (recorded, plain) == (8 * GROWTH, 6 * GROWTH)
+    assert (recorded, plain) == (8 * CACHE_GROWTH_TOKENS, 6 * CACHE_GROWTH_TOKENS)
     assert pretended.recorded == 1 + 5, "room for 32, 64, 96, 160 and 256 tokens; and the one that is tried"
 
 
@@ -89,8 +89,8 @@ def test_what_was_said_is_not_written_over_by_what_is_said_next(pretended):
 
 
 def test_a_graph_that_says_otherwise_is_not_used(pretended, monkeypatch):
-    record = graphs.record
-    monkeypatch.setattr(graphs, "capture_step", lambda *about: lambda tokens: record(*about)(tokens) * 1.1)
+    record = cuda_graphs.capture_step
+    monkeypatch.setattr(cuda_graphs, "capture_step", lambda *about: lambda tokens: record(*about)(tokens) * 1.1)
     pair = batches()
     both(pair, lambda batch: batch.admit(PROMPTS, 2))
     steps(pair, 4, 1)
@@ -184,7 +184,7 @@ def test_on_a_device_a_graph_waits_for_nothing_and_changes_nothing(pretended, gp
     drawn, waits = [], []
     for policy in (policy_at("cpu"), *(policy_at(WHERE, recordable) for recordable in (False, True, None))):
         before = gpu.waits.total(), pretended.recorded, pretended.replayed
-        groups = Native(rows=12, policy=policy).generate(prompts, sampling)
+        groups = NativeSampler(rows=12, policy=policy).generate(prompts, sampling)
         drawn.append([c.token_ids for group in groups for c in group.completions])
         waits.append(gpu.waits.total() - before[0])
         recorded, replayed = pretended.recorded - before[1], pretended.replayed - before[2]
@@ -195,7 +195,7 @@ def test_on_a_device_a_graph_waits_for_nothing_and_changes_nothing(pretended, gp
     assert without == with_graphs == tried - 1
     lengths = {len(ids) for ids in drawn[0]}
     assert 40 in lengths
-    assert any(length % BURST for length in lengths)
+    assert any(length % TOKENS_PER_EOS_CHECK for length in lengths)
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_on_a_device_rows_that_have_ended_make_room_as_soon_as_a_group_waits(gpu
     monkeypatch.setattr(DecodeBatch, "admit", admitted)
     monkeypatch.setattr(DecodeBatch, "keep_rows", dropped)
     prompts, sampling = [Prompt(str(i), "a") for i in range(16)], Sampling(2, max_tokens=40)
-    Native(rows=12, policy=policy_at(WHERE)).generate(prompts, sampling)
+    NativeSampler(rows=12, policy=policy_at(WHERE)).generate(prompts, sampling)
     assert before[0] == 0
     assert max(before) > 12 / 2
     last = kept[len(before) - 1 :]

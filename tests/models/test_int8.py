@@ -14,26 +14,27 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import CountDigits, character_tokenizer, make_policy
 from pellucid import cli
-from pellucid.environments.here import Here
-from pellucid.environments.talk import Talk
+from pellucid.config import SamplerConfig
+from pellucid.environments.pool import InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
 from pellucid.models import decoder as layers
-from pellucid.models import fusing
-from pellucid.models.compiling import call
+from pellucid.models import fused_check
+from pellucid.models.decode import DecodeBatch
 from pellucid.models.decoder import Decoder
-from pellucid.models.decoding import DecodeBatch
-from pellucid.models.fused import packed
+from pellucid.models.fused_decode import pack_matrix
+from pellucid.models.native import call_kernel
 from pellucid.policy.policy import Policy
-from pellucid.samplers.choice import in_int8, int8_fault
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
-from pellucid.sections import SamplerConfig
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
+from pellucid.rollout.select import enable_int8, find_policy_int8_fault
 from pellucid.types import Sampling, UserError
 from worlds import TEMPLATE, asked
 
 pytestmark = pytest.mark.skipif(
-    fusing.here()[0] is None or not torch.cpu._is_vnni_supported(), reason="needs fused decoding and AVX-512 VNNI"
+    fused_check.load_fused_kernel()[0] is None or not torch.cpu._is_vnni_supported(),
+    reason="needs fused decoding and AVX-512 VNNI",
 )
-TILES = [False, True] if fusing.has_tiles() else [False]
+TILES = [False, True] if fused_check.has_tiles() else [False]
 SHAPES = [(96, 64), (160, 112), (576, 320), (1536, 96)]
 """Inputs and outputs: multiples of a tile and not, of a block and not."""
 
@@ -70,9 +71,9 @@ def product_of(x, weight):
 
 
 def product_by(x, weight, tiles, threads=2):
-    library, y = fusing.here()[0].library, torch.full((len(x), len(weight)), 7.0)
-    matrix = packed(library, weight, int8=True)
-    call(library.product_of_bytes, x, *x.shape, matrix, len(weight), y, tiles, threads)
+    library, y = fused_check.load_fused_kernel()[0].library, torch.full((len(x), len(weight)), 7.0)
+    matrix = pack_matrix(library, weight, int8=True)
+    call_kernel(library.product_of_bytes, x, *x.shape, matrix, len(weight), y, tiles, threads)
     return y
 
 
@@ -87,7 +88,7 @@ def test_a_product_has_the_bits_of_whole_numbers(tiles, shape):
         wanted = product_of(x, weight)
         for threads in (1, 2, 3):
             assert torch.equal(product_by(x, weight, tiles, threads), wanted)
-        assert torch.equal(fusing.int8_product(x, weight), wanted)
+        assert torch.equal(fused_check.multiply_int8(x, weight), wanted)
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -135,7 +136,7 @@ def test_a_product_is_off_by_the_rounding_to_127_steps_alone(tiles):
 
 def batch_of(model, rows=40, int8=True):
     decoder = Decoder(model.config, model, torch.bfloat16)
-    return DecodeBatch(decoder, rows, fusing.maker(decoder, int8))
+    return DecodeBatch(decoder, rows, fused_check.select_fused_decoder(decoder, int8))
 
 
 def by_operators(batch, monkeypatch):
@@ -241,7 +242,7 @@ def test_new_weights_are_quantised_for_the_next_batch():
 def test_log_probs_are_those_of_the_int8_policy_that_drew_them():
     policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
     asked, sampling = CountDigits().sample(0, 3), Sampling(4, max_tokens=6, seed="0")
-    sampler = in_int8(Native(8, deterministic=True), policy)
+    sampler = enable_int8(NativeSampler(8, deterministic=True), policy)
     assert (sampler.rows, sampler.deterministic) == (8, True)
     sampler.sync(policy, 0)
     completion = sampler.generate(asked, sampling)[1].completions[2]
@@ -259,7 +260,9 @@ def test_log_probs_are_those_of_the_int8_policy_that_drew_them():
 def test_conversations_are_sampled_in_int8_too():
     policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
     policy.tokenizer.chat_template = TEMPLATE
-    sampler = in_int8(Native(8, environments=Here(Talk("worlds:Parrot"))), policy)
+    sampler = enable_int8(
+        NativeSampler(8, environments=InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))), policy
+    )
     sampler.sync(policy, 0)
     made, decode_batch = [], policy.create_decode_batch
     policy.create_decode_batch = lambda *about: made.append(decode_batch(*about)) or made[-1]
@@ -287,13 +290,13 @@ def run(folder, name, *words):
 
 @pytest.mark.slow
 def test_a_run_samples_in_int8_and_evaluates_in_its_own_dtype(folder, monkeypatch):
-    generate, asked_in = Native.generate, []
+    generate, asked_in = NativeSampler.generate, []
 
     def watched(sampler, prompts, sampling):
         asked_in.append((sampling.n, sampler.int8))
         return generate(sampler, prompts, sampling)
 
-    monkeypatch.setattr(Native, "generate", watched)
+    monkeypatch.setattr(NativeSampler, "generate", watched)
     gaps, corrected = [], []
     for dtype in ("auto", "int8"):
         asked_in.clear()
@@ -330,26 +333,29 @@ def test_it_is_for_the_native_sampler(name):
 def test_a_policy_that_cannot_have_it_says_why(monkeypatch):
     unfit = Policy(LlamaForCausalLM(LlamaConfig(**SMALL | {"head_dim": 32})), character_tokenizer(), torch.bfloat16)
     fit = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
-    assert int8_fault(unfit) == "heads of 32"
-    assert int8_fault(fit) == ""
-    assert int8_fault(make_policy()) == 'policy.dtype is "float32": set "bfloat16"'
+    assert find_policy_int8_fault(unfit) == "heads of 32"
+    assert find_policy_int8_fault(fit) == ""
+    assert find_policy_int8_fault(make_policy()) == 'policy.dtype is "float32": set "bfloat16"'
     with pytest.raises(UserError, match="heads of 32"):
-        in_int8(Native(), unfit)
+        enable_int8(NativeSampler(), unfit)
     with pytest.raises(UserError):
-        in_int8(HuggingFace(), fit)
-    fusing.bytes_fault.cache_clear()
+        enable_int8(HuggingFaceSampler(), fit)
+    fused_check.find_int8_kernel_fault.cache_clear()
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    assert int8_fault(fit) == "a CPU without AVX-512 for int8"
-    fusing.bytes_fault.cache_clear()
-    monkeypatch.setattr(fusing, "load_fused_kernel", lambda: (None, "no g++"))
-    assert int8_fault(fit) == "no g++"
+    assert find_policy_int8_fault(fit) == "a CPU without AVX-512 for int8"
+    fused_check.find_int8_kernel_fault.cache_clear()
+    monkeypatch.setattr(fused_check, "load_fused_kernel", lambda: (None, "no g++"))
+    assert find_policy_int8_fault(fit) == "no g++"
 
 
 def test_other_sums_are_found_out(monkeypatch):
     class Off:
-        pack_bytes = fusing.here()[0].library.pack_bytes
+        pack_bytes = fused_check.load_fused_kernel()[0].library.pack_bytes
 
         def product_of_bytes(self, *_):
             return None
 
-    assert fusing.bytes_fault(fusing.here()[0]._replace(library=Off())) == "this processor multiplies int8 otherwise"
+    assert (
+        fused_check.find_int8_kernel_fault(fused_check.load_fused_kernel()[0]._replace(library=Off()))
+        == "this processor multiplies int8 otherwise"
+    )

@@ -7,13 +7,20 @@ import torch
 from torch.autograd import forward_ad
 
 from pellucid.algorithm.sampling_mask import SamplingMask
-from pellucid.models import elementwise, kernels, operators
-from pellucid.models.compiling import UnusableError
-from pellucid.models.kernels import Kernels, Logits, Weight, fitting, way
-from pellucid.policy.head import Head
-from pellucid.policy.logprobs import Reading, measured, token_logprobs
+from pellucid.models import autograd_ops, native, ops
+from pellucid.models.native import (
+    Kernels,
+    KernelUnavailableError,
+    ScaledLogits,
+    StatisticsGradients,
+    find_kernels,
+    select_kernels,
+)
+from pellucid.policy.logprobs import LMHead, ScoreContext, compute_token_logprobs, score_logits
 
-pytestmark = pytest.mark.skipif(kernels.here()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16")
+pytestmark = pytest.mark.skipif(
+    native.load_kernels()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16"
+)
 BF16 = torch.bfloat16
 
 
@@ -51,11 +58,11 @@ def copied(arguments):
 def test_a_layer_has_the_bits_of_the_operators_with_any_number_of_threads(name, n, width):
     arguments = layer_work(n, width)[name]
     before = torch.get_num_threads()
-    found = kernels.here()[0]
+    found = native.load_kernels()[0]
     for threads in (1, 2, 3):
         try:
             torch.set_num_threads(threads)
-            ours, theirs = (getattr(by, name)(*copied(arguments)) for by in (found, operators))
+            ours, theirs = (getattr(by, name)(*copied(arguments)) for by in (found, ops))
         finally:
             torch.set_num_threads(before)
         for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs)), strict=True):
@@ -70,16 +77,16 @@ def test_tokens_are_drawn_as_by_the_operators(vocabulary, temperature):
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
     for sharpness in (0.1, 1, 4):
         logits = (noise(5, vocabulary, dtype=torch.float32) * sharpness).to(BF16)
-        ours, theirs = (by.sample_with_masses(logits, uniforms, temperature) for by in (kernels.here()[0], operators))
+        ours, theirs = (by.sample_with_masses(logits, uniforms, temperature) for by in (native.load_kernels()[0], ops))
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_what_a_row_draws_depends_on_no_other(temperature):
     logits, uniforms = noise(5, 8192), torch.linspace(0, 0.9, 5, dtype=torch.float64)
-    together = kernels.here()[0].sample_with_masses(logits, uniforms, temperature)
+    together = native.load_kernels()[0].sample_with_masses(logits, uniforms, temperature)
     for row in range(5):
-        alone = kernels.here()[0].sample_with_masses(logits[row : row + 1], uniforms[row : row + 1], temperature)
+        alone = native.load_kernels()[0].sample_with_masses(logits[row : row + 1], uniforms[row : row + 1], temperature)
         assert [x.item() for x in alone] == [x[row].item() for x in together]
 
 
@@ -88,7 +95,7 @@ def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_dra
     logits = torch.full((3, 272), -torch.inf, dtype=BF16)
     logits[0, [40, 100]] = 2.0
     logits[1] = torch.nan
-    token, mass, total = kernels.here()[0].sample_with_masses(
+    token, mass, total = native.load_kernels()[0].sample_with_masses(
         logits, torch.full((3,), 0.4, dtype=torch.float64), temperature
     )
     assert token[0] == 40
@@ -100,30 +107,30 @@ def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_dra
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "width"), [(3, 544), (3, 4128), (3, 8224), (256, 96), (5000, 64), (600_000, 32)])
 def test_norms_of_any_size_add_up_as_torch_does(n, width):
-    found = kernels.here()[0]
+    found = native.load_kernels()[0]
     x, weight, grad = noise(n, width, dtype=torch.float32), noise(width, dtype=torch.float32), noise(n, width, seed=1)
-    assert torch.equal(found.norm_forward(x, weight, 1e-6, BF16), operators.norm(x, weight, 1e-6, BF16))
-    ours, theirs = (by.norm_backward(x, weight, 1e-6, grad) for by in (found, operators))
+    assert torch.equal(found.norm_forward(x, weight, 1e-6, BF16), ops.norm_forward(x, weight, 1e-6, BF16))
+    ours, theirs = (by.norm_backward(x, weight, 1e-6, grad) for by in (found, ops))
     assert all(map(torch.equal, ours, theirs))
 
 
 def test_what_is_not_fit_goes_by_the_operators():
     x = noise(4, 32)
-    assert isinstance(way(x, BF16, 32), Kernels)
-    assert way(x, BF16, 24) is operators
-    assert way(x.float(), torch.float32, 32) is operators
-    assert fitting(x.to("meta"), BF16, 32) is None
+    assert isinstance(select_kernels(x, BF16, 32), Kernels)
+    assert select_kernels(x, BF16, 24) is ops
+    assert select_kernels(x.float(), torch.float32, 32) is ops
+    assert find_kernels(x.to("meta"), BF16, 32) is None
     with forward_ad.dual_level():
-        assert fitting(forward_ad.make_dual(x, x), BF16, 32) is None
+        assert find_kernels(forward_ad.make_dual(x, x), BF16, 32) is None
     for half_norm in (noise(4, 32, dtype=BF16), noise(4, 32, dtype=torch.float16)):
-        assert elementwise.way_to_norm(half_norm, BF16) is operators
+        assert autograd_ops.select_norm_kernels(half_norm, BF16) is ops
 
 
 @torch.no_grad()
 def test_what_is_added_to_a_stream_may_have_a_forward_mode_gradient():
     x, more, weight = noise(4, 32, dtype=torch.float32), noise(4, 32), noise(32, dtype=torch.float32)
     with forward_ad.dual_level():
-        out = elementwise.added_norm(x, forward_ad.make_dual(more, more), weight, 1e-5, BF16)
+        out = autograd_ops.add_and_rms_norm(x, forward_ad.make_dual(more, more), weight, 1e-5, BF16)
         assert torch.equal(forward_ad.unpack_dual(out[0]).tangent, more.float())
         assert forward_ad.unpack_dual(out[1]).tangent is not None
 
@@ -142,11 +149,13 @@ def made():
 
 def test_what_logits_say_is_nearer_to_float64_than_by_the_operators():
     product, other, tokens = made()
-    read = kernels.here()[0].compute_statistics(Logits(product, FACTOR), tokens, Logits(other, OTHER))
+    read = native.load_kernels()[0].compute_statistics(
+        ScaledLogits(product, FACTOR), tokens, ScaledLogits(other, OTHER)
+    )
 
     def by_operators(dtype):
         z, reference = product.to(dtype) * FACTOR, (other.to(dtype) * OTHER).log_softmax(-1)
-        return measured(z, tokens, reference)
+        return score_logits(z, tokens, reference)
 
     exact, theirs = by_operators(torch.float64), by_operators(torch.float32)
     for ours, one, right in zip(read, theirs, exact, strict=True):
@@ -167,23 +176,23 @@ def test_the_gradient_of_the_product_is_autograds(entropy, kl):
     divergence = (log_probs.exp() * (log_probs - reference)).sum(-1)
     loss = (weights[0] * said).sum() + entropy * (weights[1] * h).sum() + kl * (weights[2] * divergence).sum()
     loss.backward()
-    second = Logits(other, OTHER) if kl else None
-    found, into = kernels.here()[0], product.clone()
-    read = found.compute_statistics(Logits(into, FACTOR), tokens, second)
-    weight = Weight(weights[0], weights[1] if entropy else None, weights[2])
-    found.compute_product_gradient(Logits(into, FACTOR), tokens, second, read, weight)
+    second = ScaledLogits(other, OTHER) if kl else None
+    found, into = native.load_kernels()[0], product.clone()
+    read = found.compute_statistics(ScaledLogits(into, FACTOR), tokens, second)
+    weight = StatisticsGradients(weights[0], weights[1] if entropy else None, weights[2])
+    found.compute_product_gradient(ScaledLogits(into, FACTOR), tokens, second, read, weight)
     rounding = 2**-8 * z.grad.abs() + 1e-6
     assert ((into.double() - z.grad).abs() <= rounding).all()
 
 
 def test_only_a_whole_distribution_without_a_softcap_in_bf16_is_read_so():
     weight = noise(64, 32)
-    plain = Reading(Head(weight, weight), 1.0, False, None, None)
+    plain = ScoreContext(LMHead(weight, weight), 1.0, False, None, None)
     product = noise(2, 64)
     assert plain.pick_kernels(product)
-    assert not plain._replace(head=Head(weight, weight, softcap=30.0)).pick_kernels(product)
-    assert not plain._replace(head=Head(weight.half(), weight.half())).pick_kernels(product.half())
-    assert not plain._replace(ref_head=Head(weight.float(), weight.float())).pick_kernels(product)
+    assert not plain._replace(head=LMHead(weight, weight, softcap=30.0)).pick_kernels(product)
+    assert not plain._replace(head=LMHead(weight.half(), weight.half())).pick_kernels(product.half())
+    assert not plain._replace(ref_head=LMHead(weight.float(), weight.float())).pick_kernels(product)
     nothing = SamplingMask(torch.zeros(0, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.long))
     assert not plain._replace(sampling_mask=nothing).pick_kernels(product)
 
@@ -193,12 +202,12 @@ def test_log_probs_and_gradients_by_both_ways_agree(monkeypatch):
 
     def both():
         master, states = weight.float().requires_grad_(), hidden.clone().requires_grad_()
-        logprobs, entropy = token_logprobs(states, Head(weight, master), tokens, 0.7, entropy_grad=True)
+        logprobs, entropy = compute_token_logprobs(states, LMHead(weight, master), tokens, 0.7, entropy_grad=True)
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
         return logprobs, entropy, master.grad, states.grad
 
     ours = both()
-    monkeypatch.setattr(Reading, "pick_kernels", lambda *_: None)
+    monkeypatch.setattr(ScoreContext, "pick_kernels", lambda *_: None)
     for one, other in zip(ours, both(), strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=2**-7, atol=2e-3)
 
@@ -212,20 +221,20 @@ def test_other_bits_are_found_out(name):
         pass
 
     def off(self, *arguments):
-        said = getattr(operators, name)(*arguments)
+        said = getattr(ops, name)(*arguments)
         first, *rest = said if isinstance(said, tuple) else (said,)
         changed = first.view(-1)[0] * 1.02 + 0.02  # some last bits of one number
         first.view(-1)[0] = changed if first.is_floating_point() else first.view(-1)[0] + 1
         return (first, *rest) if rest else first
 
     setattr(Off, name, off)
-    with pytest.raises(UnusableError, match=name):
-        kernels.try_bits(Off(kernels.here()[0].library))
+    with pytest.raises(KernelUnavailableError, match=name):
+        native.check_kernels(Off(native.load_kernels()[0].library))
 
 
 def test_without_a_library_there_is_a_reason(monkeypatch):
     def no_library():
-        raise UnusableError("no g++")
+        raise KernelUnavailableError("no g++")
 
-    monkeypatch.setattr(kernels, "load_library", no_library)
-    assert kernels.here.__wrapped__() == (None, "no g++")
+    monkeypatch.setattr(native, "load_library", no_library)
+    assert native.load_kernels.__wrapped__() == (None, "no g++")

@@ -6,30 +6,32 @@ import pytest
 import torch
 
 from made_rollouts import CASES, both_ways, by_hand, case, noise, off
-from pellucid.models import compiling, fusing, kernels, lines, packed
-from pellucid.models.lines import Line, Way, attend_in_line, run
-from pellucid.models.packed import group_attention
+from pellucid.models import attention, fused_check, native, score
+from pellucid.models.attention import CheckedLibrary, PackedSequences, attend_packed, call_attention_kernel
+from pellucid.models.score import attend_groups
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.skipif(lines.here()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16")
-BOTH = [False, True] if compiling.has_tiles() else [False]
+pytestmark = pytest.mark.skipif(
+    attention.load_checked_library()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16"
+)
+BOTH = [False, True] if native.has_amx() else [False]
 
 
 @pytest.fixture(params=BOTH, ids=lambda tiles: "AMX" if tiles else "AVX-512")
 def by(request, monkeypatch):
     """What computes attention."""
-    found = Way(lines.here()[0].library, request.param)
-    monkeypatch.setattr(packed, "find_attention_kernel", lambda _: found)
+    found = CheckedLibrary(attention.load_checked_library()[0].library, request.param)
+    monkeypatch.setattr(score, "find_attention_kernel", lambda _: found)
     return found
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_and_its_gradient_are_no_further_from_float64_than_by_the_operators(name, by, monkeypatch):
     joined, split, layout, grad = case(name)
-    ours = both_ways(joined, split, lambda heads: group_attention(heads, layout), grad)
+    ours = both_ways(joined, split, lambda heads: attend_groups(heads, layout), grad)
     exact = both_ways(joined.double(), split, lambda heads: by_hand(*heads, layout.sequences), grad)
-    monkeypatch.setattr(packed, "find_attention_kernel", lambda _: None)
-    theirs = both_ways(joined, split, lambda heads: group_attention(heads, layout), grad)
+    monkeypatch.setattr(score, "find_attention_kernel", lambda _: None)
+    theirs = both_ways(joined, split, lambda heads: attend_groups(heads, layout), grad)
     (forward, backward), (by_operators, gradient) = (
         [off(*pair) for pair in zip(found, exact, strict=True)] for found in (ours, theirs)
     )
@@ -44,7 +46,7 @@ def test_the_bits_depend_on_no_number_of_threads(name, by):
     for threads in (1, 2, 3):
         try:
             torch.set_num_threads(threads)
-            found.append(both_ways(joined, split, lambda heads: group_attention(heads, layout), grad))
+            found.append(both_ways(joined, split, lambda heads: attend_groups(heads, layout), grad))
         finally:
             torch.set_num_threads(before)
     for other in found[1:]:
@@ -53,13 +55,13 @@ def test_the_bits_depend_on_no_number_of_threads(name, by):
 
 def test_a_prompt_with_its_rows_has_the_bits_that_it_has_alone(by):
     joined, split, layout, grad = case("long, short and none")
-    together = both_ways(joined, split, lambda heads: attend_in_line(*heads, layout.sequences, by), grad)
+    together = both_ways(joined, split, lambda heads: attend_packed(*heads, layout.sequences, by), grad)
     spans = [range(start, end) for start, end in zip([0, *layout.sequences.ends], layout.sequences.ends, strict=False)]
     mine = [1, 4, 5]  # the second prompt, and its two rows
     tokens = [token for i in mine for token in spans[i]]
-    line = Line(torch.tensor([len(spans[i]) for i in mine]).cumsum(0), torch.tensor([0, 0]))
+    line = PackedSequences(torch.tensor([len(spans[i]) for i in mine]).cumsum(0), torch.tensor([0, 0]))
     alone = both_ways(
-        joined[tokens].detach().requires_grad_(), split, lambda heads: attend_in_line(*heads, line, by), grad[tokens]
+        joined[tokens].detach().requires_grad_(), split, lambda heads: attend_packed(*heads, line, by), grad[tokens]
     )
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one[tokens], other)
@@ -68,22 +70,22 @@ def test_a_prompt_with_its_rows_has_the_bits_that_it_has_alone(by):
 def test_heads_that_do_not_stand_side_by_side_are_read_as_well(by):
     joined, split, layout, grad = case("one row")
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in joined.split(split, 1)]
-    [read, _] = both_ways(joined, split, lambda heads: attend_in_line(*heads, layout.sequences, by), grad)
-    assert torch.equal(read, attend_in_line(*apart, layout.sequences, by))
+    [read, _] = both_ways(joined, split, lambda heads: attend_packed(*heads, layout.sequences, by), grad)
+    assert torch.equal(read, attend_packed(*apart, layout.sequences, by))
 
 
 def test_without_a_gradient_the_same_is_read(by):
     joined, split, layout, grad = case("a window")
-    [read, _] = both_ways(joined, split, lambda heads: group_attention(heads, layout), grad)
+    [read, _] = both_ways(joined, split, lambda heads: attend_groups(heads, layout), grad)
     with torch.no_grad():
-        assert torch.equal(group_attention(joined.split(split, 1), layout), read)
+        assert torch.equal(attend_groups(joined.split(split, 1), layout), read)
 
 
 @pytest.mark.parametrize(
     "heads", [noise(4, 2, 32), noise(4, 2, 320), noise(4, 2, 64, dtype=torch.float32), noise(4, 2, 64).half()]
 )
 def test_other_heads_are_read_by_operators(heads):
-    assert lines.way(heads) is None
+    assert attention.find_attention_kernel(heads) is None
 
 
 # ---------------------------------------------------------------- no memory
@@ -93,13 +95,13 @@ def test_other_heads_are_read_by_operators(heads):
 def test_no_memory_is_an_error_of_the_call(name, by):
     heads = tuple(noise(2, 1, 64) for _ in range(3))
     with pytest.raises(MemoryError, match="read 2 tokens"):
-        run(
+        call_attention_kernel(
             name,
             by,
-            Line(torch.tensor([2**44]), torch.tensor([], dtype=torch.long)),
+            PackedSequences(torch.tensor([2**44]), torch.tensor([], dtype=torch.long)),
             heads,
             None,
-            lines.projected(heads),
+            attention.make_heads_struct(heads),
         )
 
 
@@ -107,14 +109,19 @@ def test_no_memory_is_an_error_of_the_call(name, by):
 
 
 def test_the_way_is_that_of_sampling():
-    assert lines.here()[0].uses_amx == fusing.here()[0].uses_amx
-    assert [tiles for tiles in BOTH if lines.has_bits_of_operators(Way(lines.here()[0].library, tiles))] == [
-        lines.here()[0].uses_amx
-    ]
+    assert attention.load_checked_library()[0].uses_amx == fused_check.load_fused_kernel()[0].uses_amx
+    assert [
+        tiles
+        for tiles in BOTH
+        if attention.passes_attention_self_check(CheckedLibrary(attention.load_checked_library()[0].library, tiles))
+    ] == [attention.load_checked_library()[0].uses_amx]
 
 
 def test_where_no_way_has_the_bits_there_is_a_reason(monkeypatch):
-    monkeypatch.setattr(lines, "passes_attention_self_check", lambda _: False)
-    assert lines.here.__wrapped__() == (None, "this processor or this torch rounds otherwise (attention)")
-    monkeypatch.setattr(kernels, "load_kernels", lambda: (None, "no g++"))
-    assert lines.here.__wrapped__() == (None, "no g++")
+    monkeypatch.setattr(attention, "passes_attention_self_check", lambda _: False)
+    assert attention.load_checked_library.__wrapped__() == (
+        None,
+        "this processor or this torch rounds otherwise (attention)",
+    )
+    monkeypatch.setattr(native, "load_kernels", lambda: (None, "no g++"))
+    assert attention.load_checked_library.__wrapped__() == (None, "no g++")

@@ -9,17 +9,17 @@ from torch.autograd import forward_ad
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from made_rollouts import batch_of, noise
-from pellucid.models import fusing, lines, products
+from pellucid.models import attention, fused_check, linear
+from pellucid.models.decode import DecodeBatch
 from pellucid.models.decoder import Decoder
-from pellucid.models.decoding import DecodeBatch
-from pellucid.models.packed import hidden_states
-from pellucid.models.products import MANY, linear, of_inputs
-from pellucid.policy.head import Head
-from pellucid.policy.logprobs import token_logprobs
+from pellucid.models.linear import GEMM_BLOCK, apply_linear, compute_input_gradient
+from pellucid.models.score import compute_hidden_states
+from pellucid.policy.logprobs import LMHead, compute_token_logprobs
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(
-    not (lines.here()[0] and lines.here()[0].uses_amx), reason="needs g++ and a CPU with AMX"
+    not (attention.load_checked_library()[0] and attention.load_checked_library()[0].uses_amx),
+    reason="needs g++ and a CPU with AMX",
 )
 SIZES = [(32, 32, 32), (33, 96, 64), (100, 576, 1536), (700, 1120, 96)]
 
@@ -35,7 +35,7 @@ def by(threads, multiply, *about):
 
 def among_few(x, weight, bias=None):
     """F.linear, MANY rows at a time; oneDNN adds these up in one order where it has one thread."""
-    few = [x[max(0, min(start, len(x) - MANY)) :][:MANY] for start in range(0, len(x), MANY)]
+    few = [x[max(0, min(start, len(x) - GEMM_BLOCK)) :][:GEMM_BLOCK] for start in range(0, len(x), GEMM_BLOCK)]
     rows = torch.cat([by(1, F.linear, part, weight, bias) for part in few[:-1]] or [x[:0] @ weight.mT])
     last = by(1, F.linear, few[-1], weight, bias)
     return torch.cat([rows, last[len(last) - (len(x) - len(rows)) :]])
@@ -46,15 +46,15 @@ def among_few(x, weight, bias=None):
 def test_a_row_has_the_bits_that_it_has_among_few(n, outputs, width, threads):
     """Threads share out outputs, or rows, or both."""
     x, weight, bias = noise(n, width), noise(outputs, width, seed=1), noise(outputs, seed=2)
-    assert torch.equal(by(threads, linear, x, weight), among_few(x, weight))
-    assert torch.equal(by(threads, linear, x, weight, bias), among_few(x, weight, bias))
+    assert torch.equal(by(threads, apply_linear, x, weight), among_few(x, weight))
+    assert torch.equal(by(threads, apply_linear, x, weight, bias), among_few(x, weight, bias))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize(("n", "outputs", "width"), SIZES)
 def test_the_gradient_of_inputs_is_the_product_with_what_is_turned(n, outputs, width, threads):
     grad, weight = noise(n, outputs), noise(outputs, width, seed=1)
-    assert torch.equal(by(threads, of_inputs, grad, weight), among_few(grad, weight.mT.contiguous()))
+    assert torch.equal(by(threads, compute_input_gradient, grad, weight), among_few(grad, weight.mT.contiguous()))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_product_has_the_gradients_of_its_operator(trained):
     """Of weights that are not cast from masters: an engine's that shards them, or frozen ones."""
     tensors = noise(40, 64), noise(96, 64, seed=1), noise(96, seed=2)
     grad, found = noise(40, 96, seed=3), []
-    for multiply in (linear, F.linear):
+    for multiply in (apply_linear, F.linear):
         leaves = [x.clone().requires_grad_(bool(needed)) for x, needed in zip(tensors, trained, strict=True)]
         multiply(*leaves).backward(grad)
         found.append([x.grad for x in leaves])
@@ -81,20 +81,20 @@ def test_a_forward_gradient_goes_by_operators(dual):
     with forward_ad.dual_level():
         given = list(tensors)
         given[dual] = forward_ad.make_dual(tensors[dual], tangents[dual])
-        found = forward_ad.unpack_dual(linear(*given)).tangent
+        found = forward_ad.unpack_dual(apply_linear(*given)).tangent
     pair = [tangents[i] if i == dual else tensors[i] for i in (0, 1)]
     torch.testing.assert_close(found, F.linear(*pair), rtol=0.01, atol=0.1)
 
 
 def test_rows_may_stand_among_others():
     wide, weight = noise(50, 256), noise(64, 96, seed=1)
-    assert torch.equal(linear(wide[:, 32:128], weight), linear(wide[:, 32:128].contiguous(), weight))
+    assert torch.equal(apply_linear(wide[:, 32:128], weight), apply_linear(wide[:, 32:128].contiguous(), weight))
     turned = noise(96, 50)
-    assert torch.equal(linear(turned.mT, weight), linear(turned.mT.contiguous(), weight))
+    assert torch.equal(apply_linear(turned.mT, weight), apply_linear(turned.mT.contiguous(), weight))
 
 
 def test_others_are_multiplied_by_operators(monkeypatch):
-    monkeypatch.setattr(products, "call_kernel", None)
+    monkeypatch.setattr(linear, "call_kernel", None)
     many = noise(40, 64)
     for x, weight in (
         (many[:31], noise(64, 64)),
@@ -103,23 +103,23 @@ def test_others_are_multiplied_by_operators(monkeypatch):
         (many, noise(64, 64).mT),
         (many.float(), noise(64, 64, dtype=torch.float32)),
     ):
-        assert torch.equal(linear(x, weight), F.linear(x, weight))
-    assert torch.equal(of_inputs(many, noise(64, 48)), many @ noise(64, 48))
+        assert torch.equal(apply_linear(x, weight), F.linear(x, weight))
+    assert torch.equal(compute_input_gradient(many, noise(64, 48)), many @ noise(64, 48))
     wide, weight = noise(32, 2**14 + 32), noise(2**14 + 32, 32)
-    assert torch.equal(of_inputs(wide, weight), wide @ weight)
+    assert torch.equal(compute_input_gradient(wide, weight), wide @ weight)
 
 
 def test_rows_of_another_dtype_are_refused_as_by_the_operator():
     """Their bits would be read as if they were bf16."""
     with pytest.raises(RuntimeError, match="dtype"):
-        linear(noise(40, 64, dtype=torch.float32), noise(96, 64))
+        apply_linear(noise(40, 64, dtype=torch.float32), noise(96, 64))
     with pytest.raises(RuntimeError, match="dtype"):
-        of_inputs(noise(40, 96, dtype=torch.float32), noise(96, 64))
+        compute_input_gradient(noise(40, 96, dtype=torch.float32), noise(96, 64))
 
 
 def test_no_memory_for_a_product_is_an_error_of_the_call(monkeypatch):
-    monkeypatch.setattr(products, "call_kernel", lambda *_: 1)
-    for multiply in (linear, of_inputs):
+    monkeypatch.setattr(linear, "call_kernel", lambda *_: 1)
+    for multiply in (apply_linear, compute_input_gradient):
         with pytest.raises(MemoryError, match="a matrix of 64 x 64"):
             multiply(noise(40, 64), noise(64, 64))
 
@@ -133,11 +133,11 @@ def test_with_amx_too_the_scorer_has_the_bits_of_the_sampler():
     for weight in model.parameters():
         weight.data.normal_(std=weight.shape[-1] ** -0.5)
     decoder, batch = Decoder(config, model, BF16), batch_of([5, 40], [12] * 40, [0] * 20 + [1] * 20)
-    decoding = DecodeBatch(decoder, 40, fusing.maker(decoder))
+    decoding = DecodeBatch(decoder, 40, fused_check.select_fused_decoder(decoder))
     assert decoding.fused_decoder
     said = [decoding.admit(batch.prompt_ids, 20), *(decoding.step(batch.response_ids[:, t]) for t in range(11))]
     sampled = torch.stack(said, 1).float().log_softmax(-1).gather(-1, batch.response_ids[..., None])[..., 0]
     with torch.no_grad():
-        hidden, head = hidden_states(decoder, batch)
-        scored, _ = token_logprobs(hidden, Head(*head), batch.response_ids[batch.response_mask])
+        hidden, head = compute_hidden_states(decoder, batch)
+        scored, _ = compute_token_logprobs(hidden, LMHead(*head), batch.response_ids[batch.response_mask])
     torch.testing.assert_close(scored, sampled[batch.response_mask], rtol=0, atol=5e-6)

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import pellucid
 from conftest import AT_KERNEL_SHAPE, character_tokenizer, make_policy, tiny_llama
 from pellucid.algorithm.batch import collate
-from pellucid.models import compiling, kernels, lines
+from pellucid.models import attention, native
 from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Group, Prompt
 
@@ -132,13 +132,13 @@ def test_recomputing_layers_changes_no_bit_of_a_gradient(name):
 def test_every_function_is_in_one_of_these_graphs():
     reached = set().union(*(nodes_below(loss_of(make(), batch_of())) for make in POLICIES.values()))
     missing = functions_of(pellucid) - reached
-    if kernels.here()[0] is None or not compiling.has_tiles() or not lines.here()[0]:
+    if native.load_kernels()[0] is None or not native.has_amx() or not attention.load_checked_library()[0]:
         missing -= {"Linear"}  # models/products.py: for AMX alone
-    if lines.here()[0] is None:
+    if attention.load_checked_library()[0] is None:
         missing -= {"InLine"}
     assert not missing
 
 
 def test_the_models_of_these_tests_have_heads_that_kernels_compute():
     for make in AT_KERNEL_SHAPE.values():
-        assert make().config.head_dim in lines.HEADS
+        assert make().config.head_dim in attention.KERNEL_HEAD_SIZES

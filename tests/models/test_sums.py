@@ -8,15 +8,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import VOCAB, character_tokenizer
 from made_rollouts import batch_of, noise, off
-from pellucid.models import lines, packed, sums
+from pellucid.models import attention, linear, score
 from pellucid.models.decoder import Decoder
-from pellucid.models.packed import hidden_states
-from pellucid.models.sums import sums_over_tokens
+from pellucid.models.linear import compute_weight_gradient
+from pellucid.models.score import compute_hidden_states
 from pellucid.policy.policy import Policy
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(
-    not (lines.here()[0] and lines.here()[0].uses_amx), reason="needs g++ and a CPU with AMX"
+    not (attention.load_checked_library()[0] and attention.load_checked_library()[0].uses_amx),
+    reason="needs g++ and a CPU with AMX",
 )
 
 
@@ -24,12 +25,12 @@ pytestmark = pytest.mark.skipif(
 def test_sums_over_tokens_are_unrounded(n, outputs, width):
     grad, x = noise(n, outputs), noise(n, width, seed=1)
     exact, before = grad.double().mT @ x.double(), noise(outputs, width, seed=2, dtype=torch.float32)
-    found = sums_over_tokens(grad, x, torch.float32)
+    found = compute_weight_gradient(grad, x, torch.float32)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
     for start in (0, 1):  # of a line of the cache, and not
         into = torch.empty(16 + outputs * width)[start : start + outputs * width].view(outputs, width).copy_(before)
-        assert sums_over_tokens(grad, x, torch.float32, into) is into
+        assert compute_weight_gradient(grad, x, torch.float32, into) is into
         torch.testing.assert_close(into.double(), before + exact, rtol=1e-5, atol=1e-4)
 
 
@@ -43,8 +44,8 @@ def unwritten_is_nan():
 
 def test_sums_over_no_token_are_nothing(unwritten_is_nan):
     grad, x, before = noise(0, 96), noise(0, 64), noise(96, 64, dtype=torch.float32)
-    assert torch.equal(sums_over_tokens(grad, x, torch.float32), torch.zeros(96, 64))
-    assert torch.equal(sums_over_tokens(grad, x, torch.float32, before.clone()), before)
+    assert torch.equal(compute_weight_gradient(grad, x, torch.float32), torch.zeros(96, 64))
+    assert torch.equal(compute_weight_gradient(grad, x, torch.float32, before.clone()), before)
 
 
 def test_where_no_token_weighs_all_gradients_are_nothing(unwritten_is_nan):
@@ -64,7 +65,7 @@ def test_sums_have_the_same_bits_with_any_number_of_threads(outputs):
     for threads in (1, 2, 3):
         try:
             torch.set_num_threads(threads)
-            found.append(sums_over_tokens(grad, x, torch.float32))
+            found.append(compute_weight_gradient(grad, x, torch.float32))
         finally:
             torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
@@ -72,16 +73,16 @@ def test_sums_have_the_same_bits_with_any_number_of_threads(outputs):
 
 
 def test_other_matrices_are_summed_by_operators(monkeypatch):
-    monkeypatch.setattr(sums, "call_kernel", None)
+    monkeypatch.setattr(linear, "call_kernel", None)
     for grad, x, wide in (
         (noise(4, 48), noise(4, 32), torch.float32),
         (noise(4, 32), noise(4, 48), torch.float32),
         (noise(4, 32), noise(4, 32), torch.float64),
         (noise(4, 32, dtype=torch.float32), noise(4, 32, dtype=torch.float32), torch.float32),
     ):
-        once = sums_over_tokens(grad, x, wide)
+        once = compute_weight_gradient(grad, x, wide)
         assert torch.equal(once, (grad.mT @ x).to(wide))
-        assert torch.equal(sums_over_tokens(grad, x, wide, once.clone()), once * 2)
+        assert torch.equal(compute_weight_gradient(grad, x, wide, once.clone()), once * 2)
 
 
 def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypatch):
@@ -92,14 +93,14 @@ def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypat
     batch = batch_of([5, 40], [8, 71, 2, 1], [0, 1, 1, 0])
 
     def gradients(dtype):
-        states, _ = hidden_states(Decoder(config, model, dtype), batch)
+        states, _ = compute_hidden_states(Decoder(config, model, dtype), batch)
         model.zero_grad()
         (states.float() * noise(*states.shape, dtype=torch.float32)).sum().backward()
         return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
     exact, ours = gradients(torch.float32), gradients(BF16)
-    monkeypatch.setattr(packed, "find_attention_kernel", lambda _: None)
-    monkeypatch.setattr(lines, "load_checked_library", lambda: (None, ""))
+    monkeypatch.setattr(score, "find_attention_kernel", lambda _: None)
+    monkeypatch.setattr(attention, "load_checked_library", lambda: (None, ""))
     theirs = gradients(BF16)
     assert len(exact) == 34
     distances = [sum(off(x[name], exact[name]) for name in exact) for x in (ours, theirs)]
@@ -107,6 +108,6 @@ def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypat
 
 
 def test_no_memory_for_sums_is_an_error_of_the_call(monkeypatch):
-    monkeypatch.setattr(sums, "call_kernel", lambda *_: 1)
+    monkeypatch.setattr(linear, "call_kernel", lambda *_: 1)
     with pytest.raises(MemoryError, match="a matrix of 32 x 64"):
-        sums_over_tokens(noise(2, 32), noise(2, 64), torch.float32)
+        compute_weight_gradient(noise(2, 32), noise(2, 64), torch.float32)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from architectures import FAMILY, model_of
+from pellucid.models.decode import DecodeBatch, append_tokens, evict_rows, restore_rows
 from pellucid.models.decoder import Decoder
-from pellucid.models.decoding import DecodeBatch
-from pellucid.models.turns import bring_back, extend, set_aside
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3]]
 
@@ -42,14 +41,14 @@ def test_rows_that_are_told_something_go_on_as_a_whole_reading_says(name):
     model, batch, logits, rows = begun(name)
     close(logits, whole(model, rows))
     told = [[7, 8, 2, 2, 1, 0, 4, 4, 3, 9, 9, 1, 2, 3, 4, 5, 6, 1, 2], [5]]
-    close(extend(batch, torch.tensor([2, 0]), told), whole(model, [rows[2] + told[0], rows[0] + told[1]]))
+    close(append_tokens(batch, torch.tensor([2, 0]), told), whole(model, [rows[2] + told[0], rows[0] + told[1]]))
     append([rows[2], rows[0]], told)
     for token in (1, 2, 3):
         append(rows, [[token], [token + 1], [token + 2], [token + 3]])
         close(batch.step(torch.tensor([row[-1] for row in rows])), whole(model, rows))
     more = [[4, 2], [1] * 40, [6, 6, 6]]
     append([rows[1], rows[2], rows[3]], more)
-    close(extend(batch, torch.tensor([1, 2, 3]), more), whole(model, rows[1:]))
+    close(append_tokens(batch, torch.tensor([1, 2, 3]), more), whole(model, rows[1:]))
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -61,7 +60,7 @@ def test_rows_that_wait_are_afterwards_what_they_were(name):
         logits = batch.step(torch.tensor([rows[0][-1], 5, rows[2][-1], 6]), speaks)
         close(logits[speaks], whole(model, [rows[0], rows[2]]))
     append([rows[1], rows[3]], [[8, 8], [2]])
-    close(extend(batch, torch.tensor([1, 3]), [[8, 8], [2]]), whole(model, [rows[1], rows[3]]))
+    close(append_tokens(batch, torch.tensor([1, 3]), [[8, 8], [2]]), whole(model, [rows[1], rows[3]]))
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -69,16 +68,16 @@ def test_rows_make_room_and_come_back_with_what_they_had(name):
     """Also where all rows of a prompt have left, and the prompt with them."""
     model, batch, _, rows = begun(name)
     append(rows, [[1, 2, 3], [4], [5, 6], [7]])
-    extend(batch, torch.arange(4), [[1, 2, 3], [4], [5, 6], [7]])
-    first, second, third = set_aside(batch, [1, 2, 3])
+    append_tokens(batch, torch.arange(4), [[1, 2, 3], [4], [5, 6], [7]])
+    first, second, third = evict_rows(batch, [1, 2, 3])
     batch.keep_rows(torch.tensor([0]))
     assert batch.count_free_slots() == 7
     append(rows[:1], [[9]])
     close(batch.step(torch.tensor([9])), whole(model, rows[:1]))
-    bring_back(batch, [third, first])
+    restore_rows(batch, [third, first])
     append([rows[3], rows[1]], [[3, 3], [2]])
-    close(extend(batch, torch.tensor([1, 2]), [[3, 3], [2]]), whole(model, [rows[3], rows[1]]))
-    bring_back(batch, [second])
+    close(append_tokens(batch, torch.tensor([1, 2]), [[3, 3], [2]]), whole(model, [rows[3], rows[1]]))
+    restore_rows(batch, [second])
     order = [rows[0], rows[3], rows[1], rows[2]]
     append(order, [[1], [2], [3], [4]])
     close(batch.step(torch.tensor([1, 2, 3, 4])), whole(model, order))
@@ -88,10 +87,10 @@ def test_rows_make_room_and_come_back_with_what_they_had(name):
 def test_a_prompt_of_the_same_tokens_is_another_prompt():
     """Names tell prompts apart, not what they say."""
     model, batch, _, rows = begun("llama")
-    [aside] = set_aside(batch, [3])
+    [aside] = evict_rows(batch, [3])
     batch.keep_rows(torch.tensor([0, 1]))
     batch.admit([[2, 2]], 1)
-    bring_back(batch, [aside])
+    restore_rows(batch, [aside])
     order = [rows[0], rows[1], [2, 2], rows[3]]
     append(order, [[1]] * 4)
     close(batch.step(torch.tensor([1] * 4)), whole(model, order))

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from conftest import EOS, CountDigits, character_tokenizer
 from made_rollouts import batch_of
 from pellucid.policy.policy import Policy
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Sampling
 
 SIZES = {
@@ -76,7 +76,7 @@ def test_gradients_are_the_same(policy, both_ways, shape, every):
 
 def test_completions_are_the_same(policy, both_ways):
     prompts, sampling = CountDigits().sample(0, 5), Sampling(7, max_tokens=40, seed="0/0")
-    sampler = Native()
+    sampler = NativeSampler()
     sampler.sync(policy, 0)
     usual, found = both_ways(lambda: sampler.generate(prompts, sampling))
     assert found == usual

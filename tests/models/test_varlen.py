@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 from architectures import FAMILY, batch_of, model_of, weighted
 from conftest import character_tokenizer
 from made_rollouts import CASES, both_ways, by_hand, case
-from pellucid.models import packed, varlen
-from pellucid.models.packed import group_attention
+from pellucid.models import attention as varlen
+from pellucid.models import score
+from pellucid.models.score import attend_groups
 from pellucid.policy.policy import Policy
 
 CPU = torch.device("cpu")
@@ -40,14 +41,14 @@ def kernel(query, keys, values, by, window, beyond=0):
 def there(monkeypatch):
     """The kernel is used, and the C++ of a CPU is not."""
     monkeypatch.setattr(varlen, "find_flash_kernel", lambda device, dtype: kernel)
-    monkeypatch.setattr(packed, "find_attention_kernel", lambda query: None)
+    monkeypatch.setattr(score, "find_attention_kernel", lambda query: None)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_told_what_each_token_reads(name, there):
     joined, split, layout, grad = case(name)
     joined = joined.detach().double().requires_grad_()
-    found = both_ways(joined, split, lambda heads: group_attention(heads, layout), grad.double())
+    found = both_ways(joined, split, lambda heads: attend_groups(heads, layout), grad.double())
     exact = both_ways(joined, split, lambda heads: by_hand(*heads, layout.sequences), grad.double())
     for one, other in zip(found, exact, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
@@ -61,7 +62,7 @@ def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, 
         monkeypatch.setattr(varlen, "find_flash_kernel", lambda *_, by_kernel=by_kernel: kernel if by_kernel else None)
         made = []
         monkeypatch.setattr(
-            packed, "make_attention_bias", lambda *about, m=made, f=packed.bias_of: m.append(1) or f(*about)
+            score, "make_attention_bias", lambda *about, m=made, f=score.make_attention_bias: m.append(1) or f(*about)
         )
         policy = Policy(model_of(name).double(), character_tokenizer(), F64)
         logprobs = policy.score(batch_of()).logprobs
@@ -75,11 +76,11 @@ def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, 
 
 def test_a_forward_gradient_and_heads_that_do_not_fit_go_by_the_operators():
     query = torch.zeros(4, 2, 64)
-    assert varlen.reads(query)
-    assert not varlen.reads(query[..., :60])
-    assert not varlen.reads(torch.zeros(4, 2, 264))
+    assert varlen.supports_flash(query)
+    assert not varlen.supports_flash(query[..., :60])
+    assert not varlen.supports_flash(torch.zeros(4, 2, 264))
     with forward_ad.dual_level():
-        assert not varlen.reads(forward_ad.make_dual(query, query))
+        assert not varlen.supports_flash(forward_ad.make_dual(query, query))
 
 
 def shifted(*about):
@@ -116,7 +117,7 @@ FAULTS = {
 @pytest.mark.parametrize("attention", FAULTS, ids=lambda f: f.__name__)
 def test_the_trial_finds_what_is_wrong_with_a_kernel(attention):
     with torch.no_grad():
-        fault = varlen.trial(attention, CPU, torch.bfloat16)
+        fault = varlen.find_flash_fault(attention, CPU, torch.bfloat16)
     assert fault.startswith(FAULTS[attention])
     assert bool(fault) == bool(FAULTS[attention])
 
@@ -124,7 +125,7 @@ def test_the_trial_finds_what_is_wrong_with_a_kernel(attention):
 def test_a_device_uses_the_first_kernel_that_is_right(monkeypatch):
     def chosen(*kernels):
         monkeypatch.setattr(varlen, "FLASH_KERNELS", kernels)
-        return varlen.choice.__wrapped__(CPU, torch.bfloat16)
+        return varlen.choose_flash_kernel.__wrapped__(CPU, torch.bfloat16)
 
     assert chosen(kernel, refused) == (kernel, "")
     assert chosen(without_groups, kernel) == (kernel, "Number of heads must be equal")
@@ -135,7 +136,7 @@ def test_a_device_uses_the_first_kernel_that_is_right(monkeypatch):
 
 def test_keys_and_values_are_repeated_for_a_kernel_without_groups(monkeypatch):
     monkeypatch.setattr(varlen, "run_flash_grouped", without_groups)
-    assert varlen.trial(varlen.repeated, CPU, torch.bfloat16) == ""
+    assert varlen.find_flash_fault(varlen.run_flash_repeated, CPU, torch.bfloat16) == ""
 
 
 def test_this_torch_has_the_operator_and_a_cpu_does_not_use_it():
@@ -147,4 +148,4 @@ def test_this_torch_has_the_operator_and_a_cpu_does_not_use_it():
         *("dropout_p", "is_causal", "return_debug_mask"),
     ]
     assert {"scale", "window_size_left", "window_size_right"} < set(names[10:])
-    assert varlen.kernel_of(CPU, torch.bfloat16) is None
+    assert varlen.find_flash_kernel(CPU, torch.bfloat16) is None

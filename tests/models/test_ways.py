@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pellucid.models import fusing, kernels, lines
+from pellucid.models import attention, fused_check, native
 
 KNOWN = (
     f"torch=={torch.__version__.partition('+')[0]}"
@@ -19,7 +19,7 @@ KNOWN = (
 @pytest.mark.skipif(not KNOWN, reason="this torch may add up in another order")
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="a CPU without AVX-512 for bfloat16")
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
-@pytest.mark.parametrize("way", [fusing, kernels, lines])
+@pytest.mark.parametrize("way", [fused_check, native, attention])
 def test_what_is_compiled_has_the_bits_of_the_operators(way):
     found, why = way.here()
     assert found, why

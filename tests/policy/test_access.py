@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import pellucid
 from conftest import character_tokenizer, tiny_llama
-from pellucid.doctor import memory
-from pellucid.policy import policy, pretrained
-from pellucid.policy.access import Access
-from pellucid.serve import command, host
+from pellucid.policy import load, policy
+from pellucid.policy.load import ModelAccess
+from pellucid.serve import api, command
+from pellucid.training import memory
 from pellucid.types import UserError
 from runs import answered, train, weights
 
@@ -57,9 +57,9 @@ def same(one, two):
     [("", "main"), ("main", "main"), ("v1", "v1"), (COMMITS["v1"], "v1"), (COMMITS["main"], "main")],
 )
 def test_a_branch_a_tag_or_a_commit_is_what_is_loaded(hub, asked, revision):
-    model, _ = pretrained.load(NAME, torch.float32, access=Access(asked))
+    model, _ = load.load_pretrained(NAME, torch.float32, access=ModelAccess(asked))
     assert same(weights_of(hub, revision), model.state_dict())
-    assert pretrained.commit(NAME, Access(asked)) == COMMITS[revision]
+    assert load.resolve_commit(NAME, ModelAccess(asked)) == COMMITS[revision]
 
 
 def test_configuration_and_tokenizer_are_of_the_same_revision(hub):
@@ -67,9 +67,12 @@ def test_configuration_and_tokenizer_are_of_the_same_revision(hub):
     character_tokenizer("ab").save_pretrained(snapshot)
     config = json.loads((snapshot / "config.json").read_text())
     (snapshot / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    assert len(pretrained.tokenizer(NAME, Access("v1"))) == 3 < len(pretrained.tokenizer(NAME))
-    assert memory.from_name(NAME, 0, access=Access("v1")).parameter_count < memory.from_name(NAME, 0).parameter_count
-    model, words = pretrained.load(NAME, torch.float32, access=Access("v1"))
+    assert len(load.load_tokenizer(NAME, ModelAccess("v1"))) == 3 < len(load.load_tokenizer(NAME))
+    assert (
+        memory.describe_model(NAME, 0, access=ModelAccess("v1")).parameter_count
+        < memory.describe_model(NAME, 0).parameter_count
+    )
+    model, words = load.load_pretrained(NAME, torch.float32, access=ModelAccess("v1"))
     assert (model.config.num_hidden_layers, len(words)) == (1, 3)
 
 
@@ -131,8 +134,8 @@ def test_the_revision_of_a_recipe_is_asked_of_its_model_alone(hub, recipe, model
 
 @pytest.mark.parametrize("kind", ["folder", "gguf", "embedded"])
 def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, recipe, capsys, monkeypatch):
-    monkeypatch.setattr(pretrained, "unpack_gguf", lambda _: Path(model_dir))
-    monkeypatch.setattr(pretrained, "_find_packaged_file", Path)
+    monkeypatch.setattr(load, "unpack_gguf", lambda _: Path(model_dir))
+    monkeypatch.setattr(load, "_find_packaged_file", Path)
     (tmp_path / "m.gguf").write_bytes(b"")
     name = {"folder": str(model_dir), "gguf": str(tmp_path / "m.gguf"), "embedded": "smollm2-135m"}[kind]
     assert train(recipe, "--run", tmp_path / "run", "--policy.model", name, "--policy.revision", "v1") == 2
@@ -219,7 +222,7 @@ def test_code_that_is_trusted_is_said_aloud_and_trained_and_saved_with_the_model
     assert answered("eval", tmp_path / "run", "--show", 1) == 0
     assert f"! policy.trust_remote_code: Python code of {tmp_path}/run/model runs as you" in capsys.readouterr().out
     with pytest.raises(UserError, match="would run as you") if own.name == "own_own" else torch.no_grad():
-        policy.load_frozen(str(tmp_path / "run" / "model"), torch.device("cpu"), torch.float32, 1.0)
+        policy.load_frozen_policy(str(tmp_path / "run" / "model"), torch.device("cpu"), torch.float32, 1.0)
 
 
 def trusting(recipe, model_dir, model, name):
@@ -263,17 +266,17 @@ def test_a_run_is_trusted_as_it_was_recorded_whatever_a_recipe_trusts(own, recip
 
 def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
     """As processes that share the weights save a model."""
-    trusted = policy.load_frozen(str(own), torch.device("cpu"), torch.float32, 1.0, access=Access("", True))
+    trusted = policy.load_frozen_policy(str(own), torch.device("cpu"), torch.float32, 1.0, access=ModelAccess("", True))
     (tmp_path / "saved").mkdir()
     trusted.save_config(tmp_path / "saved")
-    assert memory.from_name(str(tmp_path / "saved"), 0, access=Access("", True)).parameter_count > 0
+    assert memory.describe_model(str(tmp_path / "saved"), 0, access=ModelAccess("", True)).parameter_count > 0
 
 
 def test_trusted_code_is_served(own, capsys):
     if own.name == "own_own":
         with pytest.raises(UserError, match=r"would run as you, .*: read it, then give --trust-remote-code$"):
-            host.load(command.Serve((str(own),)))
-    served = host.load(command.Serve((str(own),), trust_remote_code=True))
+            api.load_served_model(command.Serve((str(own),)))
+    served = api.load_served_model(command.Serve((str(own),), trust_remote_code=True))
     assert served.policy.find_fallback_reason() == "code of its own"
     assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs as you\n"
 
@@ -287,7 +290,7 @@ def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_truste
     trusted = {"model": own, "trust_remote_code": True, "dtype": "float32", "run": tmp_path / "run"}
     pellucid.train(data=rows, reward=nothing, **trusted, **few).finish()
     capsys.readouterr()
-    served = host.load(command.Serve((str(tmp_path / "run"),)))
+    served = api.load_served_model(command.Serve((str(tmp_path / "run"),)))
     assert served.task is None and served.policy.find_fallback_reason() == "code of its own"
     assert f"! policy.trust_remote_code: Python code of {tmp_path}/run runs as you" in capsys.readouterr().out
 

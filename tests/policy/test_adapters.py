@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from conftest import CountDigits
 from pellucid import cli
 from pellucid.algorithm.batch import collate
-from pellucid.config import load
-from pellucid.doctor import memory
+from pellucid.config import load_config
 from pellucid.policy import lora, policy
-from pellucid.policy.model import add_adapter
-from pellucid.samplers.choice import choose
-from pellucid.training.compose import compose
+from pellucid.policy.load import add_adapter
+from pellucid.rollout.select import choose_sampler
+from pellucid.training import memory
+from pellucid.training.build import build_components
 from pellucid.types import Sampling, UserError
 from runs import train
 from tiny_families import checkpoint, model_of
@@ -30,19 +30,19 @@ CPU = torch.device("cpu")
 def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
     """Fused experts have adapters in one another; a recurrent layer keeps a state of its last pass, with gradient."""
     checkpoint(name, tmp_path / "base")
-    adapted = policy.load(str(tmp_path / "base"), CPU, torch.float32, 1.0, lora_rank=2)
+    adapted = policy.load_policy(str(tmp_path / "base"), CPU, torch.float32, 1.0, lora_rank=2)
     with torch.no_grad():
         for p in adapted.trainable().values():
             p.copy_(0.3 * torch.randn_like(p))
-    sampler, _ = choose("native", 8, adapted)
+    sampler, _ = choose_sampler("native", 8, adapted)
     sampler.sync(adapted)
     batch = collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)))
     scored = adapted.score(batch).logprobs
     scored.sum().backward()
     adapted.save(tmp_path / "merged")
-    merged = policy.load_frozen(str(tmp_path / "merged"), CPU, torch.float32, 1.0)
+    merged = policy.load_frozen_policy(str(tmp_path / "merged"), CPU, torch.float32, 1.0)
     torch.testing.assert_close(merged.score(batch).logprobs, scored.detach(), rtol=0, atol=2e-3)
-    base = policy.load_frozen(str(tmp_path / "base"), CPU, torch.float32, 1.0)
+    base = policy.load_frozen_policy(str(tmp_path / "base"), CPU, torch.float32, 1.0)
     assert (base.score(batch).logprobs - scored.detach())[batch.response_mask].abs().max() > 0.05
 
 
@@ -80,8 +80,8 @@ def test_the_adapters_configuration_names_its_base_as_the_user_does(name, revisi
     for folder in ("a/m", "m", "smollm2-135m"):
         (tmp_path / folder).mkdir(parents=True)
     adapter = add_adapter(model_of("llama"), 2)
-    lora.name_base(adapter, name, revision)
-    lora.save(adapter, dict(adapter.base_model.model.named_parameters()), tmp_path / "adapter")
+    lora.set_base_name(adapter, name, revision)
+    lora.save_adapter(adapter, dict(adapter.base_model.model.named_parameters()), tmp_path / "adapter")
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == named.format(here=tmp_path)
     assert (written["revision"], written["r"]) == (revision or None, 2)
@@ -90,8 +90,8 @@ def test_the_adapters_configuration_names_its_base_as_the_user_does(name, revisi
 def test_a_model_in_half_precision_whose_stream_is_not_has_an_adapter(tmp_path):
     """Mamba's residual stream is in fp32."""
     checkpoint("mamba", tmp_path)
-    adapted = policy.load(str(tmp_path), CPU, torch.bfloat16, 1.0, lora_rank=2)
-    assert choose("native", 8, adapted)[1] == ""
+    adapted = policy.load_policy(str(tmp_path), CPU, torch.bfloat16, 1.0, lora_rank=2)
+    assert choose_sampler("native", 8, adapted)[1] == ""
 
 
 def test_what_peft_has_no_adapter_for_is_one_line(monkeypatch):
@@ -117,7 +117,7 @@ def test_an_adapter_is_on_the_layers_that_are_named_and_weighed_as_told():
 
 def test_a_recipe_says_how_its_adapter_is_weighed_and_which_layers_have_one(recipe):
     settings = ["--policy.lora", "2", "--policy.lora-alpha", "3", "--policy.lora-targets", "q_proj"]
-    parts = compose(load(recipe, settings))
+    parts = build_components(load_config(recipe, settings))
     parts.close()
     adapted = {path.rpartition(".")[2]: m for path, m in parts.policy.model.named_modules() if hasattr(m, "lora_A")}
     assert {name: module.scaling["default"] for name, module in adapted.items()} == {"q_proj": 1.5}
@@ -125,8 +125,10 @@ def test_a_recipe_says_how_its_adapter_is_weighed_and_which_layers_have_one(reci
 
 def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
     checkpoint("llama", tmp_path)
-    adapted = policy.load(str(tmp_path), CPU, torch.float32, 1.0, lora_rank=2, lora_targets=("q_proj", "down_proj"))
-    counted = memory.from_name(str(tmp_path), 2, ("q_proj", "down_proj")).trained_count
+    adapted = policy.load_policy(
+        str(tmp_path), CPU, torch.float32, 1.0, lora_rank=2, lora_targets=("q_proj", "down_proj")
+    )
+    counted = memory.describe_model(str(tmp_path), 2, ("q_proj", "down_proj")).trained_count
     assert counted == sum(p.numel() for p in adapted.trainable().values())
 
 

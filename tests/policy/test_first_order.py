@@ -5,9 +5,9 @@ import torch
 
 from conftest import character_tokenizer, make_policy, tiny_llama
 from pellucid.algorithm.batch import collate
-from pellucid.policy.first_order import first_order, kept
-from pellucid.policy.model import add_adapter
+from pellucid.policy.load import add_adapter
 from pellucid.policy.policy import Policy
+from pellucid.training.token_recorder import copy_trained_weights, predict_logprob_changes
 from pellucid.types import Completion, Group, Prompt
 
 
@@ -51,7 +51,7 @@ def test_an_adapter_s_change_is_that_of_its_own_weights():
 
 
 def check_change(policy):
-    batch, before = batch_of(), kept(policy)
+    batch, before = batch_of(), copy_trained_weights(policy)
     start = policy.score(batch).logprobs[batch.action_mask]
     parameters = list(policy.trainable().values())
     gradients = [torch.autograd.grad(x, parameters, retain_graph=True, allow_unused=True) for x in start]
@@ -60,7 +60,7 @@ def check_change(policy):
         sum(float((g * step).sum()) for g, step in zip(of_token, steps, strict=True) if g is not None)
         for of_token in gradients
     ]
-    logprobs, change = first_order(policy, batch, before)
+    logprobs, change = predict_logprob_changes(policy, batch, before)
     torch.testing.assert_close(change, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(logprobs, start.detach(), rtol=1e-6, atol=1e-6)
     assert change.abs().max() > 0.01
@@ -70,12 +70,12 @@ def check_change(policy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_policy_is_afterwards_what_it_was_before(architecture, dtype):
     policy = make_policy(architecture, dtype)
-    batch, before = batch_of(), kept(policy)
+    batch, before = batch_of(), copy_trained_weights(policy)
     moved(policy)
     weights = {name: p.detach().clone() for name, p in policy.weights().items()}
     parameters = dict(policy.model.named_parameters())
     scores = policy.score(batch).logprobs
-    first_order(policy, batch, before)
+    predict_logprob_changes(policy, batch, before)
     assert torch.equal(policy.score(batch).logprobs, scores)
     for name, p in policy.model.named_parameters():
         assert p is parameters[name]
@@ -89,9 +89,9 @@ def test_the_change_in_bf16_is_no_further_from_that_in_fp32_than_a_backward_pass
     changes, products = [], []
     for dtype in (torch.float32, torch.bfloat16):
         policy = make_policy("llama", dtype)
-        batch, before = batch_of(), kept(policy)
+        batch, before = batch_of(), copy_trained_weights(policy)
         products.append(of_backward(policy, batch, before))
-        changes.append(first_order(policy, batch, before)[1].float())
+        changes.append(predict_logprob_changes(policy, batch, before)[1].float())
     assert (changes[0] - products[0]).norm() < 1e-4 * changes[0].norm()
     assert (changes[0] - changes[1]).norm() < 2 * (products[0] - products[1]).norm()
 

@@ -15,15 +15,14 @@ from architectures import FAMILY, VANISHING, adapted, model_of, weighted
 from conftest import CountDigits, character_tokenizer, make_policy, records
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig
-from pellucid.doctor import command as doctor
-from pellucid.machine import hardware
+from pellucid.distributed import torch_engine
+from pellucid.distributed.runtime import Runtime
 from pellucid.policy.policy import Policy
-from pellucid.runtimes import plain
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
-from pellucid.training import run
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
+from pellucid.training import doctor, run
 from pellucid.types import Sampling
+from pellucid.utils import hardware
 from runs import in_two_processes, same_run, train
 
 
@@ -81,7 +80,7 @@ def step(learner, policy, size):
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(monkeypatch, offload):
     """It costs no weights, moments or step count of Adam, and is not counted among those that no scale could save."""
-    monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**16))
+    monkeypatch.setattr(torch_engine, "GradScaler", starting_at(2.0**16))
     policy = adapted("llama", torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-2, offload=offload), total_updates=9)
     first = step(learner, policy, VANISHING)
@@ -100,7 +99,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(mo
 
 @pytest.mark.slow
 def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
-    monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**40, interval=2))
+    monkeypatch.setattr(torch_engine, "GradScaler", starting_at(2.0**40, interval=2))
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-5), total_updates=40)
     seen = [step(learner, policy, 1e-3) for _ in range(40)]
@@ -131,7 +130,7 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale():
 
 def test_where_nothing_is_scaled_there_is_nothing_to_lower(monkeypatch):
     """Else the scale would fall until every gradient was 0, and the run would look idle."""
-    monkeypatch.setattr(plain, "GradScaler", starting_at(1.0))
+    monkeypatch.setattr(torch_engine, "GradScaler", starting_at(1.0))
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(), total_updates=3)
     for _ in range(2):
@@ -167,7 +166,7 @@ def test_gradients_are_unscaled_before_they_are_clipped():
 # ---------------------------------------------------------------- sampler and scorer
 
 
-@pytest.mark.parametrize("sampler", [Native, HuggingFace])
+@pytest.mark.parametrize("sampler", [NativeSampler, HuggingFaceSampler])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_both_compute_in_fp16(name, sampler):
     """Their gap is that of fp16 products; the log-probs are not those of fp32."""
@@ -189,7 +188,7 @@ def test_both_compute_in_fp16(name, sampler):
 @pytest.mark.parametrize("more", [[], ["--policy.lora", 2, "--optimizer.offload"]], ids=["whole", "an adapter"])
 def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(recipe, tmp_path, monkeypatch, more):
     """Found in the first steps, raised in the last: a run that is killed in between has the same metrics and bits."""
-    monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**36, interval=3))
+    monkeypatch.setattr(torch_engine, "GradScaler", starting_at(2.0**36, interval=3))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = ["--policy.dtype", "float16", "--checkpoint.every", 1, "--evaluate.every", 3, *more]
     settings += ["--algorithm.steps", 8]
@@ -233,7 +232,7 @@ import json, math, sys
 from pathlib import Path
 import torch
 from conftest import make_policy
-from pellucid.runtimes.runtime import Runtime
+from pellucid.distributed.runtime import Runtime
 from pellucid.algorithm.settings import AdamWConfig
 from architectures import VANISHING as SMALL, weighted
 
@@ -297,7 +296,7 @@ def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys
     settings = ["--policy.dtype", "float16", "--evaluate.every", 0, "--algorithm.steps", 1]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert ("! this CPU multiplies 50 times as fast in fp32" in capsys.readouterr().out) == said
-    assert hardware.slower_in_float16(torch.device("cuda")) == ""
+    assert hardware.describe_slow_float16(torch.device("cuda")) == ""
 
 
 @pytest.mark.slow
@@ -308,7 +307,7 @@ def test_a_gpu_without_bf16_is_told_of_fp16_before_step_1_and_by_doctor(recipe, 
     assert "! cpu has no bf16" in capsys.readouterr().out
     assert train(recipe, "--run", tmp_path / "other", "--policy.dtype", "bfloat16", *settings) == 0
     assert "has no bf16" not in capsys.readouterr().out
-    assert dict(doctor.findings())["auto"].endswith("; cpu has no bf16")
+    assert dict(doctor.collect_findings())["auto"].endswith("; cpu has no bf16")
 
 
 def test_no_machine_is_given_fp16_unasked(monkeypatch):

@@ -10,9 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from conftest import byte_tokenizer
-from pellucid.policy import pretrained
-from pellucid.policy.literal import specials, tokenized
-from pellucid.policy.template import question_ids
+from pellucid.policy import load
+from pellucid.policy.chat_template import encode_messages_literally, encode_question, get_special_tokens
 from pellucid.types import Prompt
 
 CHATML = (
@@ -39,7 +38,7 @@ def bytes_of_chat():
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    return {"bytes": bytes_of_chat(), "smollm2": pretrained.load("smollm2-135m", torch.float32)[1]}
+    return {"bytes": bytes_of_chat(), "smollm2": load.load_pretrained("smollm2-135m", torch.float32)[1]}
 
 
 def asked(*contents, literal):
@@ -57,11 +56,11 @@ def asked(*contents, literal):
 @pytest.mark.parametrize("text", WRITTEN)
 def test_a_written_special_token_is_no_special_token(text, kind, tokenizers):
     tokenizer = tokenizers[kind]
-    ids, innocent = (question_ids(tokenizer, asked("Be.", some, literal=True)) for some in (text, "obey"))
+    ids, innocent = (encode_question(tokenizer, asked("Be.", some, literal=True)) for some in (text, "obey"))
     special = set(tokenizer.all_special_ids)
     assert [id for id in ids if id in special] == [id for id in innocent if id in special]
     assert tokenizer.decode(ids) == tokenizer.decode(innocent).replace("obey", text)
-    obedient = question_ids(tokenizer, asked("Be.", text, literal=False))
+    obedient = encode_question(tokenizer, asked("Be.", text, literal=False))
     assert sum(id in special for id in obedient) > sum(id in special for id in ids)
 
 
@@ -75,7 +74,7 @@ def test_they_are_what_transformers_makes_of_them(text, kind, tokenizers):
     tokenizer, prompt = tokenizers[kind], asked("Be.", text, literal=True)
     messages = [dict(message) for message in prompt.text]
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, sanitize_control_tokens=True)
-    assert list(question_ids(tokenizer, prompt)) == theirs["input_ids"]
+    assert list(encode_question(tokenizer, prompt)) == theirs["input_ids"]
 
 
 @pytest.mark.model
@@ -85,18 +84,20 @@ def test_other_texts_have_the_ids_of_the_chat_template(text, kind, tokenizers):
     tokenizer, prompt = tokenizers[kind], asked("Be.", text, literal=True)
     messages = [dict(message) for message in prompt.text]
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert list(question_ids(tokenizer, prompt)) == theirs
+    assert list(encode_question(tokenizer, prompt)) == theirs
 
 
 def test_so_they_are_in_the_arguments_of_calls_and_without_a_template():
     tokenizer = bytes_of_chat()
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": ["<|im_end|>"]}}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    ids = tokenized(tokenizer, lambda some: tokenizer.apply_chat_template(some, tokenize=False), messages)
+    ids = encode_messages_literally(
+        tokenizer, lambda some: tokenizer.apply_chat_template(some, tokenize=False), messages
+    )
     assert [id for id in ids if id in tokenizer.all_special_ids] == [257, 256, 257, 256]
     assert '{"a": ["<|im_end|>"]}' in tokenizer.decode(ids)
     tokenizer.chat_template = None
-    bare = question_ids(tokenizer, asked("Be.", OBEY, literal=True))
+    bare = encode_question(tokenizer, asked("Be.", OBEY, literal=True))
     assert tokenizer.decode(bare) == f"Be.\n{OBEY}\n"
     assert not {*bare} & {*tokenizer.all_special_ids}
 
@@ -114,10 +115,10 @@ def unigram():
 def test_a_special_token_that_is_a_word_of_the_vocabulary_is_spelled():
     tokenizer = unigram()
     assert 1 in tokenizer("</s>", split_special_tokens=True)["input_ids"]
-    ids = question_ids(tokenizer, asked("ab</s>c", literal=True))
+    ids = encode_question(tokenizer, asked("ab</s>c", literal=True))
     assert [tokenizer.convert_ids_to_tokens(id) for id in ids[:8]] == ["<s>", "▁a", "b", "<", "/", "s", ">", "c"]
 
 
 def test_all_special_tokens_are_known():
     tokenizer = bytes_of_chat()
-    assert specials(tokenizer) == {"<|im_start|>", "<|im_end|>"}
+    assert get_special_tokens(tokenizer) == {"<|im_start|>", "<|im_end|>"}

@@ -9,9 +9,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from pellucid.policy import head, logprobs
-from pellucid.policy.head import Head
-from pellucid.policy.logprobs import token_logprobs
+from pellucid.policy import logprobs
+from pellucid.policy.logprobs import LMHead, compute_token_logprobs
 
 
 @pytest.fixture
@@ -37,7 +36,9 @@ def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_a
     hidden, weight, tokens = inputs
     bias = torch.randn(29, dtype=torch.float64).requires_grad_()
     upstream = torch.randn(2, 13, dtype=torch.float64)
-    ours = token_logprobs(hidden, Head(weight, weight, bias, scale, softcap), tokens, temperature, entropy_grad=True)
+    ours = compute_token_logprobs(
+        hidden, LMHead(weight, weight, bias, scale, softcap), tokens, temperature, entropy_grad=True
+    )
     theirs = plain(hidden, weight, tokens, temperature, bias, scale, softcap)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
@@ -63,8 +64,10 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(
         logits = (hidden @ weight.T + bias) * scale
         return ((softcap * (logits / softcap).tanh() if softcap else logits) / temperature).log_softmax(-1)
 
-    reference = ref_hidden, Head(ref_weight, ref_weight, ref_bias, scale, softcap)
-    ours = token_logprobs(hidden, Head(weight, weight, bias, scale, softcap), tokens, temperature, reference=reference)
+    reference = ref_hidden, LMHead(ref_weight, ref_weight, ref_bias, scale, softcap)
+    ours = compute_token_logprobs(
+        hidden, LMHead(weight, weight, bias, scale, softcap), tokens, temperature, reference=reference
+    )
     every, other = log_probs(hidden, weight, bias), log_probs(ref_hidden, ref_weight, ref_bias)
     kl = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (every, other)))
     torch.testing.assert_close(ours[2], kl, rtol=0, atol=1e-12)
@@ -78,8 +81,8 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(
 
 def test_entropy_has_a_gradient_only_if_asked_for(inputs):
     hidden, weight, tokens = inputs
-    assert not token_logprobs(hidden, Head(weight, weight), tokens)[1].requires_grad
-    assert token_logprobs(hidden, Head(weight, weight), tokens, entropy_grad=True)[1].requires_grad
+    assert not compute_token_logprobs(hidden, LMHead(weight, weight), tokens)[1].requires_grad
+    assert compute_token_logprobs(hidden, LMHead(weight, weight), tokens, entropy_grad=True)[1].requires_grad
 
 
 def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
@@ -88,7 +91,7 @@ def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
     hidden, weight, tokens = inputs
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
-        token_logprobs(hidden, Head(weight, weight), tokens)
+        compute_token_logprobs(hidden, LMHead(weight, weight), tokens)
     assert kept
     assert not any(29 in shape and shape != (29, 8) for shape in kept)
 
@@ -100,19 +103,19 @@ def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkey
     tokens, of = torch.randint(64, (30,)), torch.randn(30)
     of[torch.tensor([0, 3, 4, 15, 16, 29])] = 0.0
 
-    made = logprobs._room
+    made = logprobs._count_saved_tokens
     monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 40 * len(weight))
     monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 4 * len(weight))
 
     def gradients(room):
         monkeypatch.setattr(logprobs, "_count_saved_tokens", lambda w, n: made(w, min(n, room)))
         x, master = hidden.clone().requires_grad_(), weight.float().requires_grad_()
-        found = token_logprobs(x, Head(weight, master), tokens, temperature=0.7)[0]
+        found = compute_token_logprobs(x, LMHead(weight, master), tokens, temperature=0.7)[0]
         both = [torch.autograd.grad(found, (x, master), of, retain_graph=True) for _ in range(2)]
         return [found.detach(), *both[0], *both[1]]
 
-    products, one = [], Head.project
-    monkeypatch.setattr(Head, "project", lambda self, x: products.append(len(x)) or one(self, x))
+    products, one = [], LMHead.project
+    monkeypatch.setattr(LMHead, "project", lambda self, x: products.append(len(x)) or one(self, x))
     kept = gradients(room)
     assert sum(products) == 30 + 24 + 24 - sum(of[:room] != 0)
     for found, expected in zip(kept, gradients(0), strict=True):
@@ -123,7 +126,7 @@ def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkey
 @pytest.fixture
 def widens(monkeypatch):
     """The head's product in fp32, as CUDA has it."""
-    for module in (head, logprobs):
+    for module in (logprobs, logprobs):
         monkeypatch.setattr(module, "widens", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: (x.double() @ y.double()).to(out_dtype))
 
@@ -136,13 +139,15 @@ def test_where_the_heads_product_is_wide_only_its_gradient_is_rounded(
     """And the products that are kept, of which a part is made again, take no more memory than narrow ones."""
     monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 2 * room * 64 or 2 * 64)
     monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 4 * 64)
-    made, products, one = logprobs._room, [], Head.project
+    made, products, one = logprobs._count_saved_tokens, [], LMHead.project
     monkeypatch.setattr(logprobs, "_count_saved_tokens", lambda weight, n: made(weight, n) if room else 0)
-    monkeypatch.setattr(Head, "project", lambda self, x: products.append(one(self, x)) or products[-1])
+    monkeypatch.setattr(LMHead, "project", lambda self, x: products.append(one(self, x)) or products[-1])
     hidden, weight, bias = torch.randn(30, 32).bfloat16(), torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
     tokens, upstream = torch.randint(64, (30,)), torch.randn(2, 30)
     x, master = hidden.clone().requires_grad_(), weight.float().requires_grad_()
-    found = token_logprobs(x, Head(weight, master, bias, scale, softcap), tokens, temperature, entropy_grad=True)
+    found = compute_token_logprobs(
+        x, LMHead(weight, master, bias, scale, softcap), tokens, temperature, entropy_grad=True
+    )
     gradients = torch.autograd.grad((torch.stack(found) * upstream).sum(), (x, master))
     assert {product.dtype for product in products} == {torch.float32}
     assert max(map(len, products)) <= max(room, 1)
@@ -157,18 +162,18 @@ def test_where_the_heads_product_is_wide_only_its_gradient_is_rounded(
 
 def test_without_a_backward_pass_nothing_is_kept(monkeypatch):
     asked = []
-    made = logprobs._room
+    made = logprobs._count_saved_tokens
     monkeypatch.setattr(logprobs, "_count_saved_tokens", lambda weight, n: asked.append(n) or made(weight, n))
     hidden, weight = torch.randn(30, 32).bfloat16().requires_grad_(), torch.randn(64, 32).bfloat16().requires_grad_()
     with torch.no_grad():
-        token_logprobs(hidden, Head(weight.detach(), weight), torch.randint(64, (30,)))
+        compute_token_logprobs(hidden, LMHead(weight.detach(), weight), torch.randint(64, (30,)))
     assert asked == [0]
 
 
 def test_logits_are_reduced_in_fp32():
     """In bf16 a log-softmax over 4096 equal logits would be off in the second digit."""
     hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(4096, 4, dtype=torch.bfloat16)
-    logprob, entropy = token_logprobs(hidden, Head(weight, weight), torch.tensor([7]))
+    logprob, entropy = compute_token_logprobs(hidden, LMHead(weight, weight), torch.tensor([7]))
     assert logprob.dtype == torch.float32
     assert abs(float(logprob) + torch.tensor(4096.0).log()) < 1e-4
     assert abs(float(entropy) - torch.tensor(4096.0).log()) < 1e-4
@@ -192,7 +197,7 @@ def test_however_the_chunks_fall_they_give_what_the_whole_gives(tokens, vocabula
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logprobs, "MAX_MATMUL_LOGITS", many)
         patch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", few)
-        ours = token_logprobs(hidden, Head(weight, weight), chosen, temperature, entropy_grad=True)
+        ours = compute_token_logprobs(hidden, LMHead(weight, weight), chosen, temperature, entropy_grad=True)
         mine = torch.autograd.grad(sum(x.sum() for x in ours), (hidden, weight))
     theirs = plain(hidden, weight, chosen, temperature, 0.0, 1.0, 0.0)
     gradients = torch.autograd.grad(sum(x.sum() for x in theirs), (hidden, weight))
@@ -206,7 +211,7 @@ def test_a_frozen_head_costs_no_gradient_of_its_own(inputs, trained):
     hidden, weight, tokens = inputs
     weight.requires_grad_(trained)
     with FlopCounterMode(display=False) as counted:
-        token_logprobs(hidden, Head(weight, weight), tokens)[0].sum().backward()
+        compute_token_logprobs(hidden, LMHead(weight, weight), tokens)[0].sum().backward()
     products = counted.get_flop_counts()["Global"][torch.ops.aten.mm] / (2 * 13 * 29 * 8)
     assert products == 3 + trained
     assert (weight.grad is not None) == trained

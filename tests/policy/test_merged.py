@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import pellucid
 from conftest import character_tokenizer
 from pellucid.policy import policy
-from pellucid.policy.model import add_adapter, copied
+from pellucid.policy.load import add_adapter, copy_model
 from pellucid.policy.policy import Policy
-from pellucid.reporting.run_folder import run_of
-from pellucid.samplers.servers import Servers
-from pellucid.serve import host
+from pellucid.reporting.run_files import find_run_dir
+from pellucid.rollout.vllm_client import VLLMServerSampler
+from pellucid.serve import api
 from pellucid.serve.command import Serve
-from pellucid.serve.sampling import Held
-from pellucid.training import exam
+from pellucid.serve.vllm_server import EngineHost
+from pellucid.training import run as exam
 from runs import answered, train
 from sampler_process import Plain, served, tiny_policy
 from tiny_families import checkpoint
@@ -66,7 +66,7 @@ def brevity(completions, **columns):
 def test_the_saved_model_has_the_whole_update(dtype, narrow, tmp_path):
     """The base stays the rounded one that the policy was trained with."""
     checkpoint("llama", tmp_path / "base")
-    adapted = policy.load(str(tmp_path / "base"), CPU, dtype, 1.0, lora_rank=2, offload_masters=narrow)
+    adapted = policy.load_policy(str(tmp_path / "base"), CPU, dtype, 1.0, lora_rank=2, offload_masters=narrow)
     step(adapted)
     adapted.load_trainable({name: p.clone() for name, p in adapted.trainable().items()})  # masters, too
     adapted.save(tmp_path / "saved")
@@ -93,7 +93,7 @@ def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, m
         assert {x.dtype for x in found.values()} == {torch.float32}, name
         for key, x in found.items():
             torch.testing.assert_close(x, expected[key], rtol=0, atol=1e-7, msg=f"{name}: {key}")
-    assert host.load(Serve((str(run.folder),), device="cpu")).policy.dtype == torch.float32
+    assert api.load_served_model(Serve((str(run.folder),), device="cpu")).policy.dtype == torch.float32
     dtypes = []
     monkeypatch.setattr(exam, "evaluate_model", lambda cfg, *_: dtypes.append(cfg.policy.dtype) or 0)
     capsys.readouterr()
@@ -107,7 +107,7 @@ def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, m
 def test_a_model_is_saved_in_the_dtype_that_was_asked_for(settings, recipe, tmp_path):
     few = ["--evaluate.every", 0, "--algorithm.steps", 1, "--policy.dtype", "bfloat16"]
     assert train(recipe, "--run", tmp_path / "run", *settings, *few, "--policy.save-dtype", "float16") == 0
-    assert run_of(str(tmp_path / "run"))
+    assert find_run_dir(str(tmp_path / "run"))
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {x.dtype for x in saved.values()} == {torch.float16}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype="auto")
@@ -117,14 +117,14 @@ def test_a_model_is_saved_in_the_dtype_that_was_asked_for(settings, recipe, tmp_
 @pytest.mark.slow
 def test_a_merged_push_has_the_whole_update():
     """Also pushed again, as to a server that comes back."""
-    model = copied(tiny_policy().model, BF16)
+    model = copy_model(tiny_policy().model, BF16)
     adapted = Policy(model, character_tokenizer(), BF16, adapter=add_adapter(model, 3, 7.0))
     for p in adapted.trainable().values():
         p.data = p.data.float()
-    base = copied(tiny_policy().model, BF16).state_dict()
-    held = Held(Plain)
+    base = copy_model(tiny_policy().model, BF16).state_dict()
+    held = EngineHost(Plain)
     with served(held) as url:
-        sampler = Servers(urls=(url,), timeout=10.0)
+        sampler = VLLMServerSampler(urls=(url,), timeout=10.0)
         for version in (1, 2):
             step(adapted)
             sampler.sync(adapted, version)
@@ -152,8 +152,8 @@ def test_smollm2_is_saved_and_pushed_as_it_was_trained(tmp_path):
     ids = torch.tensor([AutoTokenizer.from_pretrained(location)(text)["input_ids"]])
     moved = mean_kl(trained, plain, ids)
     assert moved > 1e-6
-    held = Held(Plain)
+    held = EngineHost(Plain)
     with served(held) as url:
-        Servers(urls=(url,), timeout=60.0).sync(run._course.policy, 8)
+        VLLMServerSampler(urls=(url,), timeout=60.0).sync(run._course.policy, 8)
         for model in (AutoModelForCausalLM.from_pretrained(run.folder / "model"), held.engine.model):
             assert mean_kl(trained, model, ids) < min(1e-5, 1e-3 * moved)

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import records
-from pellucid.doctor import memory
-from pellucid.policy import modelscope, pretrained
-from pellucid.policy.access import Access
+from pellucid.policy import load
+from pellucid.policy.load import ModelAccess
+from pellucid.training import memory
 from pellucid.types import UserError
 from runs import answered
 
@@ -74,8 +74,8 @@ def package(cache, model_dir, monkeypatch):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_model_is_found_wherever_a_version_of_the_package_has_kept_it(cache, model_dir, place):
     folder = kept(model_dir, cache / PLACES[place])
-    assert pretrained.locate(NAME) == str(folder)
-    assert pretrained.tokenizer(NAME)("1+1=").input_ids == pretrained.tokenizer(str(model_dir))("1+1=").input_ids
+    assert load.locate_model(NAME) == str(folder)
+    assert load.load_tokenizer(NAME)("1+1=").input_ids == load.load_tokenizer(str(model_dir))("1+1=").input_ids
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -85,21 +85,21 @@ def test_it_is_where_the_package_itself_finds_it(tmp_path, model_dir, place, mon
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path))
     folder = kept(model_dir, tmp_path / PLACES[place])
     found = package.snapshot_download("Some.One/Tiny-0.5B", cache_dir=tmp_path, local_files_only=True)
-    assert Path(found) == folder == Path(pretrained.locate(NAME))
+    assert Path(found) == folder == Path(load.locate_model(NAME))
 
 
 def test_without_a_folder_of_ones_own_they_are_in_the_home(model_dir, monkeypatch, tmp_path):
     monkeypatch.delenv("MODELSCOPE_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     folder = kept(model_dir, tmp_path / ".cache" / "modelscope" / PLACES["1.22 to 1.37"])
-    assert pretrained.locate(NAME) == str(folder)
+    assert load.locate_model(NAME) == str(folder)
 
 
 def test_of_several_revisions_none_is_guessed(cache, model_dir):
     for revision in ("v1.0.1", "v1.0.2"):
         kept(model_dir, cache / f"models/Some.One--Tiny-0.5B/snapshots/{revision}")
     with pytest.raises(UserError, match="is not in"):
-        pretrained.locate(NAME)
+        load.locate_model(NAME)
 
 
 @pytest.mark.parametrize("missing", ["a shard", "all weights", "the configuration"])
@@ -115,9 +115,9 @@ def test_a_download_that_was_cut_short_is_not_taken(cache, model_dir, tmp_path, 
         kept(model_dir, folder)
         (folder / name).unlink()
     with pytest.raises(UserError, match="is not in"):
-        pretrained.locate(NAME)
+        load.locate_model(NAME)
     whole = kept(model_dir, cache / PLACES["up to 1.21"])
-    assert pretrained.locate(NAME) == str(whole), "the next place is looked into"
+    assert load.locate_model(NAME) == str(whole), "the next place is looked into"
 
 
 # ---------------------------------------------------------------- downloads
@@ -125,7 +125,7 @@ def test_a_download_that_was_cut_short_is_not_taken(cache, model_dir, tmp_path, 
 
 def test_what_is_not_there_is_downloaded_by_the_package_once(package, cache, model_dir):
     for _ in range(2):
-        model, _ = pretrained.load(NAME, torch.float32)
+        model, _ = load.load_pretrained(NAME, torch.float32)
     assert package == [("Some.One/Tiny-0.5B", None)]
     expected = AutoModelForCausalLM.from_pretrained(model_dir)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
@@ -134,26 +134,26 @@ def test_what_is_not_there_is_downloaded_by_the_package_once(package, cache, mod
 def test_a_revision_is_looked_for_where_it_can_be_and_downloaded_as_it_is_called(package, cache, model_dir):
     kept(model_dir, cache / PLACES["1.38 and later"])
     kept(model_dir, cache / PLACES["1.22 to 1.37"])
-    v2 = Access("v2")
-    assert pretrained.locate(NAME, revision="v2") == str(cache / "models/Some.One--Tiny-0.5B/snapshots/v2")
-    pretrained.load(NAME, torch.float32, access=v2)
-    pretrained.tokenizer(NAME, v2)
+    v2 = ModelAccess("v2")
+    assert load.locate_model(NAME, revision="v2") == str(cache / "models/Some.One--Tiny-0.5B/snapshots/v2")
+    load.load_pretrained(NAME, torch.float32, access=v2)
+    load.load_tokenizer(NAME, v2)
     assert package == [("Some.One/Tiny-0.5B", "v2", None)]
-    assert pretrained.commit(NAME, v2) == "", "its folder has no commit's name"
+    assert load.resolve_commit(NAME, v2) == "", "its folder has no commit's name"
 
 
 def test_for_a_plan_or_a_tokenizer_no_weights_are_downloaded(package, cache):
-    assert memory.from_name(NAME, 0).parameter_count > 0
-    pretrained.tokenizer(NAME)
-    assert package == [("Some.One/Tiny-0.5B", list(modelscope.WEIGHTS))], "once for both"
+    assert memory.describe_model(NAME, 0).parameter_count > 0
+    load.load_tokenizer(NAME)
+    assert package == [("Some.One/Tiny-0.5B", list(load.WEIGHT_PATTERNS))], "once for both"
     assert not list(cache.rglob("*.safetensors"))
-    pretrained.load(NAME, torch.float32)
+    load.load_pretrained(NAME, torch.float32)
     assert package[1:] == [("Some.One/Tiny-0.5B", None)]
 
 
 def test_what_the_package_says_is_told_in_one_line(package):
     with pytest.raises(UserError) as told:
-        pretrained.locate("modelscope:No/Body")
+        load.locate_model("modelscope:No/Body")
     assert "cannot be downloaded (HTTP 404): mend the name or the connection" in str(told.value)
     assert "\n" not in str(told.value)
 
@@ -163,7 +163,7 @@ def test_what_the_package_says_is_told_in_one_line(package):
 )
 def test_what_is_no_name_is_refused(package, name):
     with pytest.raises(UserError, match=r"is called modelscope:OWNER/NAME$"):
-        pretrained.locate(name)
+        load.locate_model(name)
     assert not package
 
 

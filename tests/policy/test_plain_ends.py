@@ -6,9 +6,9 @@ import pytest
 
 from conftest import CHARACTERS, CountDigits, character_tokenizer, tiny_llama
 from pellucid.policy.policy import Policy
-from pellucid.policy.tool_calls import read
-from pellucid.samplers.choice import choose
-from pellucid.samplers.rollout import generated_text
+from pellucid.policy.tool_calls import parse_turn
+from pellucid.rollout.groups import decode_completion
+from pellucid.rollout.select import choose_sampler
 from pellucid.types import Sampling
 from serving import post, running
 
@@ -25,7 +25,7 @@ def policy():
 
 @pytest.mark.parametrize("sampler", ["native", "hf"])
 def test_the_text_of_a_completion_has_no_end_in_it(policy, sampler):
-    sampling, _ = choose(sampler, 16, policy)
+    sampling, _ = choose_sampler(sampler, 16, policy)
     sampling.sync(policy, 0)
     groups = sampling.generate(CountDigits().sample(0, 4), Sampling(8, max_tokens=40))
     ended = [c for group in groups for c in group.completions if c.token_ids[-1] == END]
@@ -37,7 +37,7 @@ def test_the_text_of_a_completion_has_no_end_in_it(policy, sampler):
 
 def test_a_text_behind_a_prefix_has_no_end_in_it(policy):
     ids = [CHARACTERS.index(c) for c in "12k"]
-    assert generated_text(policy, ids[:1], ids[1:]) == "2"
+    assert decode_completion(policy, ids[:1], ids[1:]) == "2"
     assert policy.decode(ids[:2]) == "12", "what does not end with it is whole"
     assert policy.decode([END, *ids]) == "k12", "one that does not end the text is text"
     assert policy.decode(ids, special=True) == "12k"
@@ -46,8 +46,8 @@ def test_a_text_behind_a_prefix_has_no_end_in_it(policy):
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "add"}}]])
 def test_a_turn_of_a_conversation_has_no_end_in_it(policy, tools):
     ids = [CHARACTERS.index(c) for c in "12k"]
-    assert read(policy.tokenizer, ids, (), tools, policy.eos_ids).message["content"] == "12"
-    assert read(policy.tokenizer, ids[:2], (), tools, policy.eos_ids).message["content"] == "12"
+    assert parse_turn(policy.tokenizer, ids, (), tools, policy.eos_ids).message["content"] == "12"
+    assert parse_turn(policy.tokenizer, ids[:2], (), tools, policy.eos_ids).message["content"] == "12"
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])

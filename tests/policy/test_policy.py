@@ -22,19 +22,18 @@ from conftest import (
     tiny_llama,
 )
 from pellucid.algorithm.batch import collate
-from pellucid.algorithm.grpo import update
+from pellucid.algorithm.grpo import update_policy
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.distributed.runtime import Runtime
 from pellucid.policy import policy as policy_module
-from pellucid.policy.adapter import AdapterOff
-from pellucid.policy.policy import Policy, check_head, end_of_answer
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.native import Native
+from pellucid.policy.policy import LoraReference, Policy, check_head, end_of_answer
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 
 
 def batch_of(policy, n=3, size=3, max_tokens=10):
     sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
-    return collate(Native(policy=policy).generate(CountDigits().sample(0, n), sampling))
+    return collate(NativeSampler(policy=policy).generate(CountDigits().sample(0, n), sampling))
 
 
 def one_token_at_a_time(policy, batch):
@@ -190,10 +189,10 @@ def capped(tmp_path_factory):
 @pytest.mark.parametrize("settings", [{}, {"lora": 2}, {"narrow": True}, {"lora": 2, "narrow": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_soft_cap_is_known_in_every_dtype(capped, settings, dtype):
-    policy = policy_module.load(str(capped), torch.device("cpu"), dtype, 1.0, **settings)
+    policy = policy_module.load_policy(str(capped), torch.device("cpu"), dtype, 1.0, **settings)
     group = Group(Prompt("p", "a"), (1, 2, 3), (Completion((4, EOS), (-1.0, -1.0), "", True),) * 2)
     scored = policy.score(collate([group])).logprobs.detach()
-    whole = policy_module.load(str(capped), torch.device("cpu"), torch.float32, 1.0)
+    whole = policy_module.load_policy(str(capped), torch.device("cpu"), torch.float32, 1.0)
     torch.testing.assert_close(scored, whole.score(collate([group])).logprobs.detach(), rtol=0, atol=0.3)
 
 
@@ -218,7 +217,7 @@ def test_one_percent_behind_the_head_is_seen_in_every_dtype(capped, dtype, facto
 
 
 def test_a_reference_has_no_gradient(model_dir):
-    reference = policy_module.load_frozen(str(model_dir), torch.device("cpu"), torch.float32, 1.0)
+    reference = policy_module.load_frozen_policy(str(model_dir), torch.device("cpu"), torch.float32, 1.0)
     assert reference.trainable() == {}
     assert not reference.score(batch_of(reference)).logprobs.requires_grad
 
@@ -229,7 +228,7 @@ def test_a_reference_has_no_gradient(model_dir):
 def test_masters_are_the_models_weights_unrounded_from_load_to_save(model_dir, tmp_path):
     """An optimizer step later too; the weights are what the masters round to."""
     exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True)
+    policy = policy_module.load_policy(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True)
     runtime = Runtime(policy, AdamWConfig(lr=1e-5, offload=True), total_updates=1)
 
     def all_agree():
@@ -254,7 +253,7 @@ def test_masters_are_the_models_weights_unrounded_from_load_to_save(model_dir, t
 
 
 def test_what_is_loaded_into_a_narrow_policy_is_its_masters(model_dir):
-    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True)
+    policy = policy_module.load_policy(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True)
     others = {name: torch.randn(p.shape) for name, p in policy.trainable().items()}
     policy.load_trainable(others)
     for name, p in policy.trainable().items():
@@ -263,7 +262,7 @@ def test_what_is_loaded_into_a_narrow_policy_is_its_masters(model_dir):
 
 
 def test_an_adapter_is_not_narrowed(model_dir):
-    policy = policy_module.load(
+    policy = policy_module.load_policy(
         str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, lora_rank=2, offload_masters=True
     )
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
@@ -323,13 +322,13 @@ def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, 
         for p in lora.trainable().values():
             p.add_(0.3 * torch.randn_like(p))
     assert (lora.score(batch).logprobs - start).abs().max() > 1e-2
-    torch.testing.assert_close(AdapterOff(lora).score(batch).logprobs, start, rtol=0, atol=0)
-    torch.testing.assert_close(AdapterOff(lora).compute_hidden_states(batch)[0], states, rtol=0, atol=0)
+    torch.testing.assert_close(LoraReference(lora).score(batch).logprobs, start, rtol=0, atol=0)
+    torch.testing.assert_close(LoraReference(lora).compute_hidden_states(batch)[0], states, rtol=0, atol=0)
 
     lora.save(tmp_path)
     merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path), character_tokenizer())
     torch.testing.assert_close(merged.score(batch).logprobs, lora.score(batch).logprobs, rtol=0, atol=1e-4)
-    torch.testing.assert_close(AdapterOff(lora).score(batch).logprobs, start, rtol=0, atol=0)
+    torch.testing.assert_close(LoraReference(lora).score(batch).logprobs, start, rtol=0, atol=0)
 
 
 def test_lora_without_its_library_names_the_extra(monkeypatch):
@@ -342,7 +341,7 @@ def test_the_base_of_a_lora_policy_does_not_move(lora):
     before = {name: p.clone() for name, p in lora.model.named_parameters()}
     batch = batch_of(lora)
     batch = replace(batch, advantages=batch.broadcast_to_tokens(torch.randn(len(batch), dtype=torch.float64)))
-    update(lora, batch, OneProcessRuntime(lora, lr=1.0), GRPOConfig())
+    update_policy(lora, batch, OneProcessRuntime(lora, lr=1.0), GRPOConfig())
     moved = {name for name, p in lora.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved
     assert moved <= lora.trainable().keys()

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 from conftest import CountDigits, records
 from pellucid import cli
 from pellucid.algorithm.batch import collate
-from pellucid.config import load
-from pellucid.doctor import memory
-from pellucid.policy import policy, quantized
-from pellucid.samplers.choice import choose
-from pellucid.training import preflight
+from pellucid.config import load_config
+from pellucid.policy import load, policy
+from pellucid.rollout.select import choose_sampler
+from pellucid.training import memory, preflight
 from pellucid.types import Sampling
 from runs import same_run, train, weights
 from tiny_families import checkpoint
@@ -32,7 +31,7 @@ MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 def adapted(folder, dtype=torch.float32, in_4bit=True):
     torch.manual_seed(0)
-    learner = policy.load(str(folder), CPU, dtype, 1.0, lora_rank=2, load_in_4bit=in_4bit)
+    learner = policy.load_policy(str(folder), CPU, dtype, 1.0, lora_rank=2, load_in_4bit=in_4bit)
     with torch.no_grad():
         for p in learner.trainable().values():
             p.copy_(0.1 * torch.randn_like(p))
@@ -40,7 +39,7 @@ def adapted(folder, dtype=torch.float32, in_4bit=True):
 
 
 def rollouts(learner):
-    sampler, note = choose("native", 8, learner)
+    sampler, note = choose_sampler("native", 8, learner)
     assert note == ""
     sampler.sync(learner)
     return collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)))
@@ -54,7 +53,7 @@ def dequantized(learner, folder):
     values = dict(plain.model.named_parameters())
     with torch.no_grad():
         for name, p in learner.model.named_parameters():
-            values[name].copy_(dequantize_4bit(p.data, p.quant_state) if quantized.is_quantized(p) else p)
+            values[name].copy_(dequantize_4bit(p.data, p.quant_state) if load.is_quantized(p) else p)
     return plain
 
 
@@ -79,11 +78,11 @@ def test_the_numbers_have_four_bits_and_are_near_the_weights(tmp_path):
     checkpoint("llama", tmp_path)
     learner, whole = adapted(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     values = dict(dequantized(learner, tmp_path).model.named_parameters())
-    narrow = {name: p for name, p in learner.model.named_parameters() if quantized.is_quantized(p)}
+    narrow = {name: p for name, p in learner.model.named_parameters() if load.is_quantized(p)}
     assert {name.split(".")[-3] for name in narrow} == MATRICES
     for name, p in narrow.items():
         weight = whole.get_parameter(name.replace(".base_layer", ""))
-        assert 2 * p.numel() == weight.numel() == quantized.numbers(p)
+        assert 2 * p.numel() == weight.numel() == load.count_weights(p)
         assert 0.9 < F.cosine_similarity(values[name].flatten(), weight.flatten(), dim=0) < 0.9999
 
 
@@ -100,7 +99,7 @@ def test_a_run_goes_on_to_the_same_bits_and_saves_a_whole_model_and_an_adapter(r
     gap = records(tmp_path / "whole" / "metrics.jsonl")[0]["sampler/gap_max"]
     assert gap < {"float32": 1e-4, "bfloat16": 0.2}[dtype]
 
-    base = AutoModelForCausalLM.from_pretrained(load(recipe).policy.model, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(load_config(recipe).policy.model, dtype=torch.float32)
     before = base.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
     added = peft.PeftModel.from_pretrained(base, tmp_path / "whole" / "adapter").merge_and_unload().state_dict()
     saved = weights(tmp_path / "whole")
@@ -118,14 +117,14 @@ def test_the_plan_counts_the_bytes_that_are_there(tmp_path, recipe, dtype):
     """What it takes for the adapter's share of the base is the adapter's size, as without 4-bit numbers."""
     checkpoint("llama", tmp_path / "base")
     settings = ["--policy.model", str(tmp_path / "base"), *IN_4BIT, "--policy.dtype", dtype]
-    cfg, learner = load(recipe, settings), adapted(tmp_path / "base", getattr(torch, dtype))
-    model, loaded = memory.of_policy(cfg.policy), preflight.count(learner)
+    cfg, learner = load_config(recipe, settings), adapted(tmp_path / "base", getattr(torch, dtype))
+    model, loaded = memory.describe_policy_model(cfg.policy), preflight.describe_loaded_model(learner)
     assert (model.trained_count, model.quantized_count) == (loaded.trained_count, loaded.quantized_count)
     assert model.parameter_count + model.trained_count == loaded.parameter_count
-    plain = [p for p in learner.model.parameters() if not quantized.is_quantized(p)]
-    held = sum(p.numel() * p.element_size() for p in plain) + memory.FOUR_BITS * model.quantized_count
+    plain = [p for p in learner.model.parameters() if not load.is_quantized(p)]
+    held = sum(p.numel() * p.element_size() for p in plain) + memory.BYTES_PER_4BIT_WEIGHT * model.quantized_count
     copied = 2 * model.trained_count if dtype == "bfloat16" else 0
-    assert memory.state(loaded, cfg)["weights"] * 1e9 == pytest.approx(held + copied, rel=1e-6)
+    assert memory.estimate_training_state(loaded, cfg)["weights"] * 1e9 == pytest.approx(held + copied, rel=1e-6)
 
 
 def test_the_plan_is_of_what_can_be(tmp_path, recipe, capsys):
@@ -153,7 +152,7 @@ def test_the_plan_is_of_what_can_be(tmp_path, recipe, capsys):
     ids=["whole", "fsdp2", "deepspeed", "offload"],
 )
 def test_what_cannot_be_is_refused_in_one_line(recipe, tmp_path, settings, said, capsys, monkeypatch):
-    monkeypatch.setattr(quantized, "check_bitsandbytes_installed", lambda: None)
+    monkeypatch.setattr(load, "check_bitsandbytes_installed", lambda: None)
     assert train(recipe, "--run", tmp_path / "run", *settings) == 2
     assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
 

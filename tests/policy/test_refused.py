@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pellucid import cli
-from pellucid.policy import policy, pretrained
+from pellucid.policy import load, policy
 from pellucid.types import UserError
 from tiny_families import checkpoint, model_of
 
@@ -30,20 +30,20 @@ def test_a_configuration_is_enough_to_be_refused(name, tmp_path, monkeypatch):
     checkpoint(name, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="is no causal language model") as refused:
-        pretrained.load(str(tmp_path), torch.float32)
+        load.load_pretrained(str(tmp_path), torch.float32)
     assert BY_CONFIGURATION[name] in str(refused.value)
 
 
 def test_a_body_without_its_head_is_not_given_a_random_one(tmp_path):
     checkpoint("llama, without its head", tmp_path)
     with pytest.raises(UserError, match=r"has no weights for lm_head.weight, which LlamaForCausalLM needs"):
-        pretrained.load(str(tmp_path), torch.float32)
+        load.load_pretrained(str(tmp_path), torch.float32)
 
 
 def test_a_head_that_is_the_embedding_is_not_missed(tmp_path):
     checkpoint("gpt2", tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    assert pretrained.load(str(tmp_path), torch.float32)
+    assert load.load_pretrained(str(tmp_path), torch.float32)
 
 
 def test_a_model_that_reads_what_is_to_come_is_none(tmp_path):
@@ -86,4 +86,4 @@ def test_weights_that_are_damaged_are_one_line(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     save_file({name: w for name, w in weights.items() if "layers.1" not in name}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"has no weights for model.layers.1.* and \d+ more"):
-        pretrained.load(str(tmp_path), torch.float32)
+        load.load_pretrained(str(tmp_path), torch.float32)

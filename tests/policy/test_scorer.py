@@ -9,7 +9,7 @@ from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, Granite
 from architectures import SMALL, batch_of, plain_logprobs, sequences
 from conftest import make_policy
 from pellucid.policy.policy import Policy
-from pellucid.policy.scorer import check_head, head_of
+from pellucid.policy.scorer import check_lm_head, get_lm_head
 
 HEADS = {
     "multiplied, Cohere": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
@@ -24,10 +24,12 @@ def test_what_a_head_does_to_its_logits_is_scored(name):
     bias = model.get_output_embeddings().bias
     if bias is not None:
         torch.nn.init.normal_(bias)
-    check_head(model)
+    check_lm_head(model)
     hidden = model.base_model(input_ids=torch.tensor([batch.prompt_ids[0]])).last_hidden_state
     expected = model(torch.tensor([batch.prompt_ids[0]])).logits
-    torch.testing.assert_close(head_of(model, torch.float32).compute_logits(hidden[0]), expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        get_lm_head(model, torch.float32).compute_logits(hidden[0]), expected[0], rtol=0, atol=1e-5
+    )
 
     class Speechless:
         eos_token_id, chat_template = 0, None

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from conftest import character_tokenizer
 from pellucid import cli, config
-from pellucid.policy import pretrained
-from pellucid.policy.template import Template
+from pellucid.policy import load
+from pellucid.policy.chat_template import ChatTemplate
 from pellucid.types import UserError
 
 THINKING = (
@@ -29,7 +29,7 @@ def test_a_value_in_the_template_is_what_its_caller_would_have_given():
     tokenizer, told = character_tokenizer(), character_tokenizer()
     tokenizer.chat_template = told.chat_template = THINKING
     for value in (False, True):
-        Template(variables={"enable_thinking": value}).apply_to_tokenizer(told)
+        ChatTemplate(variables={"enable_thinking": value}).apply_to_tokenizer(told)
         messages = [{"role": "user", "content": "1+1?"}]
         assert asked(told) == tokenizer.apply_chat_template(messages, enable_thinking=value, tokenize=False)
         told.chat_template = THINKING
@@ -38,7 +38,7 @@ def test_a_value_in_the_template_is_what_its_caller_would_have_given():
 
 def test_a_template_of_ones_own_is_loaded_and_saved(model_dir, tmp_path):
     (tmp_path / "own.jinja").write_text(OWN)
-    _, tokenizer = pretrained.load(str(model_dir), torch.float32, Template(str(tmp_path / "own.jinja")))
+    _, tokenizer = load.load_pretrained(str(model_dir), torch.float32, ChatTemplate(str(tmp_path / "own.jinja")))
     tokenizer.save_pretrained(tmp_path / "saved")
     assert asked(AutoTokenizer.from_pretrained(tmp_path / "saved")) == asked(tokenizer) == "a1+1?bc"
 
@@ -58,26 +58,26 @@ def test_a_template_that_cannot_be_is_said_in_one_line(said, tmp_path):
     if text:
         file.write_text(text)
     with pytest.raises(UserError, match=r"policy\.template") as refused:
-        Template(str(file), values).apply_to_tokenizer(character_tokenizer())
+        ChatTemplate(str(file), values).apply_to_tokenizer(character_tokenizer())
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_values_without_any_template_are_refused():
     with pytest.raises(UserError, match="no chat template of its own"):
-        Template(variables={"enable_thinking": False}).apply_to_tokenizer(character_tokenizer())
+        ChatTemplate(variables={"enable_thinking": False}).apply_to_tokenizer(character_tokenizer())
 
 
 def test_a_run_asks_by_its_template_and_its_model_remembers_it(recipe, tmp_path):
     (tmp_path / "own.jinja").write_text(THINKING)
     words = ["--policy.template", str(tmp_path / "own.jinja"), "--policy.template-kwargs", "enable_thinking", "False"]
-    assert config.load(recipe, words).policy.template_kwargs == {"enable_thinking": False}
+    assert config.load_config(recipe, words).policy.template_kwargs == {"enable_thinking": False}
     few = ["--algorithm.steps", "1", "--evaluate.every", "0"]
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", str(recipe), "--run", str(tmp_path / "run"), *words, *few])
     assert ended.value.code == 0
     assert asked(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == "==1+1?"
-    assert config.load(tmp_path / "run" / "config.json").policy.template_kwargs == {"enable_thinking": False}
+    assert config.load_config(tmp_path / "run" / "config.json").policy.template_kwargs == {"enable_thinking": False}
 
 
 @pytest.mark.slow

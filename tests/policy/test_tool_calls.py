@@ -10,9 +10,9 @@ from transformers import AddedToken
 from trl import chat_template_utils as trl
 
 from conftest import byte_tokenizer
-from pellucid.policy import pretrained
-from pellucid.policy.tool_calls import read
-from pellucid.protocols import Said
+from pellucid.policy import load
+from pellucid.policy.tool_calls import parse_turn
+from pellucid.types import PolicyTurn
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
@@ -138,7 +138,7 @@ def called(said):
 @pytest.mark.parametrize("kind", ["spelled", "special", "added"])
 @pytest.mark.parametrize("text", READ)
 def test_calls_are_read_in_every_form(text, kind, marks):
-    said = read(marks[kind], ids_of(marks[kind], text), [], TOOLS)
+    said = parse_turn(marks[kind], ids_of(marks[kind], text), [], TOOLS)
     content, calls = READ[text]
     assert said.message["role"] == "assistant"
     assert (said.message["content"], called(said), said.unreadable_calls) == (content, calls, ())
@@ -146,14 +146,14 @@ def test_calls_are_read_in_every_form(text, kind, marks):
 
 @pytest.mark.parametrize("text", PROSE)
 def test_prose_is_content_as_it_stands(text, marks):
-    said = read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
-    assert said == Said({"role": "assistant", "content": text})
+    said = parse_turn(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
+    assert said == PolicyTurn({"role": "assistant", "content": text})
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_what_cannot_be_read_is_said_in_a_line_and_never_raised(text, marks):
     for tokenizer in marks.values():
-        said = read(tokenizer, ids_of(tokenizer, text), [], TOOLS)
+        said = parse_turn(tokenizer, ids_of(tokenizer, text), [], TOOLS)
         content, reasons = UNREADABLE[text]
         assert (said.message, len(said.unreadable_calls)) == ({"role": "assistant", "content": content}, len(reasons))
         for fault, reason in zip(said.unreadable_calls, reasons, strict=True):
@@ -179,7 +179,7 @@ LONG = {
 def test_long_turns_are_read_in_a_time_that_grows_with_their_length(name, marks):
     """What is quadratic in 200,000 characters does not come to its end in the time that a test has."""
     tokenizer = marks["spelled"]
-    said = read(tokenizer, ids_of(tokenizer, LONG[name]), [], TOOLS)
+    said = parse_turn(tokenizer, ids_of(tokenizer, LONG[name]), [], TOOLS)
     assert len(said.unreadable_calls) <= 100
     assert len(called(said)) == (N // 100 if name == "calls" else 0)
 
@@ -193,28 +193,28 @@ def test_a_call_that_is_nested_very_deep_is_unreadable_and_never_raised(marks):
             '<tool_call>{"name": "add", "arguments": ' + "[" * depth + "]" * depth + "}</tool_call>",
             "<tool_call>" + '{"a": ' * depth + "1" + "}" * depth + "</tool_call>",
         ):
-            assert called(read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)) == []
+            assert called(parse_turn(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)) == []
 
 
 def test_good_calls_stay_beside_bad_ones(marks):
     text = f"<tool_call>{{bad <tool_call>{ADD}</tool_call><tool_call>[]x</tool_call><tool_call>{LOOK}</tool_call>"
-    said = read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
+    said = parse_turn(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
     assert called(said) == [SUM, CAT]
     assert len(said.unreadable_calls) == 2
 
 
 def test_without_tools_nothing_is_looked_for(marks):
     for text in READ:
-        said = read(marks["added"], ids_of(marks["added"], text), [], ())
-        assert said == Said({"role": "assistant", "content": text})
+        said = parse_turn(marks["added"], ids_of(marks["added"], text), [], ())
+        assert said == PolicyTurn({"role": "assistant", "content": text})
 
 
 def test_a_thought_that_the_prompt_began_holds_no_call(marks):
     tokenizer, thought = marks["added"], f"I could <tool_call>{LOOK}</tool_call>"
     context = tokenizer("Think!\n<think>\n")["input_ids"]
-    said = read(tokenizer, ids_of(tokenizer, f"{thought}</think>\n{ADD}"), context, TOOLS)
+    said = parse_turn(tokenizer, ids_of(tokenizer, f"{thought}</think>\n{ADD}"), context, TOOLS)
     assert (said.message["content"], called(said)) == (f"{thought}</think>", [SUM])
-    assert read(tokenizer, ids_of(tokenizer, thought), context, TOOLS).message["content"] == thought
+    assert parse_turn(tokenizer, ids_of(tokenizer, thought), context, TOOLS).message["content"] == thought
 
 
 ASKED = [{"role": "user", "content": "?"}]
@@ -229,7 +229,7 @@ LLAMA = ['{"name": "add", "parameters": {"a": [{"b": 1}]}}', "It is 3."]
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return pretrained.load("smollm2-135m", torch.float32)[1]
+    return load.load_pretrained("smollm2-135m", torch.float32)[1]
 
 
 @pytest.mark.slow
@@ -243,13 +243,14 @@ def test_where_the_tokenizer_says_how_calls_are_written_it_is_read_as_trl_does(t
     context = tokenizer.apply_chat_template(ASKED, tools=list(TOOLS), add_generation_prompt=True)["input_ids"]
     for text in texts:
         ids = tokenizer(text + end)["input_ids"]
-        said = read(tokenizer, ids, context, TOOLS)
+        said = parse_turn(tokenizer, ids, context, TOOLS)
         theirs = trl.parse_response(tokenizer, list(ids), list(context), list(TOOLS))
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in theirs.pop("tool_calls", [])]
         ours = {key: value for key, value in said.message.items() if key != "tool_calls"}
         assert (ours, called(said), said.unreadable_calls) == (theirs, calls, ())
     assert any(
-        "tool_calls" in read(tokenizer, tokenizer(text + end)["input_ids"], context, TOOLS).message for text in texts
+        "tool_calls" in parse_turn(tokenizer, tokenizer(text + end)["input_ids"], context, TOOLS).message
+        for text in texts
     )
 
 
@@ -258,18 +259,18 @@ def test_what_transformers_cannot_read_is_read_here_or_said(smollm2):
     smollm2.chat_template = trl.qwen3_chat_template
     tokenizer = trl.add_response_schema(smollm2)
     bad = tokenizer(f"<tool_call>{{bad}}</tool_call><tool_call>{ADD}</tool_call><|im_end|>")["input_ids"]
-    said = read(tokenizer, bad, [], TOOLS)
+    said = parse_turn(tokenizer, bad, [], TOOLS)
     assert called(said) == [SUM]
     assert said.unreadable_calls[0].startswith("not JSON")
     nameless = tokenizer('<tool_call>{"arguments": {}}</tool_call><|im_end|>')["input_ids"]
-    assert read(tokenizer, nameless, [], TOOLS).unreadable_calls == ("no name",)
+    assert parse_turn(tokenizer, nameless, [], TOOLS).unreadable_calls == ("no name",)
 
 
 def test_its_response_template_is_told_what_stands_before_the_answer():
     tokenizer = byte_tokenizer()
     tokenizer.response_template = trl.qwen3_template
     context = tokenizer("<|im_start|>assistant\n<think>\n")["input_ids"]
-    said = read(tokenizer, ids_of(tokenizer, "Hm.\n</think>\n\nYes."), context, TOOLS)
+    said = parse_turn(tokenizer, ids_of(tokenizer, "Hm.\n</think>\n\nYes."), context, TOOLS)
     assert said.message == {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."}
 
 
@@ -278,19 +279,19 @@ def test_a_stop_string_is_cut_off_before_a_response_template_reads_an_answer(cut
     tokenizer = byte_tokenizer()
     tokenizer.response_template = trl.qwen3_template
     ids = ids_of(tokenizer, f"See.<tool_call>{ADD}</tool_call>" + "STOP!"[:cut])[:-1]
-    assert called(read(tokenizer, ids, [], TOOLS, cut_characters=cut)) == [SUM]
-    assert read(tokenizer, ids, [], TOOLS, cut_characters=cut).message["content"] == "See."
+    assert called(parse_turn(tokenizer, ids, [], TOOLS, cut_characters=cut)) == [SUM]
+    assert parse_turn(tokenizer, ids, [], TOOLS, cut_characters=cut).message["content"] == "See."
 
 
 def test_the_end_is_no_content_where_a_response_template_forgets_it():
     tokenizer = byte_tokenizer()
     fields = {"content": {"content": "text"}}
     tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor": "a", "fields": fields}
-    assert read(tokenizer, ids_of(tokenizer, "Yes."), [], TOOLS).message["content"] == "Yes."
-    assert read(tokenizer, ids_of(tokenizer, "Yes.")[:-1], [], TOOLS).message["content"] == "Yes."
+    assert parse_turn(tokenizer, ids_of(tokenizer, "Yes."), [], TOOLS).message["content"] == "Yes."
+    assert parse_turn(tokenizer, ids_of(tokenizer, "Yes.")[:-1], [], TOOLS).message["content"] == "Yes."
 
 
 def test_the_message_goes_through_json():
     tokenizer = byte_tokenizer()
-    message = read(tokenizer, ids_of(tokenizer, "[add(a=(1, 2), b={3: 4})]"), [], TOOLS).message
+    message = parse_turn(tokenizer, ids_of(tokenizer, "[add(a=(1, 2), b={3: 4})]"), [], TOOLS).message
     assert json.loads(json.dumps(message)) == message

@@ -8,8 +8,8 @@ import pytest
 from trl import chat_template_utils as trl
 
 from conftest import byte_tokenizer
-from pellucid.policy.template import question_ids
-from pellucid.policy.tool_calls import read
+from pellucid.policy.chat_template import encode_question
+from pellucid.policy.tool_calls import parse_turn
 from pellucid.types import Prompt, UserError
 
 ADD = {
@@ -38,7 +38,9 @@ DROPS_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages i
 def text_of(template, *messages, tools=(ADD, LOOK), literal=False):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    return tokenizer.decode(question_ids(tokenizer, Prompt("p", messages, tools=tools, escape_special_tokens=literal)))
+    return tokenizer.decode(
+        encode_question(tokenizer, Prompt("p", messages, tools=tools, escape_special_tokens=literal))
+    )
 
 
 def test_a_template_that_knows_tools_shows_them_itself():
@@ -91,7 +93,7 @@ def test_without_a_template_they_are_lines():
 def test_what_is_shown_can_be_read_back():
     tokenizer = byte_tokenizer()
     spoken = text_of(CHATML, QUESTION, TURNS[0]).split("[assistant]")[1].rstrip("\n")
-    assert read(tokenizer, tokenizer(spoken)["input_ids"], [], [ADD]).message == TURNS[0]
+    assert parse_turn(tokenizer, tokenizer(spoken)["input_ids"], [], [ADD]).message == TURNS[0]
 
 
 def test_calls_of_tools_that_are_no_longer_there_are_shown_without_any():
@@ -107,4 +109,4 @@ def test_a_question_without_tools_is_as_it_was():
 
 def test_a_string_has_no_place_for_tools():
     with pytest.raises(UserError, match="prompt p has tools, and its text is a string: give messages"):
-        question_ids(byte_tokenizer(), Prompt("p", "1 + 1?", tools=(ADD,)))
+        encode_question(byte_tokenizer(), Prompt("p", "1 + 1?", tools=(ADD,)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conftest import character_tokenizer
-from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
+from pellucid.prefixes.cleaning import clean_text, extract_thinking, take_first_sentences, take_first_tokens
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thi
     ],
 )
 def test_what_is_cleaned(text, cleaned):
-    assert clean(text) == cleaned
-    assert clean(cleaned) == cleaned
+    assert clean_text(text) == cleaned
+    assert clean_text(cleaned) == cleaned
 
 
 @pytest.mark.parametrize("text", ["." * 300_000 + "x", "?!" * 150_000 + "x", ". " * 150_000, "." + " " * 300_000 + "="])
 def test_a_hostile_text_is_cut_in_linear_time(text):
     """In quadratic time the first ones would take many minutes."""
-    assert text.startswith(first_sentences(text, 2))
-    assert clean(text)
+    assert text.startswith(take_first_sentences(text, 2))
+    assert clean_text(text)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_a_hostile_text_is_cut_in_linear_time(text):
     ],
 )
 def test_where_sentences_end(text, first, two):
-    assert first_sentences(text, 1) == first
-    assert first_sentences(text, 2) == two
-    assert first_sentences(text, 100) == text
+    assert take_first_sentences(text, 1) == first
+    assert take_first_sentences(text, 2) == two
+    assert take_first_sentences(text, 100) == text
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_where_sentences_end(text, first, two):
     ],
 )
 def test_the_answer_is_no_part_of_the_thinking(text, thought):
-    assert clean(thinking(text)) == thought
+    assert clean_text(extract_thinking(text)) == thought
 
 
 def test_tokens_are_counted_by_the_tokenizer():
     tokenizer = character_tokenizer()
-    assert first_tokens("12 + 34", 2, tokenizer) == "12"
-    assert first_tokens("12 + 34", 3, tokenizer) == "12", "no white space at the end"
-    assert first_tokens("12 + 34", 7, tokenizer) == first_tokens("12 + 34", 99, tokenizer) == "12 + 34"
+    assert take_first_tokens("12 + 34", 2, tokenizer) == "12"
+    assert take_first_tokens("12 + 34", 3, tokenizer) == "12", "no white space at the end"
+    assert take_first_tokens("12 + 34", 7, tokenizer) == take_first_tokens("12 + 34", 99, tokenizer) == "12 + 34"
 
 
 def test_half_a_character_is_no_text():
@@ -115,10 +115,10 @@ def test_half_a_character_is_no_text():
         def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
             return bytes(ids).decode(errors="replace")
 
-    assert first_tokens("数学", 4, Bytes()) == "数"
+    assert take_first_tokens("数学", 4, Bytes()) == "数"
 
 
 @pytest.mark.slow
 def test_hostile_text_takes_linear_time():
     for piece in ("<think", "```a", "# ", "Thinking", "thinking: ", "e.g. ", "1. ", ". ", "!", '."', " \n"):
-        first_sentences(clean(piece * 200_000), 300_000)
+        take_first_sentences(clean_text(piece * 200_000), 300_000)

@@ -22,14 +22,13 @@ import torch
 from conftest import character_tokenizer, records, tiny_llama
 from forked import Forked
 from pellucid import cli, config
-from pellucid.machine import endpoint
 from pellucid.policy.policy import Policy
 from pellucid.prefixes import command as prefixes
 from pellucid.prefixes.journal import Journal
-from pellucid.prefixes.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
-from pellucid.protocols import with_split
+from pellucid.prefixes.teacher import INSTRUCTION, Teacher, TeacherEndpoint, UnansweredError
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.types import Prompt, UserError
+from pellucid.types import Prompt, UserError, with_split
+from pellucid.utils import endpoint
 from proxies import KEY, proxied, says
 from serving import running
 
@@ -84,7 +83,7 @@ def check_whole(output, recipe, n=6, **sources):
     held = json.loads(output.read_text(encoding="utf-8"))
     assert list(held) == ["recipe", "questions"]
     assert held["recipe"] == str(recipe)
-    expected = [prompt.question for prompt in config.load(recipe).task.sample(0, n)]
+    expected = [prompt.question for prompt in config.load_config(recipe).task.sample(0, n)]
     assert [row["question"] for row in held["questions"]] == expected
     assert {tuple(row) for row in held["questions"]} == {("question", "answer", "teacher", "student")}
     for source in ("teacher", "student"):
@@ -201,7 +200,7 @@ def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service,
         [body] = proxy.bodies
     system, user = body["messages"]
     assert system == {"role": "system", "content": "Be brief."}
-    [prompt] = config.load(recipe).task.sample(0, 1)
+    [prompt] = config.load_config(recipe).task.sample(0, 1)
     assert user == {"role": "user", "content": f"{prompt.question}\n\n{INSTRUCTION}"}
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny", 1.2, 12)
     written = (tmp_path / "p.json").read_text(encoding="utf-8")
@@ -221,7 +220,7 @@ def test_the_client_waits_as_long_as_it_is_told(service, recipe, tmp_path):
 def test_longer_waits_than_the_client_takes_are_kept_up_to_a_limit(service):
     asked = []
     with proxied(service, lambda number, body: ["429 300", "", "429 3600"][number]) as proxy:
-        teacher = Teacher(Endpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 2, 0), str.strip)
+        teacher = Teacher(TeacherEndpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 2, 0), str.strip)
         teacher.rate_limiter.wait = asked.append
         assert teacher.ask(Prompt("p", "2+3="))
         assert asked == [0.0, 300, 0.0]
@@ -246,7 +245,7 @@ def test_what_a_teacher_sends_is_bounded(status, body, headers, kind, told, monk
     monkeypatch.setenv("TEACHER_KEY", KEY)
 
     with proxied("", lambda *_: lambda handler: handler.reply(status, body, **headers)) as proxy:
-        teacher = Teacher(Endpoint(proxy.url, "tiny", "TEACHER_KEY", 1.0, 8, 5, 0, 0), str.strip)
+        teacher = Teacher(TeacherEndpoint(proxy.url, "tiny", "TEACHER_KEY", 1.0, 8, 5, 0, 0), str.strip)
         with pytest.raises(kind, match=told) if kind else nullcontext():
             assert teacher.ask(Prompt("p", "2+3=")) == told
         teacher.close()
@@ -264,7 +263,7 @@ def test_requests_start_no_faster_than_allowed(service, recipe, tmp_path):
 @pytest.mark.slow
 def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(service, recipe, tmp_path, capsys):
     output = tmp_path / "prefixes.json"
-    hopeless = config.load(recipe).task.sample(0, 6)[1].question
+    hopeless = config.load_config(recipe).task.sample(0, 6)[1].question
 
     def fault(number, body):
         """Also the first of another question: what is there of it must keep its place."""
@@ -354,7 +353,7 @@ def test_mistakes_are_told_in_one_line(options, complaint, recipe, tmp_path, cap
 @pytest.mark.slow
 def test_a_service_that_goes_away_is_told_in_one_line(service):
     with proxied(service) as proxy:
-        teacher = Teacher(Endpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 1, 0), str.strip)
+        teacher = Teacher(TeacherEndpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 1, 0), str.strip)
     with pytest.raises(UserError, match="cannot be reached"):
         teacher.ask(Prompt("p", "2+3="))
     teacher.close()
@@ -369,7 +368,7 @@ def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monke
         assert closed.wait(60)
         return opened[-1]
 
-    teacher = Teacher(Endpoint(f"{service}/v1", "tiny", "NO_KEY", 1.0, 8, 60, 0, 0), str.strip)
+    teacher = Teacher(TeacherEndpoint(f"{service}/v1", "tiny", "NO_KEY", 1.0, 8, 60, 0, 0), str.strip)
     monkeypatch.setattr(socket, "create_connection", slow)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(teacher.ask, Prompt("p", "2+3="))
@@ -384,7 +383,7 @@ def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monke
 def test_a_key_that_no_header_can_hold_is_not_told(key, monkeypatch):
     monkeypatch.setenv("PELLUCID_TEST_KEY", key)
     with pytest.raises(UserError, match="holds no key") as told:
-        Endpoint("https://api.example.com/v1", "m", "PELLUCID_TEST_KEY", 1.0, 8, 5, 1, 0).get_key()
+        TeacherEndpoint("https://api.example.com/v1", "m", "PELLUCID_TEST_KEY", 1.0, 8, 5, 1, 0).get_key()
     assert "sk-" not in str(told.value)
 
 
@@ -610,7 +609,7 @@ def test_a_recipe_that_will_use_the_prefixes_asks_for_them(service, tmp_path):
     recipe.write_text(f'[task]\nname = "prefixed"\nfile = "{output}"\n[task.task]\nname = "arithmetic"\n')
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, n=2, per_question=1)) == 0
-    task = replace(with_split(config.load(recipe).task, "train"), dropout=0.0)
+    task = replace(with_split(config.load_config(recipe).task, "train"), dropout=0.0)
     assert all(prompt.prefix for prompt in task.sample(0, 2))
 
 
@@ -652,7 +651,7 @@ def test_the_innermost_task_asks_and_each_question_once():
         def sample(self, step, n):
             return [Prompt(f"{i}", f"{self.split} {i % 3}", "a") for i in range(n)]
 
-    assert [prompt.question for prompt in prefixes.questions(Curriculum(Inner()), 5)] == [
+    assert [prompt.question for prompt in prefixes.sample_questions(Curriculum(Inner()), 5)] == [
         "train 0",
         "train 1",
         "train 2",

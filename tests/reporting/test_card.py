@@ -8,10 +8,10 @@ import pytest
 from huggingface_hub import ModelCard
 
 from pellucid import config
-from pellucid.reporting.card import base_model, card
-from pellucid.reporting.loggers import json_line
-from pellucid.reporting.measures import record_of
-from pellucid.training import files
+from pellucid.reporting.eval_metrics import make_evaluation_record
+from pellucid.reporting.loggers import format_json_line
+from pellucid.share import find_base_model, make_model_card
+from pellucid.training import run_dir as files
 from pellucid.types import Estimate, Evaluation
 
 SUMS = '[task]\nname = "arithmetic"\n[algorithm]\nseed = 5\n'
@@ -22,7 +22,7 @@ def evaluation(accuracy, reward, verdicts=True):
     right = Estimate(accuracy, accuracy - 0.125, accuracy + 0.125)
     worth = Estimate(reward, reward - 0.25, reward + 0.25)
     questions = Evaluation("arithmetic", "test", 16, 4, right, right, right, reward=worth, reward_at_k=worth)
-    return record_of(questions) | {"verdicts": verdicts}
+    return make_evaluation_record(questions) | {"verdicts": verdicts}
 
 
 @pytest.fixture
@@ -31,16 +31,16 @@ def written(tmp_path):
 
     def write(recipe, *evaluations, **facts):
         (tmp_path / "recipe.toml").write_text(recipe)
-        settings = files.recorded(config.resolved(config.load(tmp_path / "recipe.toml")))
+        settings = files.dump_settings(config.resolve_config(config.load_config(tmp_path / "recipe.toml")))
         run_dir = tmp_path / "run"
         (run_dir / "model").mkdir(parents=True, exist_ok=True)
-        known = {**settings, **FACTS, "digests": files.digests(settings), **facts}
+        known = {**settings, **FACTS, "digests": files.digest_named_files(settings), **facts}
         (run_dir / "config.json").write_text(json.dumps(known))
         steps = [{"step": 1, "time/step": 30.0}, {"step": 2, "time/step": 300.0}]
-        (run_dir / "metrics.jsonl").write_text("".join(map(json_line, steps)))
+        (run_dir / "metrics.jsonl").write_text("".join(map(format_json_line, steps)))
         lines = [{"step": step, **record} for step, record in enumerate(evaluations)]
-        (run_dir / "evals.jsonl").write_text("".join(map(json_line, lines)))
-        return ModelCard(card(run_dir, "me/sums", "steps = 2\n"))
+        (run_dir / "evals.jsonl").write_text("".join(map(format_json_line, lines)))
+        return ModelCard(make_model_card(run_dir, "me/sums", "steps = 2\n"))
 
     return write
 
@@ -175,4 +175,4 @@ def test_a_model_in_a_folder_with_spaces_goes_by_its_name(written, tmp_path):
     ],
 )
 def test_the_base_model_is_named_where_the_hub_has_it(model, known):
-    assert base_model(model) == known
+    assert find_base_model(model) == known

@@ -18,11 +18,23 @@ import wandb
 from tensorboard.backend.event_processing import event_accumulator
 from wandb.proto import wandb_internal_pb2
 
-from pellucid.reporting import boards
-from pellucid.reporting.boards import TensorBoard, WandB
-from pellucid.reporting.console import Console, Plain, before_after, sparkline, terminal
-from pellucid.reporting.loggers import Jsonl, Loggers, read_evaluations, truncate
-from pellucid.reporting.metrics import describe
+from pellucid.reporting import loggers
+from pellucid.reporting.console import (
+    ConsoleLogger,
+    PlainLogger,
+    format_sparkline,
+    make_comparison_table,
+    make_screen_logger,
+)
+from pellucid.reporting.loggers import (
+    CompositeLogger,
+    JsonlLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    compute_group_metrics,
+    read_evaluations,
+    truncate_logs,
+)
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, UserError
 
 TIMES = {"time/generate": 3.0, "time/reward": 0.0, "time/score": 0.5, "time/update": 1.0, "time/step": 5.0}
@@ -59,8 +71,8 @@ def read(path: Path) -> list[dict]:
 
 def test_metrics_recomputed_from_the_saved_rollouts_equal_the_logged_ones(tmp_path: Path):
     groups = groups_of((RIGHT, WRONG, FAILED), (RIGHT, RIGHT, RIGHT), (WRONG, WRONG, WRONG))
-    log = Jsonl(tmp_path)
-    log.log(1, describe(groups), groups)
+    log = JsonlLogger(tmp_path)
+    log.log(1, compute_group_metrics(groups), groups)
     log.close()
     logged, rows = read(tmp_path / "metrics.jsonl")[0], read(tmp_path / "rollouts.jsonl")
     graded = [row for row in rows if row["reward"] is not None]
@@ -82,7 +94,7 @@ def test_metrics_recomputed_from_the_saved_rollouts_equal_the_logged_ones(tmp_pa
 
 
 def test_a_rollout_holds_what_was_asked_said_and_graded(tmp_path: Path):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log(3, {}, groups_of((RIGHT, FAILED)))
     log.close()
     first, second = read(tmp_path / "rollouts.jsonl")
@@ -104,7 +116,7 @@ def test_a_rollout_holds_what_was_asked_said_and_graded(tmp_path: Path):
 
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path: Path):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     sampled = Completion((5, 6), (-math.inf, -0.5), "?", True)
     log.log(
         1,
@@ -117,7 +129,7 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path: Path):
 
 
 def test_a_reward_in_numpy_numbers_is_logged_as_a_number(tmp_path: Path):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log(1, {}, groups_of((Reward(np.float32(0.5), {"n": np.int64(2)}, np.bool_(True)),)))
     log.close()
     (row,) = read(tmp_path / "rollouts.jsonl")
@@ -125,15 +137,15 @@ def test_a_reward_in_numpy_numbers_is_logged_as_a_number(tmp_path: Path):
 
 
 def test_a_step_is_on_disk_before_close(tmp_path: Path):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log(1, {"loss": 0.0}, groups_of((RIGHT,)))
     log.log_evaluation(1, EVALUATION)
-    assert all(read(tmp_path / name) for name in Jsonl.FILE_NAMES)
+    assert all(read(tmp_path / name) for name in JsonlLogger.FILE_NAMES)
     log.close()
 
 
 def test_an_evaluation_holds_its_intervals(tmp_path: Path):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log_evaluation(10, EVALUATION)
     log.close()
     (row,) = read(tmp_path / "evals.jsonl")
@@ -158,7 +170,7 @@ def test_an_evaluation_holds_its_intervals(tmp_path: Path):
 
 
 def test_truncate_keeps_whole_lines_up_to_the_step_and_logging_goes_on(tmp_path: Path):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     for step in (1, 2, 3):
         log.log(step, {"loss": 0.0}, groups_of((RIGHT, WRONG)))
     log.log_evaluation(0, EVALUATION)
@@ -166,8 +178,8 @@ def test_truncate_keeps_whole_lines_up_to_the_step_and_logging_goes_on(tmp_path:
     log.close()
     with (tmp_path / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 2, "prompt": "half wri')
-    truncate(tmp_path, 2)
-    log = Jsonl(tmp_path)
+    truncate_logs(tmp_path, 2)
+    log = JsonlLogger(tmp_path)
     log.log(3, {"loss": 1.0}, groups_of((RIGHT,)))
     log.close()
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
@@ -180,14 +192,14 @@ def test_truncate_keeps_whole_lines_up_to_the_step_and_logging_goes_on(tmp_path:
 def test_truncate_drops_a_half_line_that_ends_where_a_number_or_a_record_could(tmp_path: Path, half: str):
     """To the second, only the end of the line is missing: the next one would go on in it."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n' + half)
-    truncate(tmp_path, 5)
+    truncate_logs(tmp_path, 5)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
 
 
 def test_truncate_drops_a_later_step_wherever_it_stands(tmp_path: Path):
     """As two processes leave them that wrote into one folder."""
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1, 4, 2, 3)))
-    assert truncate(tmp_path, 2) == []
+    assert truncate_logs(tmp_path, 2) == []
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
@@ -210,7 +222,7 @@ def test_bad_lines_are_cut_out_in_place_and_what_is_missing_is_said(tmp_path: Pa
     one, three, four = lines_of(1, 3, 4)
     path.write_bytes(one + BAD[bad] + three + four + BAD[bad])
     number = path.stat().st_ino
-    said = truncate(tmp_path, 3)
+    said = truncate_logs(tmp_path, 3)
     assert [row["step"] for row in read(path)] == [1, 3]
     assert path.stat().st_ino == number, "no copy: the disk may be full"
     assert said == [
@@ -221,13 +233,13 @@ def test_bad_lines_are_cut_out_in_place_and_what_is_missing_is_said(tmp_path: Pa
 
 def test_a_tail_of_zeros_without_an_end_is_cut_off(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1, 2)) + bytes(100))
-    assert truncate(tmp_path, 2) == []
+    assert truncate_logs(tmp_path, 2) == []
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines_of(1, 2))
 
 
 def test_a_run_whose_log_is_shorter_than_its_checkpoint_says_so(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1)))
-    assert truncate(tmp_path, 3) == [f"{tmp_path / 'metrics.jsonl'} lacks 2 of 3 steps, the first of them step 2"]
+    assert truncate_logs(tmp_path, 3) == [f"{tmp_path / 'metrics.jsonl'} lacks 2 of 3 steps, the first of them step 2"]
 
 
 def test_a_cut_that_is_killed_anywhere_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -236,7 +248,7 @@ def test_a_cut_that_is_killed_anywhere_is_finished_by_the_next(tmp_path: Path, m
     bad = BAD["zeros and the end of a line"]
     for written in range(len(bad) + 1):
         path.write_bytes(b"".join([lines_of(1)[0], b" " * written + bad[written:], lines_of(2)[0], lines_of(3)[0]]))
-        truncate(tmp_path, 2)
+        truncate_logs(tmp_path, 2)
         assert [row["step"] for row in read(path)] == [1, 2]
 
 
@@ -255,7 +267,7 @@ def test_a_full_disk_does_not_block_the_mend(tmp_path: Path):
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4]), (2, [1, 2, 4]), (3, [1, 3]), (0, [])])
 def test_rollouts_can_be_thinned_or_left_out(tmp_path: Path, every: int, steps: list[int]):
-    log = Jsonl(tmp_path, every)
+    log = JsonlLogger(tmp_path, every)
     for step in (1, 2, 3, 4):
         log.log(step, {"loss": 0.0}, groups_of((RIGHT,)))
     log.close()
@@ -279,7 +291,7 @@ class Broken:
 def test_a_board_that_fails_costs_a_line_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture, error: Exception
 ):
-    log = Loggers([Jsonl(tmp_path)], [Broken(error), board := Plain(3)])
+    log = CompositeLogger([JsonlLogger(tmp_path)], [Broken(error), board := PlainLogger(3)])
     log.log(1, {"loss": 0.5}, [])
     log.log_evaluation(1, EVALUATION)
     log.close()
@@ -292,11 +304,11 @@ def test_a_board_that_fails_costs_a_line_and_not_the_run(
 
 def test_a_file_that_fails_is_not_passed_over(tmp_path: Path):
     with pytest.raises(ZeroDivisionError):
-        Loggers([Broken(ZeroDivisionError())]).log(1, {}, [])
+        CompositeLogger([Broken(ZeroDivisionError())]).log(1, {}, [])
 
 
 def test_loggers_fan_out(tmp_path: Path):
-    log = Loggers([Jsonl(tmp_path / "a"), Jsonl(tmp_path / "b")])
+    log = CompositeLogger([JsonlLogger(tmp_path / "a"), JsonlLogger(tmp_path / "b")])
     log.log(1, {"loss": 0.0}, [])
     log.log_evaluation(1, EVALUATION)
     log.close()
@@ -307,7 +319,7 @@ def test_loggers_fan_out(tmp_path: Path):
 
 def test_tensorboard_holds_the_scalars_and_forgets_what_a_resumed_run_repeats(tmp_path: Path):
     for first_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        log = TensorBoard(tmp_path, first_step)
+        log = TensorBoardLogger(tmp_path, first_step)
         for step in steps:
             log.log(step, {"reward/mean": first_step + step / 10}, [])
         log.log_evaluation(steps[-1], EVALUATION)
@@ -320,7 +332,7 @@ def test_tensorboard_holds_the_scalars_and_forgets_what_a_resumed_run_repeats(tm
 
 def test_a_full_disk_under_tensorboard_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     hook, limit = threading.excepthook, resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = TensorBoard(tmp_path)
+    log = TensorBoardLogger(tmp_path)
     log.log(1, {"loss": 1.0}, [])
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
     try:
@@ -338,7 +350,7 @@ def test_a_full_disk_under_tensorboard_is_one_line(tmp_path: Path, capsys: pytes
 
 def test_both_boards_also_use_the_names_of_the_field(tmp_path: Path):
     metrics = {"loss": 0.5, "kl": 0.25, "grad_norm": 2.0, "reward/mean": 0.75, "completion/correct": 0.5, "tokens": 9.0}
-    board = TensorBoard(tmp_path)
+    board = TensorBoardLogger(tmp_path)
     board.log(1, metrics, [])
     board.close()
     events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
@@ -348,7 +360,7 @@ def test_both_boards_also_use_the_names_of_the_field(tmp_path: Path):
 
 @pytest.mark.slow
 def test_an_offline_wandb_run_is_written_whole(tmp_path: Path):
-    log = WandB(tmp_path, "pellucid", "offline", {"algorithm": {"steps": 2}})
+    log = WandbLogger(tmp_path, "pellucid", "offline", {"algorithm": {"steps": 2}})
     log.log_evaluation(0, EVALUATION)
     log.log(1, {"loss": 0.5, "reward/mean": 0.25}, [])
     log.log(2, {"loss": 0.25, "reward/mean": 0.75}, [])
@@ -401,20 +413,20 @@ def wandb_records(file: Path):
 def test_a_missing_wandb_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pellucid\[wandb\]"):
-        WandB(tmp_path, "pellucid", "offline", {})
+        WandbLogger(tmp_path, "pellucid", "offline", {})
 
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UserError, match=r'^log.tensorboard needs tensorboard: pip install "pellucid\[tensorboard\]"$'):
-        TensorBoard(tmp_path)
+        TensorBoardLogger(tmp_path)
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]):
     groups = groups_of((RIGHT, RIGHT), (WRONG, WRONG), (RIGHT, WRONG))
-    log = Plain(30)
-    log.log(2, {**describe(groups), **TIMES, "sampler/gap_mean": 0.031, "loss": 7.0}, groups)
+    log = PlainLogger(30)
+    log.log(2, {**compute_group_metrics(groups), **TIMES, "sampler/gap_mean": 0.031, "loss": 7.0}, groups)
     log.log_evaluation(10, EVALUATION)
     step, evaluation = capsys.readouterr().out.splitlines()
     assert step == (
@@ -425,7 +437,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]):
 
 def test_plain_shows_trouble_and_the_first_error_once(capsys: pytest.CaptureFixture[str]):
     groups = groups_of((RIGHT, FAILED))
-    log = Plain(3)
+    log = PlainLogger(3)
     for step in (1, 2):
         log.log(step, {"reward/failed": 1.0, "skipped": 2.0, "skipped/overflow": 3.0}, groups)
     lines = capsys.readouterr().out.splitlines()
@@ -438,15 +450,15 @@ def test_plain_shows_trouble_and_the_first_error_once(capsys: pytest.CaptureFixt
 
 def test_greedy_alone_is_shown_where_nothing_was_sampled(capsys: pytest.CaptureFixture[str]):
     none = Estimate(math.nan, math.nan, math.nan)
-    Plain(3).log_evaluation(0, Evaluation("sorting", "test", 64, 0, Estimate(0.5, 0.1, 0.9), none, none))
+    PlainLogger(3).log_evaluation(0, Evaluation("sorting", "test", 64, 0, Estimate(0.5, 0.1, 0.9), none, none))
     assert capsys.readouterr().out == "eval step 0  greedy 0.50 [0.10, 0.90]\n"
 
 
 def test_once_rewards_are_degrees_no_line_speaks_of_right_and_wrong(capsys: pytest.CaptureFixture[str]):
-    log, none = Plain(3), Estimate()
+    log, none = PlainLogger(3), Estimate()
     for step, rewards in enumerate(((0.0, 0.0), (0.8, 0.8), (0.0, 0.0)), start=1):
         groups = groups_of(tuple(Reward(reward) for reward in rewards))
-        log.log(step, describe(groups), groups)
+        log.log(step, compute_group_metrics(groups), groups)
     log.log_evaluation(3, Evaluation("tone", "test", 3, 0, Estimate(0.0), none, none, reward=Estimate(0.8)))
     first, *others, last = capsys.readouterr().out.splitlines()
     assert "dead 0/1 right  1/1 wrong" in first, "so far each reward was 0"
@@ -455,7 +467,7 @@ def test_once_rewards_are_degrees_no_line_speaks_of_right_and_wrong(capsys: pyte
     assert last == "eval step 3  reward 0.80  (too few prompts for an interval)"
 
 
-def picture_of(log: Console) -> str:
+def picture_of(log: ConsoleLogger) -> str:
     paper = rich.console.Console(file=io.StringIO(), width=100)
     paper.print(log.render())
     return paper.file.getvalue()
@@ -465,10 +477,12 @@ def shown(steps: int, first_step: int = 0, groups: list[Group] | None = None, **
     """The last picture of a live display after `steps` steps."""
     groups = groups or groups_of((RIGHT, RIGHT), (WRONG, WRONG), (RIGHT, WRONG))
     screen = rich.console.Console(file=io.StringIO(), force_terminal=True, width=100)
-    log = Console(30, first_step, screen)
+    log = ConsoleLogger(30, first_step, screen)
     log.log_evaluation(0, EVALUATION)
     for step in range(first_step + 1, first_step + steps + 1):
-        log.log(step, {**describe(groups), **TIMES, **extra, "reward/mean": step / 10, "loss": 123.0}, groups)
+        log.log(
+            step, {**compute_group_metrics(groups), **TIMES, **extra, "reward/mean": step / 10, "loss": 123.0}, groups
+        )
     log.log_evaluation(first_step + steps, BETTER)
     log.close()
     return picture_of(log)
@@ -493,12 +507,12 @@ def test_both_displays_say_what_dynamic_sampling_drew(capsys: pytest.CaptureFixt
     assert re.search(r"groups drawn +12 +75% of them dead", picture)
     assert "groups drawn" not in shown(2)
     capsys.readouterr()
-    Plain(3).log(1, {"groups/drawn": 12.0, "groups/drawn_dead": 0.75}, groups_of((RIGHT, WRONG)))
+    PlainLogger(3).log(1, {"groups/drawn": 12.0, "groups/drawn_dead": 0.75}, groups_of((RIGHT, WRONG)))
     assert capsys.readouterr().out == "step 1/3  drawn  12\n"
 
 
 def test_the_live_display_of_a_resumed_run_goes_on_counting():
-    log = Console(30, 10, rich.console.Console(file=io.StringIO(), force_terminal=True))
+    log = ConsoleLogger(30, 10, rich.console.Console(file=io.StringIO(), force_terminal=True))
     log.close()
     assert "10/30" in picture_of(log)
     assert "12/30" in shown(2, first_step=10)
@@ -511,24 +525,24 @@ def test_the_live_display_warns_of_failed_rewards_and_skipped_updates():
 
 
 def test_the_live_display_does_without_metrics():
-    log = Console(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
+    log = ConsoleLogger(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
     log.log(1, {}, [])
     log.close()
 
 
 def test_a_file_gets_plain_lines():
-    assert isinstance(terminal(3), Plain)
+    assert isinstance(make_screen_logger(3), PlainLogger)
 
 
 def test_sparkline_reaches_from_the_lowest_to_the_highest():
-    assert sparkline([0.0, 1.0, math.nan, 0.5]) == "▁█ ▅"
-    assert sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([math.nan]) == " "
+    assert format_sparkline([0.0, 1.0, math.nan, 0.5]) == "▁█ ▅"
+    assert format_sparkline([2.0, 2.0]) == "▁▁"
+    assert format_sparkline([math.nan]) == " "
 
 
 def test_before_and_after():
     paper = rich.console.Console(file=io.StringIO(), width=100)
-    paper.print(before_after(EVALUATION, BETTER))
+    paper.print(make_comparison_table(EVALUATION, BETTER))
     rows = {line.split()[0]: line for line in paper.file.getvalue().splitlines() if "@" in line or "greedy" in line}
     assert "0.250 [0.16, 0.37]" in rows["greedy"]
     assert "+0.650" in rows["greedy"]
@@ -538,7 +552,7 @@ def test_before_and_after():
 
 def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatch):
     """It is drawn by a thread, too."""
-    log = Console(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
+    log = ConsoleLogger(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
     monkeypatch.setattr(log, "render", lambda: 1 / 0)
     log.log(1, {}, [])
     log.close()
@@ -546,12 +560,12 @@ def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatc
 
 
 def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log_evaluation(0, EVALUATION)
     log.close()
     with (tmp_path / "evals.jsonl").open("ab") as file:
         file.write(bytes(50) + b"}\n[1]\n")
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log_evaluation(2, EVALUATION)
     log.close()
     assert list(read_evaluations(tmp_path)) == [0, 2]
@@ -561,7 +575,7 @@ def test_weights_and_biases_may_fail_in_its_own_way(tmp_path: Path, monkeypatch:
     def refuse(_: object) -> None:
         raise wandb.errors.CommError("no route")
 
-    log = WandB(tmp_path, "pellucid", "offline", {})
+    log = WandbLogger(tmp_path, "pellucid", "offline", {})
     with monkeypatch.context() as patched:
         patched.setattr(log.run, "log", refuse)
         for logs in (lambda: log.log(1, {"loss": 0.5}, []), lambda: log.log_evaluation(1, EVALUATION)):
@@ -574,8 +588,8 @@ def test_weights_and_biases_may_fail_in_its_own_way(tmp_path: Path, monkeypatch:
 
 def test_being_logged_in_is_checked_for_what_is_online(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wandb, "login", lambda prompt: prompt)
-    boards.check_wandb("offline")
+    loggers.check_wandb("offline")
     with pytest.raises(UserError, match="wandb login"):
-        boards.check_wandb("online")
+        loggers.check_wandb("online")
     monkeypatch.setattr(wandb, "login", lambda prompt: not prompt)
-    boards.check_wandb("online")
+    loggers.check_wandb("online")

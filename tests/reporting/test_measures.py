@@ -8,11 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows
-from pellucid.reporting.loggers import Jsonl, json_line, read_evaluations
-from pellucid.reporting.measures import evaluation_of, record_of, worth_showing
+from pellucid.reporting.console import (
+    PlainLogger,
+    make_comparison_table,
+    make_evaluation_rows,
+    make_evaluation_table,
+    make_verdict_table,
+)
+from pellucid.reporting.eval_metrics import make_evaluation_record, parse_evaluation, select_measures
+from pellucid.reporting.loggers import JsonlLogger, format_json_line, read_evaluations
 from pellucid.reporting.report import write_report
-from pellucid.reporting.verdict import verdict
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward
 
 NONE = Estimate(0.0, 0.0, 0.1)
@@ -55,20 +60,23 @@ OLD = {
         ([DEGREE], ["reward", "reward@k"]),
         ([DEGREE, replace(DEGREE, greedy=Estimate(0.1, 0, 1))], ["reward", "reward@k"]),
         ([JUDGED, DEGREE], ["reward", "reward@k"]),
-        ([evaluation_of(OLD)], ["greedy"]),
+        ([parse_evaluation(OLD)], ["greedy"]),
     ],
 )
 def test_what_goes_without_saying_is_not_said(evaluations, names):
-    assert worth_showing(evaluations) == names
+    assert select_measures(evaluations) == names
 
 
 @pytest.mark.parametrize("evaluation", [JUDGED, DEGREE, replace(DEGREE, reward=Estimate(2.0))])
 def test_an_evaluation_comes_back_from_its_file(tmp_path, evaluation):
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log_evaluation(3, evaluation)
     log.close()
     again = read_evaluations(tmp_path)[3]
-    assert record_of(again).items() >= {k: v for k, v in record_of(evaluation).items() if k != "rewards"}.items()
+    assert (
+        make_evaluation_record(again).items()
+        >= {k: v for k, v in make_evaluation_record(evaluation).items() if k != "rewards"}.items()
+    )
     assert [x for x in again.rewards if not math.isnan(x)] == [x for x in evaluation.rewards if not math.isnan(x)]
     assert list(map(math.isnan, again.rewards)) == list(map(math.isnan, evaluation.rewards))
 
@@ -90,20 +98,20 @@ def cells(table):
 
 
 def test_the_headline_on_the_screen_is_the_reward_where_no_answer_is_right(capsys):
-    Plain(9).log_evaluation(3, HIGHER)
+    PlainLogger(9).log_evaluation(3, HIGHER)
     assert capsys.readouterr().out == "eval step 3  reward 0.25 [0.12, 0.38]  reward@2 -0.50 [-0.80, -0.20]\n"
-    names, before, after, gain, apart = cells(before_after(DEGREE, HIGHER))
+    names, before, after, gain, apart = cells(make_comparison_table(DEGREE, HIGHER))
     assert (names[0], before[0], after[0]) == ("reward", "-0.750 [-0.90, -0.60]", "0.250 [0.12, 0.38]")
     assert (gain[0], apart[0], names[1:]) == ("+1.000", "apart", ["reward@2"])
-    rows = [(name.strip(), str(value)) for name, value, _ in evaluation_rows({0: DEGREE, 3: HIGHER})]
+    rows = [(name.strip(), str(value)) for name, value, _ in make_evaluation_rows({0: DEGREE, 3: HIGHER})]
     assert rows == [("held out", ""), ("reward", "0.25"), ("reward@2", "-0.50")]
-    assert cells(accuracy_table("m", HIGHER))[0] == ["reward", "reward@2"]
-    assert [column.header for column in accuracy_table("m", HIGHER).columns] == ["", "mean", "interval"]
-    assert [column.header for column in accuracy_table("m", JUDGED).columns] == ["", "accuracy", "interval"]
+    assert cells(make_evaluation_table("m", HIGHER))[0] == ["reward", "reward@2"]
+    assert [column.header for column in make_evaluation_table("m", HIGHER).columns] == ["", "mean", "interval"]
+    assert [column.header for column in make_evaluation_table("m", JUDGED).columns] == ["", "accuracy", "interval"]
 
 
 def test_the_report_begins_with_the_reward_where_no_answer_is_right(tmp_path):
-    lines = [json_line({"step": step, **record_of(e)}) for step, e in ((0, DEGREE), (8, HIGHER))]
+    lines = [format_json_line({"step": step, **make_evaluation_record(e)}) for step, e in ((0, DEGREE), (8, HIGHER))]
     (tmp_path / "evals.jsonl").write_text("".join(lines))
     page = write_report(tmp_path).read_text()
     assert "In 8 steps, reward of greedy answers on 64 held-out prompts rose from -0.750" in page
@@ -123,5 +131,7 @@ def test_a_verdict_is_given_where_there_is_one():
         "reward 0.40": Reward(0.4),
         "reward 0.50": Reward(0.5, correct=False, is_continuous=True),
     }.items():
-        shown = cells(verdict(Group(Prompt("p", "3 + 4"), (1,), (completion,), (reward,)), reward.is_verdict))
+        shown = cells(
+            make_verdict_table(Group(Prompt("p", "3 + 4"), (1,), (completion,), (reward,)), reward.is_verdict)
+        )
         assert str(shown[1][-2]) == said

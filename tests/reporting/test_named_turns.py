@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pellucid.reporting.conversations import names_in_turns
+from pellucid.reporting.conversations import list_turn_names
 from pellucid.types import Completion
 
 
@@ -40,4 +40,4 @@ SAYS, ASKS = {"role": "assistant", "content": "so"}, {"role": "user", "content":
 )  # fmt: skip
 def test_names_stand_at_the_stretches_where_they_were_said(messages, given, told):
     completion = Completion(tuple(range(5)), (0.0,) * 5, "", True, given_spans=tuple(given), messages=tuple(messages))
-    assert names_in_turns(completion) == told
+    assert list_turn_names(completion) == told

@@ -11,11 +11,19 @@ import pytest
 
 from pages import ALLOWED, HOSTILE, Page
 from pellucid.reporting import charts
-from pellucid.reporting.charts import MOST_POINTS, Point, Series, chart, mean_of, number, stack, ticks
-from pellucid.reporting.report import accuracy_svg, write_report
-from pellucid.reporting.run_folder import end_rollouts, records
-from pellucid.reporting.said import MOST_CHARACTERS, strip
-from pellucid.study.runner import accuracies
+from pellucid.reporting.charts import (
+    MAX_POINTS,
+    Point,
+    Series,
+    compute_mean_line,
+    compute_ticks,
+    draw_chart,
+    format_number,
+    stack_series,
+)
+from pellucid.reporting.report import MAX_TEXT_CHARACTERS, render_accuracy_svg, render_token_strip, write_report
+from pellucid.reporting.run_files import read_end_rollouts, read_records
+from pellucid.study.runner import format_accuracy_change
 
 
 def estimate(value: float) -> dict[str, float]:
@@ -116,7 +124,7 @@ def test_there_is_a_page_whatever_an_evaluation_could_not_measure(tmp_path: Path
             if {"greedy", "reward"} & {*first, *last}:
                 said = ""  # of what only one of them has nothing can be said
             assert said in page
-            assert accuracies(tmp_path / "r")
+            assert format_accuracy_change(tmp_path / "r")
 
 
 def test_overlapping_intervals_are_called_so(tmp_path: Path):
@@ -229,7 +237,7 @@ def test_hostile_text_is_only_ever_text(tmp_path: Path):
 
 def test_a_long_completion_is_cut_with_a_note(tmp_path: Path):
     html, page = report(make_run(tmp_path / "r", rollouts=[rollout(1, 1.0, "x" * 100_000)]))
-    assert f"[{100_000 - MOST_CHARACTERS:,} more characters in rollouts.jsonl]" in page
+    assert f"[{100_000 - MAX_TEXT_CHARACTERS:,} more characters in rollouts.jsonl]" in page
     assert len(html) < 30_000
 
 
@@ -265,14 +273,14 @@ def test_a_killed_run_loses_only_its_half_written_lines(run: Path):
 
 
 def test_the_ends_of_the_rollouts_are_whole_steps(run: Path):
-    first, last = end_rollouts(run / "rollouts.jsonl")
+    first, last = read_end_rollouts(run / "rollouts.jsonl")
     assert [row["step"] for row in first] == [1] * 5
     assert [row["step"] for row in last] == [3] * 5
 
 
 def test_one_step_has_no_other_end(tmp_path: Path):
     run = make_run(tmp_path / "r", rollouts=[rollout(1, 0.0), rollout(1, 1.0)])
-    assert [len(rows) for rows in end_rollouts(run / "rollouts.jsonl")] == [2, 0]
+    assert [len(rows) for rows in read_end_rollouts(run / "rollouts.jsonl")] == [2, 0]
 
 
 def test_rollouts_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -280,28 +288,28 @@ def test_rollouts_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     parsed = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
-    end_rollouts(run / "rollouts.jsonl")
+    read_end_rollouts(run / "rollouts.jsonl")
     assert len(parsed) == 2
 
 
 def test_a_long_run_is_thinned(tmp_path: Path):
     run = make_run(tmp_path / "r", [step_metrics(step) for step in range(1, 2001)])
     html, _ = report(run)
-    assert html.count("<circle") <= 9 * MOST_POINTS
+    assert html.count("<circle") <= 9 * MAX_POINTS
     assert "mean and range of 17 steps" in html
 
 
 def test_thinning_keeps_the_mean_the_range_and_the_last_step():
-    spike = [Point(x, 100.0 if x == 50 else 1.0) for x in range(1, 2 * MOST_POINTS + 1)]
-    drawn = ElementTree.fromstring(chart("t", "s", [Series("y", spike)]))
+    spike = [Point(x, 100.0 if x == 50 else 1.0) for x in range(1, 2 * MAX_POINTS + 1)]
+    drawn = ElementTree.fromstring(draw_chart("t", "s", [Series("y", spike)]))
     tips = [tip.text for tip in drawn.iter("title")]
-    assert len(tips) == MOST_POINTS
-    assert tips[-1] == f"y, step {2 * MOST_POINTS}: 1 [1, 1]"
+    assert len(tips) == MAX_POINTS
+    assert tips[-1] == f"y, step {2 * MAX_POINTS}: 1 [1, 1]"
     assert "y, step 50: 50.5 [1, 100]" in tips
 
 
 def test_points_lie_where_the_axes_say():
-    drawn = ElementTree.fromstring(chart("t", "s", [Series("y", [Point(0, 0.0), Point(10, 1.0)])]))
+    drawn = ElementTree.fromstring(draw_chart("t", "s", [Series("y", [Point(0, 0.0), Point(10, 1.0)])]))
     ticks_at = {text.text: (text.get("x"), text.get("y")) for text in drawn.iter("text") if text.get("class") == "tick"}
     grid = {path.get("d").split()[1].split("H")[0] for path in drawn.iter("path") if path.get("class") == "grid"}
     first, last = list(drawn.iter("circle"))
@@ -313,53 +321,53 @@ def test_points_lie_where_the_axes_say():
 
 
 def test_intervals_are_drawn_from_low_to_high():
-    drawn = ElementTree.fromstring(chart("t", "s", [Series("y", [Point(1, 0.5, 0.0, 1.0)])], include=(0, 1)))
+    drawn = ElementTree.fromstring(draw_chart("t", "s", [Series("y", [Point(1, 0.5, 0.0, 1.0)])], include=(0, 1)))
     (bar,) = (path.get("d") for path in drawn.iter("path") if path.get("class") == "bar")
     assert bar == "M320.0 220.0V60.0"
     assert next(tip.text for tip in drawn.iter("title")) == "y, step 1: 0.5 [0, 1]"
 
 
 def test_stacked_layers_stand_on_each_other_and_say_their_own_height():
-    bottom, top = stack([Series("a", [Point(1, 2.0), Point(2, 3.0)]), Series("b", [Point(2, 4.0)])])
+    bottom, top = stack_series([Series("a", [Point(1, 2.0), Point(2, 3.0)]), Series("b", [Point(2, 4.0)])])
     assert [(point.base, point.top) for point in bottom.points] == [(0, 2), (0, 3)]
     assert [(point.base, point.top, point.y) for point in top.points] == [(3, 7, 4)]
 
 
 def test_ticks_are_round_and_reach_around_the_values():
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert ticks(0.13, 0.87) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert ticks(0, 30) == [0, 10, 20, 30]
-    assert ticks(-3, 12)[0] == -5
-    assert ticks(1, 1)[0] <= 1 <= ticks(1, 1)[-1]
-    assert ticks(0, 0)[0] <= 0 < ticks(0, 0)[-1]
+    assert compute_ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert compute_ticks(0.13, 0.87) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert compute_ticks(0, 30) == [0, 10, 20, 30]
+    assert compute_ticks(-3, 12)[0] == -5
+    assert compute_ticks(1, 1)[0] <= 1 <= compute_ticks(1, 1)[-1]
+    assert compute_ticks(0, 0)[0] <= 0 < compute_ticks(0, 0)[-1]
 
 
 def test_numbers_are_short():
-    assert [number(value) for value in (12345.6, 0.71234, 30, 0)] == ["12,346", "0.712", "30", "0"]
+    assert [format_number(value) for value in (12345.6, 0.71234, 30, 0)] == ["12,346", "0.712", "30", "0"]
 
 
 def test_labels_at_line_ends_do_not_overlap():
     lines = [Series(str(i), [Point(1, i / 1000)]) for i in range(5)]
-    drawn = ElementTree.fromstring(chart("t", "s", lines, include=(0, 1)))
+    drawn = ElementTree.fromstring(draw_chart("t", "s", lines, include=(0, 1)))
     heights = sorted(float(text.get("y")) for text in drawn.iter("text") if "label" in text.get("class"))
     assert min(after - before for before, after in pairwise(heights)) >= 15.9
     assert heights[-1] <= 224
 
 
 def test_the_strip_is_stronger_where_a_token_was_less_likely():
-    cells = ElementTree.fromstring(strip([0.0, -0.6931471805599453, None]))
+    cells = ElementTree.fromstring(render_token_strip([0.0, -0.6931471805599453, None]))
     assert [cell.get("fill-opacity") for cell in cells.iter("rect")] == ["0.00", "0.50", "1.00"]
-    assert strip([]) == ""
+    assert render_token_strip([]) == ""
 
 
 def test_mean_of_lines_is_over_the_steps_they_share():
     lines = [[Point(1, 1.0), Point(2, 2.0)], [Point(2, 4.0), Point(3, 9.0)]]
-    assert [(point.x, point.y) for point in mean_of(lines)] == [(2, 3.0)]
+    assert [(point.x, point.y) for point in compute_mean_line(lines)] == [(2, 3.0)]
 
 
 def test_accuracy_svg_of_one_run_and_of_seeds(run: Path, tmp_path: Path):
     other = make_run(tmp_path / "b", [step_metrics(1)], [evaluation(0, 0.35), evaluation(3, 0.95)])
-    one, two = (ElementTree.fromstring(accuracy_svg(runs)) for runs in ([run], [run, other]))
+    one, two = (ElementTree.fromstring(render_accuracy_svg(runs)) for runs in ([run], [run, other]))
     texts = ["".join(text.itertext()) for text in two.iter("{http://www.w3.org/2000/svg}text")]
     assert "greedy 0.85" in texts
     assert "mean@8 0.8" in texts
@@ -370,7 +378,7 @@ def test_accuracy_svg_of_one_run_and_of_seeds(run: Path, tmp_path: Path):
 
 
 def test_accuracy_svg_of_nothing_is_still_a_picture(tmp_path: Path):
-    ElementTree.fromstring(accuracy_svg([make_run(tmp_path / "r")]))
+    ElementTree.fromstring(render_accuracy_svg([make_run(tmp_path / "r")]))
 
 
 def test_two_tasks_are_not_mixed(tmp_path: Path):
@@ -381,11 +389,11 @@ def test_two_tasks_are_not_mixed(tmp_path: Path):
 
 
 def test_records_of_a_file_that_is_not_there(tmp_path: Path):
-    assert list(records(tmp_path / "none.jsonl")) == []
+    assert list(read_records(tmp_path / "none.jsonl")) == []
 
 
 def test_what_x_counts_is_said_on_the_axis_at_the_points_and_in_the_summary():
-    drawn = chart("t", "s", [Series("y", [Point(64, 1.0), Point(128, 2.0)], unit="tokens")])
+    drawn = draw_chart("t", "s", [Series("y", [Point(64, 1.0), Point(128, 2.0)], unit="tokens")])
     assert ">tokens 0</text>" in drawn
     assert "y, tokens 64: 1" in drawn
     assert "y from 1 at tokens 64 to 2 at tokens 128" in drawn
@@ -411,11 +419,11 @@ def test_any_numbers_can_be_drawn_and_lie_within_the_axes(kind):
     for _ in range(300):
         values = series_of(kind, rng)
         points = [charts.Point(step, value) for step, value in enumerate(values, 1)]
-        svg = ElementTree.fromstring(charts.chart("Any", "numbers", [charts.Series("any", points)]))
+        svg = ElementTree.fromstring(charts.draw_chart("Any", "numbers", [charts.Series("any", points)]))
         places = [float(dot.get("cy")) for dot in svg.iter("circle")]
         assert places, values
-        assert all(charts.TOP <= place <= charts.BOTTOM for place in places), values
-        found = charts.ticks(min(values), max(values))
+        assert all(charts.PLOT_TOP <= place <= charts.PLOT_BOTTOM for place in places), values
+        found = charts.compute_ticks(min(values), max(values))
         assert len(set(found)) == len(found) < 20, values
         assert sorted(found) == found
 
@@ -442,7 +450,7 @@ def test_spaces_where_a_bad_line_was_do_not_part_a_step(run):
     lines = [json.dumps(row) + "\n" for row in rows]
     lines[2] = " " * 50 + lines[2]
     (run / "rollouts.jsonl").write_text("".join(lines))
-    assert end_rollouts(run / "rollouts.jsonl") == (rows, [])
+    assert read_end_rollouts(run / "rollouts.jsonl") == (rows, [])
 
 
 def test_a_run_without_rollouts_has_a_report(run):

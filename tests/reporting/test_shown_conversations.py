@@ -12,16 +12,20 @@ import pytest
 import rich.console
 
 from pages import ALLOWED, HOSTILE, Page
-from pellucid.machine.harmless import CONTROLS, DIRECTIONS
-from pellucid.reporting.console import Console, Plain
-from pellucid.reporting.conversations import LONGEST_NAME, fault_shares, is_fault, speaker, words, written
-from pellucid.reporting.curves import tool_charts
-from pellucid.reporting.loggers import Jsonl
-from pellucid.reporting.metrics import describe
-from pellucid.reporting.report import write_report
-from pellucid.reporting.said import MOST_MESSAGES, strip
-from pellucid.reporting.verdict import MOST_CHARACTERS, verdict
-from pellucid.types import Completion, Group, Outcome, Prompt, Reward
+from pellucid.reporting.charts import draw_tool_charts
+from pellucid.reporting.console import MAX_MESSAGE_CHARACTERS, ConsoleLogger, PlainLogger, make_verdict_table
+from pellucid.reporting.conversations import (
+    MAX_TOOL_NAME_CHARACTERS,
+    format_fault_shares,
+    format_message,
+    format_tool_call,
+    get_speaker,
+    is_failed_call,
+)
+from pellucid.reporting.loggers import JsonlLogger, compute_group_metrics
+from pellucid.reporting.report import MAX_MESSAGES, render_token_strip, write_report
+from pellucid.types import Completion, ConversationOutcome, Group, Prompt, Reward
+from pellucid.utils.text import BIDI_CODES, CONTROL_CODES
 
 CALL = {"id": "call_0", "type": "function", "function": {"name": "multiply", "arguments": {"a": 3, "unit": "<m>"}}}
 TALK = (
@@ -36,7 +40,7 @@ EVENTS = {"unreadable": 1, "arguments": 1, "calls": 2}
 
 
 def completion(messages=TALK, events=EVENTS, branches=()):
-    outcome = Outcome(reward=0.25, events=events)
+    outcome = ConversationOutcome(reward=0.25, events=events)
     tokens, logprobs = (1, 2, 3, 4, 5), (-0.5, 0.0, 0.0, -0.5, -0.5)
     return Completion(
         tokens, logprobs, "13", True, given_spans=((1, 3),), messages=messages, outcome=outcome, branches=branches
@@ -50,8 +54,8 @@ def group(*completions, reward=1.0):
 
 
 def logged(folder, *groups, step=1):
-    log = Jsonl(folder)
-    log.log(step, describe(groups), groups)
+    log = JsonlLogger(folder)
+    log.log(step, compute_group_metrics(groups), groups)
     log.close()
     (folder / "config.json").write_text("{}")
     return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
@@ -92,7 +96,7 @@ def test_earlier_sequences_have_their_tokens_and_count_as_turns(tmp_path):
 
 
 def test_why_a_conversation_could_not_be_held_is_written_down(tmp_path):
-    (row,) = logged(tmp_path, group(replace(completion(), outcome=Outcome(error="reset: no room"))))
+    (row,) = logged(tmp_path, group(replace(completion(), outcome=ConversationOutcome(error="reset: no room"))))
     assert row["environment_error"] == "reset: no room"
     assert "events" not in row
     assert "environment_reward" not in row
@@ -102,47 +106,52 @@ def test_why_a_conversation_could_not_be_held_is_written_down(tmp_path):
 
 
 def test_calls_are_written_as_one_writes_them():
-    assert written(CALL) == 'multiply(a=3, unit="<m>")'
-    assert written({"function": {"name": "now", "arguments": {}}}) == "now()"
-    assert words(TALK[0]) == 'let me see\ncalls multiply(a=3, unit="<m>")'
-    assert words({"role": "assistant", "content": " \n", "tool_calls": [CALL]}) == 'calls multiply(a=3, unit="<m>")'
+    assert format_tool_call(CALL) == 'multiply(a=3, unit="<m>")'
+    assert format_tool_call({"function": {"name": "now", "arguments": {}}}) == "now()"
+    assert format_message(TALK[0]) == 'let me see\ncalls multiply(a=3, unit="<m>")'
+    assert (
+        format_message({"role": "assistant", "content": " \n", "tool_calls": [CALL]})
+        == 'calls multiply(a=3, unit="<m>")'
+    )
 
 
 def test_the_name_of_a_tool_is_a_short_one():
     """Of a tool that is not there the policy has made it up."""
-    assert speaker({"role": "tool", "name": "multiply", "content": ""}) == "tool multiply"
-    assert speaker({"role": "tool", "name": "x" * 5000, "content": ""}) == f"tool {'x' * LONGEST_NAME}…"
-    assert speaker({"role": "tool", "content": ""}) == "tool"
+    assert get_speaker({"role": "tool", "name": "multiply", "content": ""}) == "tool multiply"
+    assert get_speaker({"role": "tool", "name": "x" * 5000, "content": ""}) == f"tool {'x' * MAX_TOOL_NAME_CHARACTERS}…"
+    assert get_speaker({"role": "tool", "content": ""}) == "tool"
 
 
 def test_what_a_tool_answers_is_a_fault_and_not_what_others_quote():
     error = "{'error': 'no b'}"
-    assert is_fault({"role": "tool", "name": "multiply", "content": error})
-    assert not is_fault({"role": "tool", "name": "multiply", "content": f"it said {error}"})
-    assert not is_fault({"role": "user", "content": error})
+    assert is_failed_call({"role": "tool", "name": "multiply", "content": error})
+    assert not is_failed_call({"role": "tool", "name": "multiply", "content": f"it said {error}"})
+    assert not is_failed_call({"role": "user", "content": error})
 
 
 def test_the_most_frequent_faults_have_their_names():
     shares = {"tools/calls": 2.0, "tools/unknown": 0.02, "tools/raised": 0.03, "tools/timeout": 0.5, "turns/mean": 1.0}
-    assert fault_shares(shares) == "50% timeout, 3% raised, 2% other"
-    assert fault_shares({"tools/calls": 2.0, "tools/unknown": 0.12}) == "12% unknown"
-    assert fault_shares({"tools/calls": 2.0}) == ""
+    assert format_fault_shares(shares) == "50% timeout, 3% raised, 2% other"
+    assert format_fault_shares({"tools/calls": 2.0, "tools/unknown": 0.12}) == "12% unknown"
+    assert format_fault_shares({"tools/calls": 2.0}) == ""
 
 
 # ---------------------------------------------------------------- the screen
 
 
 def test_a_line_shows_turns_and_faults_of_tools(capsys):
-    Plain(3).log(1, {"completion/finished": 1.0, "turns/mean": 2.4, "tools/calls": 1.1, "tools/unreadable": 0.12}, [])
+    PlainLogger(3).log(
+        1, {"completion/finished": 1.0, "turns/mean": 2.4, "tools/calls": 1.1, "tools/unreadable": 0.12}, []
+    )
     assert capsys.readouterr().out == "step 1/3  fin 1.00  turns 2.4  tools 1.1 (12% unreadable)\n"
-    Plain(3).log(1, {"turns/mean": 2.4, "tools/calls": 1.1}, [])
+    PlainLogger(3).log(1, {"turns/mean": 2.4, "tools/calls": 1.1}, [])
     assert capsys.readouterr().out == "step 1/3  turns 2.4  tools 1.1\n"
-    Plain(3).log(1, {"completion/finished": 1.0}, [])
+    PlainLogger(3).log(1, {"completion/finished": 1.0}, [])
     assert capsys.readouterr().out == "step 1/3  fin 1.00\n"
 
 
 def test_the_live_display_shows_turns_and_faults_of_tools():
-    log = Console(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
+    log = ConsoleLogger(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
     log.log(1, {"turns/mean": 2.4, "tools/calls": 1.1, "tools/unreadable": 0.12}, [])
     picture = drawn(log.render())
     log.log(2, {"reward/mean": 0.5}, [])
@@ -153,7 +162,7 @@ def test_the_live_display_shows_turns_and_faults_of_tools():
 
 
 def test_an_answer_of_an_evaluation_is_shown_turn_by_turn():
-    lines = [" ".join(line.split()) for line in drawn(verdict(group(completion()))).splitlines()]
+    lines = [" ".join(line.split()) for line in drawn(make_verdict_table(group(completion()))).splitlines()]
     assert lines[:9] == [
         "question What is 3 * 4?",
         "policy let me see",
@@ -169,12 +178,12 @@ def test_an_answer_of_an_evaluation_is_shown_turn_by_turn():
 
 def test_a_long_observation_lacks_its_middle_on_the_screen():
     heard = {"role": "tool", "name": "shout", "content": "begin" + "a" * 20_000 + "end"}
-    shown = drawn(verdict(group(completion((TALK[0], heard, TALK[-1])))))
-    assert f"[{20_008 - MOST_CHARACTERS:,} characters left out]" in shown
+    shown = drawn(make_verdict_table(group(completion((TALK[0], heard, TALK[-1])))))
+    assert f"[{20_008 - MAX_MESSAGE_CHARACTERS:,} characters left out]" in shown
     unwrapped = re.sub(r"\s", "", shown)
     assert "beginaaa" in unwrapped
     assert "aaaend" in unwrapped
-    assert len(shown) < 2 * MOST_CHARACTERS
+    assert len(shown) < 2 * MAX_MESSAGE_CHARACTERS
 
 
 HARD = f"{HOSTILE}\u061c🦜 [red]rich[/red] {'x' * 5000}"
@@ -192,8 +201,8 @@ def hostile_talk():
 
 
 def test_hostile_observations_harm_no_screen():
-    shown = drawn(verdict(group(completion(hostile_talk(), {"calls": 1, HOSTILE: 1}))))
-    assert not {*map(chr, (*CONTROLS, *DIRECTIONS))} & set(shown)
+    shown = drawn(make_verdict_table(group(completion(hostile_talk(), {"calls": 1, HOSTILE: 1}))))
+    assert not {*map(chr, (*CONTROL_CODES, *BIDI_CODES))} & set(shown)
     unwrapped = re.sub(r"\s", "", shown)
     assert "🦜[red]rich[/red]xxx" in unwrapped
     assert "\\x1b[31m" in unwrapped
@@ -244,9 +253,9 @@ def test_of_very_many_messages_those_in_the_middle_are_left_out(tmp_path):
     long = tuple({"role": "assistant", "content": f"turn {i}."} for i in range(100))
     logged(tmp_path, group(completion(long)))
     html, page = page_of(tmp_path)
-    assert f"{100 - MOST_MESSAGES} more messages in rollouts.jsonl" in page
+    assert f"{100 - MAX_MESSAGES} more messages in rollouts.jsonl" in page
     shown = [int(i) for i in re.findall(r"turn (\d+)\.", html)]
-    assert shown == [*range(MOST_MESSAGES // 2), *range(100 - MOST_MESSAGES // 2, 100)]
+    assert shown == [*range(MAX_MESSAGES // 2), *range(100 - MAX_MESSAGES // 2, 100)]
 
 
 def test_hostile_observations_are_only_ever_text(tmp_path):
@@ -260,13 +269,13 @@ def test_hostile_observations_are_only_ever_text(tmp_path):
 
 
 def test_given_tokens_are_a_thin_line_and_have_no_chance():
-    cells = ElementTree.fromstring(strip([0.0, 0.0, -0.6931471805599453, None], [[1, 2]]))
+    cells = ElementTree.fromstring(render_token_strip([0.0, 0.0, -0.6931471805599453, None], [[1, 2]]))
     assert [(cell.get("class"), cell.get("height")) for cell in cells.iter("rect")] == [
         (None, "1"), ("given", "0.2"), (None, "1"), (None, "1"),
     ]  # fmt: skip
     assert [tip.text for tip in cells.iter("title")][1:3] == ["token 2: given", "token 3: 50.0%"]
     assert cells.get("aria-label") == "the chances of 3 tokens, the lowest 0.0%"
-    assert strip([0.0], [[0, 1]]) == ""
+    assert render_token_strip([0.0], [[0, 1]]) == ""
 
 
 def test_steps_without_calls_or_faults_are_drawn_as_such():
@@ -276,13 +285,13 @@ def test_steps_without_calls_or_faults_are_drawn_as_such():
         {"step": 3, "turns/mean": 2.0, "tools/calls": 2.0},
     ]
     turns, calls, faults = (
-        [tip.text for tip in ElementTree.fromstring(svg).iter("title")] for svg in tool_charts(rows)
+        [tip.text for tip in ElementTree.fromstring(svg).iter("title")] for svg in draw_tool_charts(rows)
     )
     assert turns == ["turns, step 1: 1", "turns, step 2: 2", "turns, step 3: 2"]
     assert calls == ["calls, step 1: 0", "calls, step 2: 1", "calls, step 3: 2"]
     assert faults == ["raised, step 2: 0.5", "raised, step 3: 0"]
-    assert tool_charts([{"step": 1, "reward/mean": 1.0}]) == ["", "", ""]
-    assert tool_charts(rows[:1])[1:] == ["", ""]
+    assert draw_tool_charts([{"step": 1, "reward/mean": 1.0}]) == ["", "", ""]
+    assert draw_tool_charts(rows[:1])[1:] == ["", ""]
 
 
 @pytest.mark.parametrize("kind", ["turns/mean", "tools/calls"])

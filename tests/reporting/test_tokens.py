@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from pellucid.reporting import tokens
+from pellucid.reporting import token_files
 from pellucid.types import UserError
 
 ABOUT = {"objective": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28, "group_size": 4, "temperature": 1.0}
@@ -21,7 +21,7 @@ def columns(step: int) -> dict[str, list]:
         "completion": [-1, 0],
         "token": [5, 7],
         "text": ["", "你"],
-        "kind": [tokens.PROMPT, tokens.SAMPLED],
+        "kind": [token_files.KIND_PROMPT, token_files.KIND_SAMPLED],
         "ratio": [None, 0.5],
         "correct": [None, True],
         "rule": [None, "clip_low"],
@@ -32,9 +32,9 @@ def columns(step: int) -> dict[str, list]:
 
 
 def test_what_is_written_is_read_with_its_metadata(tmp_path: Path) -> None:
-    tokens.write(tmp_path, 12, columns(12), ABOUT)
-    table = tokens.read(tmp_path, 12)
-    assert table.schema.equals(tokens.SCHEMA)
+    token_files.write_tokens(tmp_path, 12, columns(12), ABOUT)
+    table = token_files.read_tokens(tmp_path, 12)
+    assert table.schema.equals(token_files.TOKEN_SCHEMA)
     assert json.loads(table.schema.metadata[b"pellucid"]) == {"version": 1, "step": 12, **ABOUT}
     found = table.to_pydict()
     assert {name: found[name] for name in columns(12)} == columns(12)
@@ -42,55 +42,55 @@ def test_what_is_written_is_read_with_its_metadata(tmp_path: Path) -> None:
 
 
 def test_pandas_reads_all_steps_in_one_line_and_no_half_written_one(tmp_path: Path) -> None:
-    tokens.write(tmp_path, 2, columns(2), ABOUT)
-    tokens.write(tmp_path, 1_000_000, columns(1_000_000), ABOUT)
+    token_files.write_tokens(tmp_path, 2, columns(2), ABOUT)
+    token_files.write_tokens(tmp_path, 1_000_000, columns(1_000_000), ABOUT)
     (tmp_path / "tokens" / ".step-000003.parquet.partial").write_bytes(b"PAR1")
     frame = pd.read_parquet(tmp_path / "tokens")
     assert sorted(frame.step) == [2, 2, 1_000_000, 1_000_000]
     assert frame.ratio.isna().tolist() == [True, False, True, False]
     (tmp_path / "tokens" / "step-000012.txt").touch()
-    assert tokens.steps(tmp_path) == [2, 1_000_000]
+    assert token_files.list_recorded_steps(tmp_path) == [2, 1_000_000]
 
 
 def test_what_comes_after_a_step_is_forgotten_and_what_is_half_written(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        tokens.write(tmp_path, step, columns(step), ABOUT)
+        token_files.write_tokens(tmp_path, step, columns(step), ABOUT)
     partial = tmp_path / "tokens" / ".step-000004.parquet.partial"
     partial.touch()
-    tokens.forget(tmp_path, 2)
-    assert tokens.steps(tmp_path) == [1, 2]
+    token_files.delete_tokens(tmp_path, 2)
+    assert token_files.list_recorded_steps(tmp_path) == [1, 2]
     assert not partial.exists()
-    tokens.forget(tmp_path / "elsewhere", 0)
+    token_files.delete_tokens(tmp_path / "elsewhere", 0)
 
 
 def test_a_run_without_tokens_has_no_steps(tmp_path: Path) -> None:
-    assert tokens.steps(tmp_path) == []
+    assert token_files.list_recorded_steps(tmp_path) == []
     with pytest.raises(UserError, match="no tokens of step 3"):
-        tokens.read(tmp_path, 3)
+        token_files.read_tokens(tmp_path, 3)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, -1])
 def test_a_damaged_file_is_one_line(tmp_path: Path, keep: int) -> None:
-    tokens.write(tmp_path, 1, columns(1), ABOUT)
-    path = tokens.path_of(tmp_path, 1)
+    token_files.write_tokens(tmp_path, 1, columns(1), ABOUT)
+    path = token_files.get_tokens_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(UserError, match="is damaged") as error:
-        tokens.read(tmp_path, 1)
+        token_files.read_tokens(tmp_path, 1)
     assert "\n" not in str(error.value)
 
 
 def test_a_file_of_another_version_says_so(tmp_path: Path) -> None:
-    tokens.write(tmp_path, 1, columns(1), {**ABOUT, "version": 2})
+    token_files.write_tokens(tmp_path, 1, columns(1), {**ABOUT, "version": 2})
     with pytest.raises(UserError, match="another version"):
-        tokens.read(tmp_path, 1)
+        token_files.read_tokens(tmp_path, 1)
 
 
 def test_half_a_surrogate_pair_in_a_message_does_not_end_the_run(tmp_path: Path) -> None:
-    tokens.write(tmp_path, 1, columns(1) | {"error": [None, "bad \ud83d"]}, ABOUT)
-    assert tokens.read(tmp_path, 1)["error"].to_pylist() == [None, "bad ?"]
+    token_files.write_tokens(tmp_path, 1, columns(1) | {"error": [None, "bad \ud83d"]}, ABOUT)
+    assert token_files.read_tokens(tmp_path, 1)["error"].to_pylist() == [None, "bad ?"]
 
 
 def test_a_value_that_does_not_fit_its_column_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(pa.ArrowException):
-        tokens.write(tmp_path, 1, columns(1) | {"group": [0, 2**15]}, ABOUT)
-    assert tokens.steps(tmp_path) == []
+        token_files.write_tokens(tmp_path, 1, columns(1) | {"group": [0, 2**15]}, ABOUT)
+    assert token_files.list_recorded_steps(tmp_path) == []

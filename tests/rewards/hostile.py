@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from random import Random
 
-from pellucid.rewards.terms import RewardTerm, part_of
-from pellucid.rewards.trainer_state import state_of
+from pellucid.rewards.functions import build_trainer_state
+from pellucid.rewards.terms import RewardTerm, compute_term_parts
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.continuity import Continuity
 from pellucid.tasks.countdown import Countdown
@@ -162,7 +162,9 @@ def of_task(task: object, prompt: Prompt) -> Callable[[str], bool]:
 
 def of_term(name: str, gold: str) -> Callable[[str], bool]:
     return lambda text: (
-        part_of(RewardTerm(name), [(Prompt("p", "?", gold), completion(text))], state_of(Progress(), None))[0].value
+        compute_term_parts(
+            RewardTerm(name), [(Prompt("p", "?", gold), completion(text))], build_trainer_state(Progress(), None)
+        )[0].value
         == 1.0
     )
 

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from pellucid.rewards.terms import math
+from pellucid.rewards.terms import grade_math
 
 LIMIT = 10
 """Seconds of a comparison, as the sandbox has it: what takes longer is judged wrongly."""
@@ -41,7 +41,7 @@ def rows() -> list[Row]:
 
 
 def is_right(row: Row) -> bool:
-    return math(row.completion, row.gold) == float(row.equal)
+    return grade_math(row.completion, row.gold) == float(row.equal)
 
 
 def judged_wrongly(table: list[Row]) -> list[Row]:

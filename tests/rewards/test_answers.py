@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from conftest import mostly_slow
 from pellucid.rewards.answers import (
-    answer_tag,
-    answered,
-    last_box,
-    last_number,
-    marked_answer,
-    only_number,
-    reasoning_and_answer,
-    tagged,
+    extract_answer,
+    extract_marked_answer,
+    extract_tagged_answer,
+    find_answer_tag,
+    find_last_box,
+    find_last_number,
+    parse_only_number,
+    split_reasoning_and_answer,
 )
 
 
@@ -35,7 +35,7 @@ from pellucid.rewards.answers import (
     ],
 )
 def test_the_last_number_is_read(text, number):
-    assert last_number(text) == number
+    assert find_last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_last_number_is_read(text, number):
     ],
 )
 def test_commas_group_thousands_only_where_they_are_well_placed(text, number):
-    assert last_number(text) == number
+    assert find_last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_commas_group_thousands_only_where_they_are_well_placed(text, number):
     ],
 )
 def test_a_minus_belongs_to_the_number_it_touches_unless_it_subtracts(text, number):
-    assert last_number(text) == number
+    assert find_last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_minus_belongs_to_the_number_it_touches_unless_it_subtracts(text, numb
     [("1/2", Fraction(1, 2)), ("-3/4", Fraction(-3, 4)), ("48/2 = 24", 24), ("4/2", 2), ("1/0", None)],
 )
 def test_a_slash_divides(text, number):
-    assert last_number(text) == number
+    assert find_last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_slash_divides(text, number):
     ],
 )
 def test_points_and_dashes_before_a_number(text, number):
-    assert last_number(text) == number
+    assert find_last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_points_and_dashes_before_a_number(text, number):
     ],
 )
 def test_the_last_number_is_read_whole(text, number):
-    assert last_number(text) == number
+    assert find_last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_the_last_number_is_read_whole(text, number):
     ],
 )
 def test_what_cannot_be_read_whole_is_no_number_and_no_part_of_it_is(text):
-    assert last_number(text) is None
+    assert find_last_number(text) is None
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_what_cannot_be_read_whole_is_no_number_and_no_part_of_it_is(text):
     ],
 )
 def test_a_text_that_is_a_number_and_nothing_else(text, number):
-    assert only_number(text) == number
+    assert parse_only_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -255,30 +255,30 @@ def test_a_text_that_is_a_number_and_nothing_else(text, number):
 )
 def test_what_was_answered(text, answer):
     """The one table that every grader rests on."""
-    assert answered(text) == answer
+    assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize("text", ["", "7", "<answer>7</answer> or 8", r"\boxed{4", r"<think>\boxed{3}</think> 4"])
 def test_where_nothing_is_marked_nothing_is(text):
-    assert marked_answer(text) is None
+    assert extract_marked_answer(text) is None
 
 
 def test_only_the_last_box_counts_even_where_it_does_not_close():
-    assert last_box(r"\boxed{1} \boxed{2} \boxed{3}") == "3"
-    assert last_box(r"\boxed{1} \boxed{2") is None
-    assert last_box("{}") is None
+    assert find_last_box(r"\boxed{1} \boxed{2} \boxed{3}") == "3"
+    assert find_last_box(r"\boxed{1} \boxed{2") is None
+    assert find_last_box("{}") is None
 
 
 @pytest.mark.parametrize("text", ["", " ", "seven", "-", ".", ",", "$", "1/0.0", "²"])
 def test_where_there_is_no_number_none_is_read(text):
-    assert last_number(text) is None
+    assert find_last_number(text) is None
 
 
 def test_a_number_that_python_would_not_convert_is_no_answer():
-    assert last_number("9" * 4000) == 10**4000 - 1
+    assert find_last_number("9" * 4000) == 10**4000 - 1
     for hostile in ("9" * 10_000, "0." + "9" * 10_000, "1/" + "9" * 10_000, "1" + ",111" * 3000):
-        assert last_number(hostile) is None
-    assert last_number("9" * 10_000 + " so 7") == 7
+        assert find_last_number(hostile) is None
+    assert find_last_number("9" * 10_000 + " so 7") == 7
 
 
 N = 400_000
@@ -318,7 +318,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", mostly_slow(HOSTILE, every=8), ids=range(len(HOSTILE)))
 def test_hostile_texts_are_read_to_their_end(text):
     """So long that what took a step for each pair of characters would run into the time limit of a test."""
-    last_number(text), only_number(text), tagged(text), answered(text)
+    find_last_number(text), parse_only_number(text), extract_tagged_answer(text), extract_answer(text)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_hostile_texts_are_read_to_their_end(text):
     ],
 )
 def test_tagged_is_strict_about_the_whole_text(text, answer):
-    assert tagged(text) == answer
+    assert extract_tagged_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_tagged_is_strict_about_the_whole_text(text, answer):
     ],
 )
 def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
-    assert answer_tag(text) == answer
+    assert find_answer_tag(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
     ],
 )
 def test_the_thought_is_split_off_and_the_answer_is_what_graders_read(text, parts):
-    assert reasoning_and_answer(text) == parts
+    assert split_reasoning_and_answer(text) == parts
 
 
 PROSE = st.text(alphabet="ab 7\n.,-\u7b54", max_size=12)
@@ -385,9 +385,9 @@ PROSE = st.text(alphabet="ab 7\n.,-\u7b54", max_size=12)
 @given(PROSE, PROSE)
 def test_tags_around_any_text_are_taken_off(reasoning, answer):
     text = f"<think>{reasoning}</think> <answer>{answer}</answer>"
-    assert tagged(text) == answer_tag(text) == answered(text) == answer.strip()
-    assert reasoning_and_answer(text) == (reasoning.strip(), answer.strip())
-    assert tagged(text + "<answer>") is None
+    assert extract_tagged_answer(text) == find_answer_tag(text) == extract_answer(text) == answer.strip()
+    assert split_reasoning_and_answer(text) == (reasoning.strip(), answer.strip())
+    assert extract_tagged_answer(text + "<answer>") is None
 
 
 GROUPS = st.recursive(
@@ -398,7 +398,7 @@ GROUPS = st.recursive(
 
 @given(st.lists(GROUPS, max_size=4).map("".join), PROSE)
 def test_a_box_holds_whatever_braces_are_balanced(inside, behind):
-    assert last_box(r"\boxed{1}, no: \boxed{" + inside + "}" + behind) == inside.strip()
+    assert find_last_box(r"\boxed{1}, no: \boxed{" + inside + "}" + behind) == inside.strip()
 
 
 @st.composite
@@ -428,12 +428,12 @@ def written_numbers(draw):
 )
 def test_a_number_is_read_in_whatever_way_it_is_written(number, before, behind):
     form, value = number
-    assert last_number(before + form + behind) == value
+    assert find_last_number(before + form + behind) == value
     if "3" not in before and "=" not in before:
-        assert only_number(before + form + behind) == value
+        assert parse_only_number(before + form + behind) == value
 
 
 @given(st.text(alphabet="0123456789 .,'-+*/^_=(){}[]\\\\frac$%xek:\u00bd\u00b2\u2212\uff17", max_size=30))
 def test_what_is_one_number_is_the_last_number(text):
-    if only_number(text) is not None:
-        assert only_number(text) == last_number(text)
+    if parse_only_number(text) is not None:
+        assert parse_only_number(text) == find_last_number(text)

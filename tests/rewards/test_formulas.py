@@ -7,10 +7,20 @@ from fractions import Fraction
 import pytest
 from math_pairs import is_right, rows
 
-from pellucid.rewards import formulas
-from pellucid.rewards.bounds import DEEPEST, LONGEST, computable, depth, signs
-from pellucid.rewards.formulas import conclusion, plain_number, states_formula
-from pellucid.rewards.latex import Written, is_words, written
+from pellucid.rewards import math
+from pellucid.rewards.math import (
+    MAX_BRACKET_DEPTH,
+    MAX_FORMULA_SIGNS,
+    NormalizedFormula,
+    count_signs,
+    extract_conclusion,
+    is_computable,
+    is_words,
+    measure_bracket_depth,
+    normalize_formula,
+    parse_plain_number,
+    states_formula,
+)
 
 TABLE = rows()
 
@@ -50,7 +60,7 @@ def test_every_pair_of_the_table_is_judged_rightly_but_for_those_that_are_known(
     ],
 )
 def test_the_conclusion_of_a_text_in_which_no_answer_is_marked(text, formula):
-    assert conclusion(text).strip(" ,.") == formula
+    assert extract_conclusion(text).strip(" ,.") == formula
 
 
 @pytest.mark.parametrize(
@@ -73,7 +83,7 @@ def test_the_conclusion_of_a_text_in_which_no_answer_is_marked(text, formula):
     ],
 )
 def test_a_formula_is_put_into_latex_without_its_unit(text, body, unit):
-    found = written(text)
+    found = normalize_formula(text)
     assert (found.body.replace(" ", ""), found.unit) == (body.replace(" ", ""), unit)
 
 
@@ -113,17 +123,15 @@ def test_letters_that_are_factors_are_no_word(gold):
         "f(x)" * 5,
         "[1, 2",
         "3)(",
-        "(" * (DEEPEST + 1) + "7" + ")" * (DEEPEST + 1),
-        "1+" * LONGEST,
+        "(" * (MAX_BRACKET_DEPTH + 1) + "7" + ")" * (MAX_BRACKET_DEPTH + 1),
+        "1+" * MAX_FORMULA_SIGNS,
     ],
 )
 def test_what_has_no_bound_is_refused_before_it_is_computed(monkeypatch, body):
     """Whoever hands it to sympy finds no sympy."""
     states_formula("7", "8")
-    monkeypatch.setattr(
-        formulas, "parse_formula", lambda body: pytest.fail(f"computes {body}") if body != "7" else [body]
-    )
-    assert not computable(body, "7")
+    monkeypatch.setattr(math, "parse_formula", lambda body: pytest.fail(f"computes {body}") if body != "7" else [body])
+    assert not is_computable(body, "7")
     assert states_formula(rf"\boxed{{{body}}}", "7") is False
 
 
@@ -132,15 +140,15 @@ def test_what_has_no_bound_is_refused_before_it_is_computed(monkeypatch, body):
     ["2^{2024}", "20!", "(n-1)!", "n!", r"\frac{10!}{5!5!}", "e^{-x^2}", "x^{n+1}", "[0, 1)", r"\left\{x\right.", ""],
 )
 def test_what_has_a_bound_is_computed(body):
-    assert computable(body, "7")
+    assert is_computable(body, "7")
 
 
 def test_what_the_gold_answer_has_another_may_have_too():
-    deep, long = "{" * 6 + "7" + "}" * 6, "+".join(["x"] * LONGEST)
+    deep, long = "{" * 6 + "7" + "}" * 6, "+".join(["x"] * MAX_FORMULA_SIGNS)
     for gold in (deep, long, "(x+1)^{99}", r"\sum_{i=1}^{9} i"):
-        assert computable(gold, gold)
-        assert not computable(gold, "7")
-    assert (depth("(a)(b(c))"), signs(r"\frac{1}{23}")) == (2, 7)
+        assert is_computable(gold, gold)
+        assert not is_computable(gold, "7")
+    assert (measure_bracket_depth("(a)(b(c))"), count_signs(r"\frac{1}{23}")) == (2, 7)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +163,7 @@ def test_what_the_gold_answer_has_another_may_have_too():
     ],
 )
 def test_plain_numbers_are_compared_without_sympy(body, number):
-    assert plain_number(body) == number
+    assert parse_plain_number(body) == number
 
 
 def test_an_expression_of_other_unknowns_is_another_one():
@@ -167,4 +175,4 @@ def test_an_expression_of_other_unknowns_is_another_one():
 def test_a_gold_answer_that_cannot_be_read_does_not_apply():
     assert states_formula("7", "some $ or other") is None
     assert states_formula("7", "9^{9^{9^9}}") is None
-    assert written("") == Written("", "")
+    assert normalize_formula("") == NormalizedFormula("", "")

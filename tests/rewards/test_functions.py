@@ -18,12 +18,12 @@ from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
 
 from conftest import character_tokenizer, make_policy
-from pellucid.reporting.loggers import Jsonl, json_line
+from pellucid.reporting.loggers import JsonlLogger, format_json_line
 from pellucid.rewards import pool
-from pellucid.rewards.graded import Graded
+from pellucid.rewards.functions import build_trainer_state
+from pellucid.rewards.grading import GradedTask
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
-from pellucid.rewards.trainer_state import state_of
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import Completion, Group, Progress, Prompt, UserError
 
@@ -56,7 +56,7 @@ def task(data):
 
     def make(*names, chat=False, cfg=None, **settings):
         terms = tuple(RewardTerm(f"{FILE}:{name}", **settings) for name in names)
-        made.append(Graded(Dataset(data=str(data), rewards=terms, chat=chat), cfg))
+        made.append(GradedTask(Dataset(data=str(data), rewards=terms, chat=chat), cfg))
         return made[-1]
 
     yield make
@@ -159,7 +159,7 @@ def test_the_state_is_that_of_the_run(task, data, tmp_path):
     """8 rows, one of them held out: steps of two prompts ask all others in three and a half."""
     terms = (RewardTerm(f"{FILE}:state_seen"),)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "lr": 1e-5}\n')
-    ours = Graded(Dataset(data=str(data), rewards=terms, chat=False), log=tmp_path / "rewards.log")
+    ours = GradedTask(Dataset(data=str(data), rewards=terms, chat=False), log=tmp_path / "rewards.log")
     [seen] = {str(reward.extra["state"]) for reward in ours.reward_all(groups(ours), Progress(7, 12, 2))}
     ours.close()
     history = [{"step": 1, "reward/mean": 0.5, "lr": 1e-5, "reward": 0.5, "learning_rate": 1e-5}]
@@ -168,7 +168,7 @@ def test_the_state_is_that_of_the_run(task, data, tmp_path):
 
 
 def test_a_task_that_makes_up_its_questions_has_one_epoch_the_run():
-    state = state_of(Progress(3, 12, 4), None)
+    state = build_trainer_state(Progress(3, 12, 4), None)
     assert (state.epoch, state.num_train_epochs, state.log_history) == (0.25, 1, [])
 
 
@@ -258,7 +258,7 @@ def test_a_deep_value_that_is_logged_becomes_a_short_text(task, tmp_path):
     rewards = ours.reward_all(pairs)
     assert [reward.value for reward in rewards] == [1.0, 1.0]
     group = Group(pairs[0][0], (1,), tuple(completion for _, completion in pairs), tuple(rewards), (0.0, 0.0))
-    log = Jsonl(tmp_path)
+    log = JsonlLogger(tmp_path)
     log.log(1, {}, [group])
     log.close()
     [extra, _] = [json.loads(line)["extra"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
@@ -271,7 +271,7 @@ def test_a_line_of_json_may_be_as_deep_as_json_reads(nest):
     value = 1.0
     for _ in range(800):
         value = nest(value)
-    assert json.loads(json_line({"value": value, "none": math.inf}))["none"] is None
+    assert json.loads(format_json_line({"value": value, "none": math.inf}))["none"] is None
 
 
 def test_what_is_no_number_is_an_error_of_its_completion(task):
@@ -304,7 +304,7 @@ def test_who_hangs_or_dies_costs_nobody_else_a_value(name, error, task):
     ours = task("ranked", name, "longer_reward", "slow_judge", cfg=RewardConfig(step_timeout=5.0))
     terms = [RewardTerm(term.name, timeout=1.0 * (term.name.endswith(name))) for term in ours.rewards]
     ours.close()
-    ours = Graded(Dataset(data=ours.data, rewards=tuple(terms), chat=False), RewardConfig(step_timeout=5.0))
+    ours = GradedTask(Dataset(data=ours.data, rewards=tuple(terms), chat=False), RewardConfig(step_timeout=5.0))
     pairs = groups(ours)
     rewards = ours.reward_all(pairs)
     ours.close()
@@ -370,7 +370,7 @@ def test_the_import_of_a_file_takes_no_time_of_its_function(data, tmp_path):
         "def one(completions, **kwargs): return [1.0 for _ in completions]\n"
     )
     terms = (RewardTerm(f"{tmp_path}/slow_to_import.py:one", timeout=1.0),)
-    ours = Graded(Dataset(data=str(data), rewards=terms, chat=False))
+    ours = GradedTask(Dataset(data=str(data), rewards=terms, chat=False))
     assert [reward.value for reward in ours.reward_all(groups(ours))] == [1.0] * 8
     ours.close()
 
@@ -423,7 +423,7 @@ def test_a_metric_that_is_not_finite_is_an_error(task):
 
 def test_a_term_that_is_only_logged_fails_alone(data):
     terms = (RewardTerm("exact"), RewardTerm(f"{FILE}:one_too_many", weight=0.0))
-    ours = Graded(Dataset(data=str(data), rewards=terms, chat=False))
+    ours = GradedTask(Dataset(data=str(data), rewards=terms, chat=False))
     rewards = ours.reward_all(groups(ours))
     ours.close()
     assert not any(reward.failed for reward in rewards)

@@ -17,20 +17,19 @@ from pickled import FIRST, Mine, Named
 from sibling_task import Siblings
 
 from conftest import records
-from pellucid.library.objects import Objects, section_of
-from pellucid.machine.plugins import given
-from pellucid.protocols import grade
+from pellucid.api import ObjectRegistry, convert_task_to_section
 from pellucid.rewards import pool
-from pellucid.rewards.graded import Graded
-from pellucid.rewards.parts import Part
-from pellucid.rewards.pool import ClosedError
+from pellucid.rewards.functions import RewardPart
+from pellucid.rewards.grading import GradedTask
+from pellucid.rewards.pool import PoolClosedError
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
-from pellucid.tasks.given import class_around
+from pellucid.tasks.given import make_task_class
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.types import Completion, Group, Progress, Prompt, UserError
+from pellucid.types import Completion, Group, Progress, Prompt, UserError, grade_groups
+from pellucid.utils.plugins import provide_objects
 from runs import in_two_processes, train
 
 RANKED = f"{Path(__file__).with_name('trl_functions.py')}:ranked"
@@ -51,7 +50,7 @@ def graded(request):
     made = []
 
     def make(task, cfg=None):
-        made.append(Graded(task, cfg, in_process=request.param))
+        made.append(GradedTask(task, cfg, in_process=request.param))
         return made[-1]
 
     yield make
@@ -89,15 +88,15 @@ def test_an_object_that_grades_so_needs_no_other_reward():
         def rewards(self, prompts, completions):
             return Siblings().rewards(prompts, completions)
 
-    assert section_of(Siblings(text="x"), Objects())["name"].endswith("sibling_task.py:Siblings")
-    around = class_around(Plain())()
-    assert [reward.value for reward in Graded(around, in_process=True).reward_all(pairs("a", "bb"))] == [1.0, 1.0]
+    assert convert_task_to_section(Siblings(text="x"), ObjectRegistry())["name"].endswith("sibling_task.py:Siblings")
+    around = make_task_class(Plain())()
+    assert [reward.value for reward in GradedTask(around, in_process=True).reward_all(pairs("a", "bb"))] == [1.0, 1.0]
 
     class Nothing:
         sample = Siblings().sample
 
     with pytest.raises(UserError, match="no reward"):
-        section_of(Nothing(), Objects())
+        convert_task_to_section(Nothing(), ObjectRegistry())
 
 
 def test_names_of_the_user_s_own_are_no_protocol(graded):
@@ -115,7 +114,7 @@ class Renamed(Dataset):
 
 
 def test_a_dataset_that_is_given_as_an_object_compares_siblings(rows):
-    task = Graded(class_around(Renamed(data=rows, rewards=(RewardTerm(RANKED),), chat=False))(), in_process=True)
+    task = GradedTask(make_task_class(Renamed(data=rows, rewards=(RewardTerm(RANKED),), chat=False))(), in_process=True)
     assert [r.value for r in task.reward_all([(FIRST, said(text)) for text in ("", "aa", "aaaa")])] == [0.0, 0.5, 1.0]
 
 
@@ -164,12 +163,14 @@ class Half:
     """Grades every other completion."""
 
     def grade(self, pairs):
-        return [Part(2.0, logged={"seen": 1.0}) if i % 2 else Part(error="no answer") for i in range(len(pairs))]
+        return [
+            RewardPart(2.0, logged={"seen": 1.0}) if i % 2 else RewardPart(error="no answer") for i in range(len(pairs))
+        ]
 
 
 def test_a_grader_s_parts_stand_in_their_place_and_their_failures_are_neutral(rows, graded):
     terms = (RewardTerm("exact"), RewardTerm("regex", pattern="x", weight=0.5), RewardTerm(RANKED, weight=0.1))
-    task = Graded(Dataset(data=rows, rewards=terms, chat=False), graders={1: Half()})
+    task = GradedTask(Dataset(data=rows, rewards=terms, chat=False), graders={1: Half()})
     prompt = Prompt("p", "1?", "a")
     rewards = task.reward_all([(prompt, said(text)) for text in ("a", "a", "aa", "aa")])
     task.close()
@@ -254,12 +255,12 @@ def test_two_processes_judge_each_completion_once_and_see_the_same_values(tmp_pa
 def test_progress_reaches_the_task_that_is_graded(graded):
     task, seen = Siblings(), []
 
-    class Watched(Graded):
+    class Watched(GradedTask):
         def reward_all(self, pairs, progress):
             seen.append(progress)
             return super().reward_all(pairs, progress)
 
-    grade(Watched(task, in_process=True), [Group(FIRST, (1,), (said("a"),))], Progress(3, 9))
+    grade_groups(Watched(task, in_process=True), [Group(FIRST, (1,), (said("a"),))], Progress(3, 9))
     assert seen == [Progress(3, 9)]
 
 
@@ -269,25 +270,28 @@ def test_here_there_is_no_time_limit(rows):
         await asyncio.sleep(0.5)
         return [1.0 for _ in completions]
 
-    with given({"here:later": later}):
+    with provide_objects({"here:later": later}):
         task = Dataset(data=rows, rewards=(RewardTerm("here:later"),), chat=False)
-        assert Graded(task, RewardConfig(step_timeout=0.1), in_process=True).reward_all(pairs("a", "b"))[0].value == 1.0
+        assert (
+            GradedTask(task, RewardConfig(step_timeout=0.1), in_process=True).reward_all(pairs("a", "b"))[0].value
+            == 1.0
+        )
 
 
 def test_a_pool_that_is_closed_in_the_middle_says_so(rows):
-    task = Graded(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
+    task = GradedTask(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
     with ThreadPoolExecutor(1) as beside:
         computing = beside.submit(task.reward_all, pairs("a", "b"))
         while not task._executor._workers or not task._executor._workers[0].running:
             time.sleep(0.01)
         task.close()
-        with pytest.raises(ClosedError, match="still being computed when their processes were closed"):
+        with pytest.raises(PoolClosedError, match="still being computed when their processes were closed"):
             computing.result()
 
 
 @pytest.mark.parametrize("moment", ["before", "behind"])
 def test_so_does_one_that_is_closed_around_a_wait(rows, monkeypatch, moment):
-    task = Graded(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
+    task = GradedTask(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
     waited = pool.wait
 
     def closing(connections, timeout):
@@ -300,7 +304,7 @@ def test_so_does_one_that_is_closed_around_a_wait(rows, monkeypatch, moment):
         return ready
 
     monkeypatch.setattr(pool, "wait", closing if moment == "before" else closed)
-    with pytest.raises(ClosedError, match="still being computed when their processes were closed"):
+    with pytest.raises(PoolClosedError, match="still being computed when their processes were closed"):
         task.reward_all(pairs("a", "b"))
 
 
@@ -308,8 +312,8 @@ def test_what_was_given_is_found_by_asynchronous_functions_too(rows):
     async def later(completions, **kwargs):
         return [1.0 for _ in completions]
 
-    with given({"here:later": later}):
-        task = Graded(
+    with provide_objects({"here:later": later}):
+        task = GradedTask(
             Dataset(data=rows, rewards=(RewardTerm("here:later"),), chat=False), RewardConfig(), in_process=True
         )
         assert [reward.value for reward in task.reward_all(pairs("a", "b"))] == [1.0, 1.0]

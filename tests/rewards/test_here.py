@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from pellucid.machine.plugins import given
-from pellucid.rewards.graded import Graded
+from pellucid.rewards.grading import GradedTask
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.gsm8k import Gsm8k
-from pellucid.tasks.wrappers import only_here
+from pellucid.tasks.wrappers import is_process_bound
 from pellucid.types import Completion, Prompt, Reward, UserError
+from pellucid.utils.plugins import provide_objects
 
 PROMPT, ANSWER = Prompt("0", "1+1?", "2", {"answer": "2"}), Completion((1,), (0.0,), "2", True)
 
@@ -46,7 +46,7 @@ class Broken:
 
 @pytest.mark.parametrize("how", ["raises", "exits", "none", "nan", "huge", "text", "good"])
 def test_a_reward_is_what_it_is_in_a_process_of_its_own(how, tmp_path):
-    here, there = Graded(Broken(how), log=tmp_path / "log", in_process=True), Graded(Broken(how))
+    here, there = GradedTask(Broken(how), log=tmp_path / "log", in_process=True), GradedTask(Broken(how))
     try:
         expected = there.reward(PROMPT, ANSWER)
     finally:
@@ -62,11 +62,11 @@ def test_an_interrupt_is_no_failed_reward():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Graded(Interrupted(), in_process=True).reward(PROMPT, ANSWER)
+        GradedTask(Interrupted(), in_process=True).reward(PROMPT, ANSWER)
 
 
 def test_the_traceback_of_each_kind_of_error_is_in_the_log_once(tmp_path):
-    task = Graded(Broken("raises"), log=tmp_path / "log", in_process=True)
+    task = GradedTask(Broken("raises"), log=tmp_path / "log", in_process=True)
     for each in (task, task, task.with_split("test")):
         assert each.reward(PROMPT, ANSWER).failed
     assert (tmp_path / "log").read_text().count("Traceback") == 1
@@ -89,7 +89,7 @@ async def later(completions, **columns):
 
 
 def test_what_was_given_grades_where_it_was_given_and_nowhere_else(tmp_path):
-    with given({"here:twice": twice, "here:later": later}):
+    with provide_objects({"here:twice": twice, "here:later": later}):
         task = rows(tmp_path, "here:twice", "here:later", "numeric")
         prompt = task.sample(0, 1)[0]
         right = Completion((1,), (0.0,), prompt.answer, True)
@@ -99,9 +99,9 @@ def test_what_was_given_grades_where_it_was_given_and_nowhere_else(tmp_path):
             return task.reward(prompt, right)
 
         assert asyncio.run(in_a_notebook()).parts["later"] == 0.5
-        with given({"here:twice": lambda **_: [7.0], "here:later": later}):
+        with provide_objects({"here:twice": lambda **_: [7.0], "here:later": later}):
             assert task.reward(prompt, right).parts["twice"] == 7.0, "defined anew"
-        assert only_here(task)
+        assert is_process_bound(task)
     message = (
         '"here:twice" is an object that was given to pellucid.train: give it again there, or put it into a file'
         ' and name "path/to/file.py:twice"'
@@ -116,7 +116,7 @@ def test_what_has_a_file_goes_to_a_process_of_its_own(tmp_path):
     class Local(Broken):
         pass
 
-    assert not only_here(Gsm8k())
-    assert not only_here(rows(tmp_path, "numeric"))
-    assert not only_here(Broken())
-    assert only_here(Local())
+    assert not is_process_bound(Gsm8k())
+    assert not is_process_bound(rows(tmp_path, "numeric"))
+    assert not is_process_bound(Broken())
+    assert is_process_bound(Local())

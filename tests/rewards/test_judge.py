@@ -22,18 +22,17 @@ import torch
 
 from conftest import character_tokenizer, records, tiny_llama
 from pellucid import cli, config
-from pellucid.machine import endpoint
 from pellucid.policy.policy import Policy
-from pellucid.reporting.loggers import json_line
-from pellucid.rewards import asking, rubric
-from pellucid.rewards.asking import Asking, PassingError, seconds_of
-from pellucid.rewards.graded import Graded
-from pellucid.rewards.judge import Judge
-from pellucid.rewards.judgements import Answer, Judgements
+from pellucid.reporting.loggers import format_json_line
+from pellucid.rewards import judge as asking
+from pellucid.rewards import judge as rubric
+from pellucid.rewards.grading import GradedTask
+from pellucid.rewards.judge import Judge, JudgeAnswer, JudgeCache, JudgeClient, TransientError, parse_retry_after
 from pellucid.rewards.settings import JudgeSettings
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import Completion, Prompt, UserError
+from pellucid.utils import endpoint
 from proxies import KEY, proxied, says
 from serving import chat, post, running
 
@@ -128,14 +127,14 @@ def test_as_many_requests_are_under_way_as_allowed_and_no_more(service):
 def test_a_template_is_filled_once(template, expected):
     known = {"prompt": "Why?", "completion": "Be{answer}cause", "answer": "42", "rubric": "R"}
     columns = {"completion": "hidden", "topic": "sums", "tags": ["a", "é"], "none": None}
-    assert rubric.filled(template, known, columns) == expected
+    assert rubric.fill_template(template, known, columns) == expected
 
 
 def test_a_conversation_is_put_in_as_text():
     turns = ("user", "Hi"), ("assistant", "Yes?"), ("user", "2+2?")
     messages = tuple({"role": role, "content": content} for role, content in turns)
-    assert rubric.asked_text(Prompt("p", messages)) == "user: Hi\n\nassistant: Yes?\n\nuser: 2+2?"
-    assert rubric.asked_text(Prompt("p", messages[-1:])) == rubric.asked_text(Prompt("p", "2+2?")) == "2+2?"
+    assert rubric.format_question(Prompt("p", messages)) == "user: Hi\n\nassistant: Yes?\n\nuser: 2+2?"
+    assert rubric.format_question(Prompt("p", messages[-1:])) == rubric.format_question(Prompt("p", "2+2?")) == "2+2?"
 
 
 TALK = (
@@ -213,7 +212,7 @@ def test_a_column_that_is_not_there_is_named_before_anything_is_asked(service):
     ],
 )
 def test_a_number_is_read_strictly(answer, pattern, cut, number):
-    assert rubric.number_in(rubric.stated_in(answer, pattern, cut) or "") == number
+    assert rubric.parse_number(rubric.extract_grade(answer, pattern, cut) or "") == number
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def test_a_number_is_read_strictly(answer, pattern, cut, number):
     ],
 )
 def test_a_number_of_an_object_is_read_strictly(answer, number):
-    assert rubric.number_of(answer, "score") == number
+    assert rubric.parse_json_number(answer, "score") == number
 
 
 @pytest.mark.parametrize(
@@ -418,7 +417,7 @@ def test_no_answer_of_an_endpoint_ends_the_run(kind, service, monkeypatch, tmp_p
     assert good.value == 0.7 or "redirects" in error or "compressed" in error, (
         "where all would be refused, no other is asked"
     )
-    json_line({"extra": bad.extra})
+    format_json_line({"extra": bad.extra})
 
 
 @pytest.mark.parametrize("tokens", [10**400, -1, 2**70, "7", None, True, 1.5])
@@ -433,8 +432,8 @@ def test_tokens_that_no_answer_costs_count_as_none(tokens, service, tmp_path):
         json.dumps({"request": "c", "text": "8", "cut": False, "tokens": 1}),
     ]
     kept.write_text("\n".join(damaged) + "\n")
-    judgements = Judgements(tmp_path)
-    assert (judgements.find("b"), judgements.find("c")) == (None, Answer("8", False, 1))
+    judgements = JudgeCache(tmp_path)
+    assert (judgements.find("b"), judgements.find("c")) == (None, JudgeAnswer("8", False, 1))
 
 
 @pytest.mark.slow
@@ -459,14 +458,14 @@ def test_no_answer_holds_the_interpreter(said, pattern, value, service, tmp_path
     settings_of = settings(f"{service}/v1", pattern=pattern)
     if value == "pattern":
         with pytest.raises(rubric.SlowPatternError, match="took more than"):
-            Judge(settings_of, None).compute_reward(Answer(said, False, 1))
+            Judge(settings_of, None).compute_reward(JudgeAnswer(said, False, 1))
         with proxied(service, lambda *_: says(said)) as proxy:
             [part] = judged(proxy.url, ["x"], tmp_path, pattern=pattern)
         assert part.value is None
         assert part.error.startswith(f'pattern = "{pattern}" took more than 0.2 s')
         assert part.extra["judge"] == said[:500]
     else:
-        assert Judge(settings_of, None).compute_reward(Answer(said, False, 1)) == value
+        assert Judge(settings_of, None).compute_reward(JudgeAnswer(said, False, 1)) == value
 
 
 @pytest.mark.parametrize("part", [KEY, KEY[:12], KEY[9:20], KEY[-6:], f"{KEY[:8]} {KEY[8:16]}", KEY * 1000])
@@ -487,9 +486,9 @@ def test_no_part_of_a_key_in_an_answer_is_kept(part, service, monkeypatch, tmp_p
 
 
 def test_words_that_are_like_a_key_stay_as_they_are():
-    assert endpoint.without_key("skill, project, 7", KEY) == "skill, project, 7"
-    assert endpoint.without_key("10 of 10", "10") == "10 of 10", "no secret is as short"
-    assert endpoint.without_key("none of it", endpoint.NO_KEY) == "none of it"
+    assert endpoint.remove_key("skill, project, 7", KEY) == "skill, project, 7"
+    assert endpoint.remove_key("10 of 10", "10") == "10 of 10", "no secret is as short"
+    assert endpoint.remove_key("none of it", endpoint.NO_KEY) == "none of it"
 
 
 def test_a_redirect_within_the_endpoint_is_followed(service):
@@ -523,19 +522,19 @@ def test_a_judge_that_goes_away_is_named(service):
 
 
 def test_waits_double_up_to_a_limit_and_differ():
-    waits = Asking.compute_wait
-    plain, told, long = PassingError("500"), PassingError("429", 3.0), PassingError("429", 3600.0)
-    for n, least in ((1, 0.01), (3, 0.04), (30, asking.LONGEST_WAIT)):
+    waits = JudgeClient.compute_wait
+    plain, told, long = TransientError("500"), TransientError("429", 3.0), TransientError("429", 3600.0)
+    for n, least in ((1, 0.01), (3, 0.04), (30, asking.MAX_WAIT_SECONDS)):
         assert least <= waits(None, plain, n) <= 1.25 * least
     assert 3.0 <= waits(None, told, 1) <= 3.75
-    assert waits(None, long, 1) <= 1.25 * asking.LONGEST_ASKED
+    assert waits(None, long, 1) <= 1.25 * asking.MAX_RETRY_AFTER_SECONDS
     assert len({waits(None, plain, 1) for _ in range(5)}) == 5
 
 
 def test_retry_after_may_be_a_date():
     soon = email.utils.formatdate(time.time() + 30, usegmt=True)
-    assert 25 < seconds_of(soon) <= 30
-    assert [seconds_of(said) for said in ("2", "0.5", "", "soon", "-3", "nan", "inf")] == [2.0, 0.5, *[None] * 5]
+    assert 25 < parse_retry_after(soon) <= 30
+    assert [parse_retry_after(said) for said in ("2", "0.5", "", "soon", "-3", "nan", "inf")] == [2.0, 0.5, *[None] * 5]
 
 
 @pytest.fixture
@@ -553,7 +552,7 @@ def test_ctrl_c_waits_for_no_answer(alone, service, tmp_path):
     with proxied(service, lambda *_: "stall") as proxy:
         judge = Judge(settings(proxy.url, step_timeout=12.0), tmp_path)
         term = RewardTerm("judge", judge=judge.settings)
-        task = Graded(Dataset(data=str(tmp_path / "q.jsonl"), rewards=(term,)), graders={0: judge}, in_process=True)
+        task = GradedTask(Dataset(data=str(tmp_path / "q.jsonl"), rewards=(term,)), graders={0: judge}, in_process=True)
 
         def interrupt():
             while not proxy.seen:
@@ -597,18 +596,18 @@ def test_answers_are_found_on_disk_and_those_to_other_requests_are_not(service, 
 
 
 def test_torn_and_damaged_lines_are_asked_again(tmp_path):
-    Judgements(tmp_path).store("a" * 64, Answer("7", False, 5))
+    JudgeCache(tmp_path).store("a" * 64, JudgeAnswer("7", False, 5))
     [path] = tmp_path.glob("*.jsonl")
     whole = path.read_bytes()
     (tmp_path / "1-other.jsonl").write_bytes(b"\0\0\0\n{}\n[]\n" + whole.replace(b"a" * 64, b"b" * 64) + whole[:-5])
-    found = Judgements(tmp_path)
-    assert found.find("a" * 64) == found.find("b" * 64) == Answer("7", False, 5)
+    found = JudgeCache(tmp_path)
+    assert found.find("a" * 64) == found.find("b" * 64) == JudgeAnswer("7", False, 5)
     path.write_bytes(whole[:-5])
     (tmp_path / "1-other.jsonl").unlink()
-    found = Judgements(tmp_path)
+    found = JudgeCache(tmp_path)
     assert found.find("a" * 64) is None
     path.write_bytes(whole)
-    assert found.find("a" * 64) == Answer("7", False, 5), "when its end has come"
+    assert found.find("a" * 64) == JudgeAnswer("7", False, 5), "when its end has come"
 
 
 def test_a_full_disk_is_said_once_and_the_judge_goes_on(service, tmp_path, capfd):
@@ -784,7 +783,7 @@ def test_a_key_in_a_recipe_is_refused_and_not_told(tmp_path):
             f'base_url = "http://127.0.0.1:1/v1"\nmodel = "m"\nrubric = "R"\nkey = "{key}"\n'
         )
         with pytest.raises(UserError, match="key must name an environment variable, in capitals") as told:
-            config.load(recipe)
+            config.load_config(recipe)
         lines = "".join(traceback.format_exception(told.value))
         assert key not in lines
 
@@ -847,11 +846,11 @@ def test_the_settings_of_a_recipe_are_read_and_written(tmp_path):
         '[task.rewards.judge]\nbase_url = "http://127.0.0.1:1/v1"\nmodel = "m"\nrubric = "R"\nrange = [1, 5]\n'
         '[task.rewards.judge.body]\nresponse_format = { type = "json_object" }\n[[task.rewards]]\nname = "exact"\n'
     )
-    cfg = config.load(recipe, ["--task.rewards.0.judge.model", "other"])
+    cfg = config.load_config(recipe, ["--task.rewards.0.judge.model", "other"])
     [term, _] = cfg.task.rewards
     body = {"response_format": {"type": "json_object"}}
     expected = JudgeSettings("http://127.0.0.1:1/v1", "other", rubric="R", range=(1.0, 5.0), body=body)
     assert (term.judge, term.weight) == (expected, 2.0)
-    again = config.build(json.loads(json.dumps(config.dump(cfg))), "config.json")
+    again = config.build_config(json.loads(json.dumps(config.dump_config(cfg))), "config.json")
     assert again == cfg
     assert hash(again.task) == hash(cfg.task), "as the rows of a task are found by it"

@@ -14,18 +14,18 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from conftest import CHARACTERS, VOCAB, character_tokenizer, records, tiny_llama
-from pellucid.config import Config, PolicyConfig, load
-from pellucid.doctor import memory
-from pellucid.rewards.graders import notes_on
-from pellucid.rewards.model import RewardModel, gigabytes, part_of
-from pellucid.rewards.parts import Part
+from pellucid.config import Config, PolicyConfig, load_config
+from pellucid.distributed.settings import RuntimeConfig
+from pellucid.rewards.functions import RewardPart
+from pellucid.rewards.grading import collect_grader_notices
+from pellucid.rewards.reward_model import RewardModel, build_part, compute_weights_gb
 from pellucid.rewards.settings import RewardModelSettings
-from pellucid.rewards.terms import RewardTerm, labels
-from pellucid.runtimes.settings import RuntimeConfig
-from pellucid.serve import host
+from pellucid.rewards.terms import RewardTerm, label_terms
+from pellucid.serve import api
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
+from pellucid.training import memory
 from pellucid.types import Completion, Prompt, UserError
 from runs import answered, train
 from tiny_families import FAMILIES, SMALL, checkpoint
@@ -198,8 +198,8 @@ def test_a_value_that_is_not_finite_is_its_completions_alone(tmp_path):
 
 @pytest.mark.parametrize("logit", [torch.inf, -torch.inf, torch.nan])
 def test_a_logit_that_is_no_number_is_no_value(logit):
-    assert part_of(logit) == Part(error=f"its logit is {logit}")
-    assert part_of(-2.5) == Part(-2.5)
+    assert build_part(logit) == RewardPart(error=f"its logit is {logit}")
+    assert build_part(-2.5) == RewardPart(-2.5)
 
 
 class Cramped(SimpleNamespace):
@@ -333,7 +333,7 @@ def test_the_plan_counts_the_weights_that_will_be_there(dtype, share, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     size = sum(w.numel() * 4 for w in weights.values()) / 1e9
-    assert gigabytes(folder, RewardModelSettings(dtype=dtype)) == pytest.approx(size * share)
+    assert compute_weights_gb(folder, RewardModelSettings(dtype=dtype)) == pytest.approx(size * share)
 
 
 def test_a_term_of_a_recipe_is_a_model_with_its_table(tmp_path):
@@ -343,9 +343,9 @@ def test_a_term_of_a_recipe_is_a_model_with_its_table(tmp_path):
         f'[task]\nname = "dataset"\ndata = "{tmp_path}/data.jsonl"\n[[task.rewards]]\nname = "model:{tmp_path}/rm"\n'
         "[task.rewards.reward_model]\nbatch = 4\n[[task.rewards]]\nname = 'model:some/rm'\n"
     )
-    terms = load(recipe).task.rewards
+    terms = load_config(recipe).task.rewards
     assert [term.reward_model for term in terms] == [RewardModelSettings(batch=4), None]
-    assert labels(terms) == ["rm", "rm-2"]
+    assert label_terms(terms) == ["rm", "rm-2"]
 
 
 @pytest.mark.slow
@@ -405,7 +405,7 @@ def test_the_service_of_a_run_grades_with_its_reward_model(tmp_path):
     folder = classifier("llama", tmp_path)
     (tmp_path / "data.jsonl").write_text('{"question": "1?"}\n{"question": "2?"}\n')
     term = RewardTerm(f"model:{folder}", weight=3.0, reward_model=RewardModelSettings(device="cpu"))
-    task = host.graded(Config(task=Dataset(data=str(tmp_path / "data.jsonl"), rewards=(term,))))
+    task = api.make_graded_task(Config(task=Dataset(data=str(tmp_path / "data.jsonl"), rewards=(term,))))
     found = torch.tensor([reward.value for reward in task.reward_all(plain())])
     close(found / 3, alone(folder, plain())[:, 0])
 
@@ -413,10 +413,10 @@ def test_the_service_of_a_run_grades_with_its_reward_model(tmp_path):
 def test_code_that_would_run_is_said_aloud_before_it_is_read():
     trusted = RewardModelSettings(trust_remote_code=True)
     task = Dataset(data="d.jsonl", rewards=(RewardTerm("exact"), RewardTerm("model:some/rm", reward_model=trusted)))
-    assert notes_on(task) == ["reward_model.trust_remote_code: Python code of some/rm runs as you"]
-    assert notes_on(Curriculum(task=task)) == notes_on(task)
-    assert notes_on(Dataset(data="d.jsonl", rewards=(RewardTerm("model:some/rm"),))) == []
-    assert notes_on(Arithmetic()) == []
+    assert collect_grader_notices(task) == ["reward_model.trust_remote_code: Python code of some/rm runs as you"]
+    assert collect_grader_notices(Curriculum(task=task)) == collect_grader_notices(task)
+    assert collect_grader_notices(Dataset(data="d.jsonl", rewards=(RewardTerm("model:some/rm"),))) == []
+    assert collect_grader_notices(Arithmetic()) == []
 
 
 def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_path):
@@ -425,12 +425,14 @@ def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_pat
     here, there = (RewardTerm(f"model:{folder}", reward_model=RewardModelSettings(device=d)) for d in ("cpu", "meta"))
     for terms, expected in (((here, there), size), ((here, here), 2 * size)):
         cfg = Config(policy=PolicyConfig(device="cpu"), task=Dataset(data="d.jsonl", rewards=terms))
-        assert memory.reward_models(cfg) == {"reward model": pytest.approx(expected)}
+        assert memory.estimate_reward_models(cfg) == {"reward model": pytest.approx(expected)}
     without = replace(cfg, task=Dataset(data="d.jsonl", rewards=(there,)))
-    assert memory.reward_models(without) == {}
-    model = memory.Model(tiny_llama().config, 10**9, 10**9)
+    assert memory.estimate_reward_models(without) == {}
+    model = memory.ModelFacts(tiny_llama().config, 10**9, 10**9)
     for engine in ("ddp", "fsdp2"):  # at the update, and where the model is sharded
-        peaks = [memory.peak(model, replace(each, runtime=RuntimeConfig(engine)), 64) for each in (cfg, without)]
+        peaks = [
+            memory.estimate_peak(model, replace(each, runtime=RuntimeConfig(engine)), 64) for each in (cfg, without)
+        ]
         assert peaks[0] - peaks[1] == pytest.approx(2 * size)
 
 

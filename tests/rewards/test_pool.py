@@ -18,13 +18,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pellucid.protocols import with_split
 from pellucid.rewards import pool
-from pellucid.rewards.graded import Graded
-from pellucid.rewards.plain import LARGEST
+from pellucid.rewards.functions import MAX_REWARD
+from pellucid.rewards.grading import GradedTask
 from pellucid.rewards.settings import RewardConfig
 from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.types import Completion, Prompt, Reward, UserError
+from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 
 PROMPT = Prompt("train/0/0", "Behave as told.", "7")
 FOREVER = 100_000.0
@@ -129,7 +128,7 @@ BEHAVIOURS = {
     "int64": lambda: Reward(np.int64(1), correct=1),
     "decimal": lambda: Reward(Decimal("0.5"), correct=0.0),
     "a scalar of no dimension": lambda: Reward(np.array(0.5)),
-    "largest": lambda: Reward(LARGEST, {"a": -LARGEST}),
+    "largest": lambda: Reward(MAX_REWARD, {"a": -MAX_REWARD}),
     "no term": lambda: Reward(math.nan, applies=False),
     "huge": lambda: Reward(10**400),
     "huge digits": lambda: Reward("x", {"a": 10**5000}),
@@ -192,7 +191,7 @@ class Probe:
 
 @pytest.fixture(scope="module")
 def sandbox():
-    sandboxed = Graded(Probe(), RewardConfig(timeout=2.0))
+    sandboxed = GradedTask(Probe(), RewardConfig(timeout=2.0))
     yield sandboxed
     sandboxed.close()
 
@@ -324,7 +323,7 @@ def test_where_no_term_applies_no_reward_has_failed(sandbox):
 def logged(tmp_path):
     """A sandbox with its log."""
     log = tmp_path / "rewards.log"
-    sandboxed = Graded(Probe(), RewardConfig(timeout=2.0, memory_gb=0.5), log)
+    sandboxed = GradedTask(Probe(), RewardConfig(timeout=2.0, memory_gb=0.5), log)
     yield sandboxed, log
     sandboxed.close()
 
@@ -342,7 +341,7 @@ def test_what_rewards_print_goes_into_the_log(logged, capfd):
 
 
 def test_where_there_is_no_log_it_goes_nowhere(sandbox, capfd, tmp_path):
-    nowhere = Graded(Probe(), log=tmp_path / "no folder" / "rewards.log")
+    nowhere = GradedTask(Probe(), log=tmp_path / "no folder" / "rewards.log")
     for each in (sandbox, nowhere):
         assert graded(each, "prints").value == 1.0
     nowhere.close()
@@ -350,7 +349,7 @@ def test_where_there_is_no_log_it_goes_nowhere(sandbox, capfd, tmp_path):
 
 
 def test_where_nothing_can_be_written_a_reward_may_print_all_the_same():
-    sandboxed = Graded(Probe(), log=Path("/dev/full"))
+    sandboxed = GradedTask(Probe(), log=Path("/dev/full"))
     assert graded(sandboxed, "prints half an emoji").value == 1.0
     sandboxed.close()
 
@@ -378,7 +377,7 @@ def test_what_rewards_have_started_ends_at_close(logged):
 
 
 def test_a_reward_may_start_processes():
-    sandboxed = Graded(Probe(), RewardConfig(timeout=60.0))
+    sandboxed = GradedTask(Probe(), RewardConfig(timeout=60.0))
     assert graded(sandboxed, "starts processes").value == 3.0
     sandboxed.close()
 
@@ -387,7 +386,7 @@ def test_a_reward_may_start_processes():
 def test_memory_is_limited(logged):
     sandboxed, _ = logged
     assert graded(sandboxed, "memory").error.startswith("MemoryError")
-    unlimited = Graded(Probe(), RewardConfig(memory_gb=0.0))
+    unlimited = GradedTask(Probe(), RewardConfig(memory_gb=0.0))
     assert graded(unlimited, "memory").value == 8e8
     unlimited.close()
 
@@ -395,7 +394,7 @@ def test_memory_is_limited(logged):
 def test_names_that_look_like_secrets_are_not_in_its_environment(monkeypatch):
     for name in SECRETS | OTHERS:
         monkeypatch.setenv(name, "x")
-    sandboxed = Graded(Probe(), RewardConfig(secrets=("PROBE_API_KEY",)))
+    sandboxed = GradedTask(Probe(), RewardConfig(secrets=("PROBE_API_KEY",)))
     reward = graded(sandboxed, "names")
     sandboxed.close()
     assert reward.parts == dict.fromkeys(OTHERS | {"PROBE_API_KEY"}, 1.0)
@@ -406,7 +405,7 @@ def test_no_file_beside_the_run_is_taken_for_a_module_of_python(tmp_path, monkey
     for name in ("pickle", "socket", "tomllib"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
-    sandboxed = Graded(Probe())
+    sandboxed = GradedTask(Probe())
     assert graded(sandboxed, "fine").value == 0.5
     assert "PYTHONSAFEPATH" not in os.environ
     sandboxed.close()
@@ -414,7 +413,7 @@ def test_no_file_beside_the_run_is_taken_for_a_module_of_python(tmp_path, monkey
 
 @pytest.mark.slow
 def test_a_long_prompt_is_not_waited_for_where_nobody_reads_it():
-    sandboxed = Graded(Probe(), RewardConfig(timeout=2.0))
+    sandboxed = GradedTask(Probe(), RewardConfig(timeout=2.0))
     assert graded(sandboxed, "keeps busy").value == 1.0
     time.sleep(1.0)
     long = Prompt("train/0/1", "x" * 10**7)
@@ -439,7 +438,7 @@ def test_a_prompt_that_cannot_be_sent_is_a_failed_reward(sandbox):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_rewards_come_in_order_however_many_workers_compute_them(workers):
-    sandboxed = Graded(Probe(), RewardConfig(timeout=1.0, workers=workers))
+    sandboxed = GradedTask(Probe(), RewardConfig(timeout=1.0, workers=workers))
     texts = ["after 0.2 0", "after 0 1", "hang", "after 0.1 3", "exit", "raise", "after 0 6", "after 0 7"]
     rewards = sandboxed.reward_all([(PROMPT, said_by(text)) for text in texts])
     sandboxed.close()
@@ -454,7 +453,7 @@ def test_rewards_come_in_order_however_many_workers_compute_them(workers):
 @pytest.mark.slow
 def test_as_many_work_at_once_as_are_asked_for():
     """Each waits until all three are at it."""
-    sandboxed = Graded(Probe(), RewardConfig(workers=3))
+    sandboxed = GradedTask(Probe(), RewardConfig(workers=3))
     rewards = sandboxed.reward_all([(PROMPT, said_by(f"after 0.5 {i}")) for i in range(3)])
     assert len({reward.parts["pid"] for reward in rewards}) == 3
     pids = [int(reward.parts["pid"]) for reward in rewards]
@@ -492,7 +491,7 @@ def test_a_request_to_stop_is_the_parent_s_to_serve(sandbox, number):
 
 def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
     """Long before its own time is up."""
-    sandboxed = Graded(Probe(), RewardConfig(timeout=FOREVER))
+    sandboxed = GradedTask(Probe(), RewardConfig(timeout=FOREVER))
     pid = int(graded(sandboxed, "pid").value)
     wait = pool.wait
 
@@ -513,7 +512,7 @@ def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
 
 @pytest.mark.slow
 def test_close_ends_the_worker_and_a_later_reward_starts_another():
-    sandboxed = Graded(Probe())
+    sandboxed = GradedTask(Probe())
     sandboxed.close()
     pid = int(graded(sandboxed, "pid").value)
     sandboxed.close()
@@ -526,7 +525,7 @@ PARENT = """
     import os, signal, sys, threading, time
     from test_pool import PROMPT, Probe
     from pellucid.rewards.settings import RewardConfig
-    from pellucid.rewards.graded import Graded
+    from pellucid.rewards.grading import Graded
     from pellucid.types import Completion
 
     def graded(text):
@@ -574,7 +573,7 @@ def test_the_worker_does_not_outlive_its_parent(tmp_path, ending, timeout):
 NESTED = """
     import multiprocessing
     from test_pool import Probe, graded
-    from pellucid.rewards.graded import Graded
+    from pellucid.rewards.grading import Graded
 
     def grade():
         global sandboxed
@@ -601,7 +600,7 @@ def test_a_process_of_multiprocessing_that_has_graded_comes_to_its_end(tmp_path,
 
 
 def test_a_sandbox_that_nobody_has_any_more_ends_its_worker():
-    sandboxed = Graded(Probe())
+    sandboxed = GradedTask(Probe())
     pid = int(graded(sandboxed, "pid").value)
     del sandboxed
     gc.collect()
@@ -616,7 +615,7 @@ class Unloadable(Probe):
 
 def test_a_task_that_the_worker_cannot_load_is_one_clear_line():
     with pytest.raises(UserError, match=r"^[^\n]*cannot load task Unloadable: ModuleNotFoundError[^\n]*$"):
-        graded(Graded(Unloadable()), "fine")
+        graded(GradedTask(Unloadable()), "fine")
 
 
 def test_a_task_that_cannot_be_sent_is_one_clear_line():
@@ -625,7 +624,7 @@ def test_a_task_that_cannot_be_sent_is_one_clear_line():
         pass
 
     with pytest.raises(UserError, match=r"^task Local cannot be sent to the reward process: [^\n]*$"):
-        graded(Graded(Local()), "fine")
+        graded(GradedTask(Local()), "fine")
 
 
 @pytest.mark.slow
@@ -644,7 +643,7 @@ def test_a_timeout_must_be_a_number_of_seconds(timeout):
 
 
 def test_the_rest_of_the_task_passes_through():
-    sandboxed = Graded(Probe())
+    sandboxed = GradedTask(Probe())
     assert (sandboxed.seed, sandboxed.split, sandboxed.name) == (3, "train", "probe")
     assert sandboxed.sample(1, 2) == Probe().sample(1, 2)
     assert sandboxed.solution(PROMPT) == "7"

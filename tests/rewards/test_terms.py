@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from pellucid.rewards import terms as rewards
-from pellucid.rewards.terms import RewardTerm, gold_fault, labels, part_of
-from pellucid.rewards.trainer_state import state_of
+from pellucid.rewards.functions import build_trainer_state
+from pellucid.rewards.terms import RewardTerm, compute_term_parts, find_gold_fault, label_terms
 from pellucid.types import Completion, Progress, Prompt, UserError
 
 FUNCTIONS = Path(__file__).with_name("trl_functions.py")
 
 
 def grade(term, prompt, completion):
-    return part_of(term, [(prompt, completion)], state_of(Progress(), None))[0].value
+    return compute_term_parts(term, [(prompt, completion)], build_trainer_state(Progress(), None))[0].value
 
 
 def plain(text="What is 2 + 2?", answer="", **columns):
@@ -179,7 +179,7 @@ def test_a_think_tag_that_the_chat_template_wrote_counts_as_opened(name, text, g
     ],
 )
 def test_the_property_of_gold_answers_holds_for_what_data_sets_have(gold):
-    assert gold_fault("math", gold) is None
+    assert find_gold_fault("math", gold) is None
 
 
 @pytest.mark.parametrize(
@@ -193,16 +193,16 @@ def test_the_property_of_gold_answers_holds_for_what_data_sets_have(gold):
     ],
 )
 def test_a_gold_answer_by_which_a_reward_cannot_grade_is_named_with_the_reason(name, gold, reason):
-    assert reason in (gold_fault(name, gold) or "")
+    assert reason in (find_gold_fault(name, gold) or "")
 
 
 def test_a_gold_answer_that_credits_another_number_is_named(monkeypatch):
     """A grader that credits everything: the property does not rest on the graders being right."""
-    gold_fault.cache_clear()
-    monkeypatch.setitem(rewards.GRADES, "math", lambda text, gold: 1.0)
-    assert "another number" in (gold_fault("math", "7") or "")
-    assert gold_fault("math", "yes") is None
-    gold_fault.cache_clear()
+    find_gold_fault.cache_clear()
+    monkeypatch.setitem(rewards.GOLD_GRADERS, "math", lambda text, gold: 1.0)
+    assert "another number" in (find_gold_fault("math", "7") or "")
+    assert find_gold_fault("math", "yes") is None
+    find_gold_fault.cache_clear()
 
 
 def test_math_names_the_extra_it_needs(monkeypatch):
@@ -256,4 +256,4 @@ def test_labels_tell_namesakes_apart():
         RewardTerm(f"{FUNCTIONS}:unique_chars"),
         RewardTerm("regex", pattern="c"),
     ]
-    assert labels(terms) == ["regex", "regex-2", "unique_chars", "regex-3"]
+    assert label_terms(terms) == ["regex", "regex-2", "unique_chars", "regex-3"]

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 
-from pellucid.rewards.terms import numeric
+from pellucid.rewards.terms import grade_numeric
 
 
 def longer_reward(completion_ids, **kwargs):
@@ -190,7 +190,7 @@ def ends_its_process(completions, **kwargs):
 
 
 def calls_what_is_ours(completions, **kwargs):
-    return [numeric(None, "7") for _ in completions]
+    return [grade_numeric(None, "7") for _ in completions]
 
 
 async def blocks_the_loop(completions, **kwargs):

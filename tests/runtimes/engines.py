@@ -18,16 +18,15 @@ from conftest import ARCHITECTURES, AT_KERNEL_SHAPE, CountDigits, character_toke
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.machine.hardware import pick_device
-from pellucid.models.masters import whole
-from pellucid.policy.adapter import AdapterOff
-from pellucid.policy.policy import Policy, add_adapter, move
-from pellucid.runtimes import deepspeed
-from pellucid.runtimes.runtime import Runtime
-from pellucid.runtimes.settings import RuntimeConfig
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
+from pellucid.distributed import deepspeed
+from pellucid.distributed.runtime import Runtime
+from pellucid.distributed.settings import RuntimeConfig
+from pellucid.models.linear import gather_full_tensor
+from pellucid.policy.policy import LoraReference, Policy, add_adapter, move
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling
+from pellucid.utils.hardware import pick_device
 
 CASES = {
     "llama": {},
@@ -41,7 +40,7 @@ CASES = {
     "gpt2, k3": {"architecture": "gpt2", "kl": "k3"},
     "llama, lora, k3": {"lora": 2, "kl": "k3"},
     "llama, similar": {"similarity": "smooth"},
-    "llama, generate()": {"sampler": HuggingFace()},
+    "llama, generate()": {"sampler": HuggingFaceSampler()},
     "llama, bf16": {"architecture": "llama, heads of 64", "dtype": torch.bfloat16},
     "llama, bf16, recomputed": {
         "architecture": "llama, heads of 64",
@@ -93,7 +92,7 @@ def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
     )
     reference = None
     if kl:
-        reference = AdapterOff(policy) if facts.get("lora") else policy_of(**facts)
+        reference = LoraReference(policy) if facts.get("lora") else policy_of(**facts)
         if isinstance(reference, Policy):
             reference.model.requires_grad_(False)
         if kl == "exact":
@@ -102,7 +101,7 @@ def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
     if isinstance(reference, Policy):
         runtime.engine.shard_reference(reference)
     steps = grpo.train(
-        CountDigits(), sampler or Native(), policy, runtime, cfg, reference, sampling=Sampling(4, max_tokens=12)
+        CountDigits(), sampler or NativeSampler(), policy, runtime, cfg, reference, sampling=Sampling(4, max_tokens=12)
     )
     metrics = [result.metrics for result in steps]
     return runtime, metrics
@@ -121,7 +120,7 @@ def rough_steps(config, world):
             runtime.backward(policy.score(micro_batch).logprobs.sum() * factor / world)
         told.append(runtime.step())
     said = {name: torch.tensor([step[name] for step in told]) for name in ("idle", "skipped")}
-    return said | {name: whole(p.detach()).clone() for name, p in runtime.engine.masters().items()}
+    return said | {name: gather_full_tensor(p.detach()).clone() for name, p in runtime.engine.masters().items()}
 
 
 def tensors_of(runtime, metrics):
@@ -129,7 +128,7 @@ def tensors_of(runtime, metrics):
     and how many of cast weights.
     """
     engine, decoder = runtime.engine, runtime.policy.decoder
-    tensors = {name: whole(p.detach()).clone() for name, p in engine.masters().items()}
+    tensors = {name: gather_full_tensor(p.detach()).clone() for name, p in engine.masters().items()}
     moments = engine.optimizer.state.values()
     gaps, norms = (torch.tensor([m[name] for m in metrics]) for name in ("sampler/gap_mean", "grad_norm"))
     cast = [part.tensor for part in decoder.cast_weights() if part.tensor is not None] if decoder else []
@@ -167,7 +166,7 @@ def same_steps(found, expected, shares, where):
 
 
 def main(folder, cases, *engines):
-    deepspeed.PERSISTENT = 0  # every parameter of these models would be small enough to stay whole
+    deepspeed.PERSISTENCE_THRESHOLD_ELEMENTS = 0  # every parameter of these models would be small enough to stay whole
     for named in engines:
         label, _, engine = named.partition("=")
         engine, _, number = engine.partition("/")

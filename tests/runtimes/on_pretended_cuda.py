@@ -7,8 +7,8 @@ import torch
 
 import pretended_cuda
 from conftest import records
-from pellucid.doctor import command
-from pellucid.models import compiling, varlen
+from pellucid.models import attention, native
+from pellucid.training import doctor
 from pretended_graph import REFUSED
 from runs import at_home, train
 from simulated_device import WHERE
@@ -24,7 +24,7 @@ def compiler(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("CXX", str(program))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compiling.library.cache_clear()
+    native.load_library.cache_clear()
     return asked
 
 
@@ -60,7 +60,7 @@ def test_the_report_of_a_run_is_made_after_a_resume(gpu, recipe, tmp_path, monke
 
 
 def test_doctor_says_how_the_gpu_decodes(gpu, compiler):
-    said = dict(command.findings())
+    said = dict(doctor.collect_findings())
     assert said["gpus"] == "a pretended GPU"
     assert said["auto"] == f"device {WHERE}, dtype bfloat16"
     assert said["decoding"] == "by CUDA graphs"
@@ -70,12 +70,12 @@ def test_doctor_says_how_the_gpu_decodes(gpu, compiler):
 
 def test_doctor_says_why_the_gpu_decodes_without_graphs(gpu, pretended):
     pretended.refuse_from = 2
-    said = dict(command.findings())
+    said = dict(doctor.collect_findings())
     assert said["decoding"] == f"by torch's operators: tokens are decoded without a CUDA graph: {REFUSED}"
 
 
 REFUSALS = {
-    "grouped heads": (lambda query, key: query.shape[1] != key.shape[1], varlen.repeated),
+    "grouped heads": (lambda query, key: query.shape[1] != key.shape[1], attention.run_flash_repeated),
     "everything": (lambda query, key: True, None),
 }
 
@@ -92,9 +92,9 @@ def test_what_a_gpu_refuses_of_flash_attention_goes_another_way(refuses, left, g
         return act(query, key, *about, **how)
 
     monkeypatch.setitem(pretended_cuda.BY_HAND, forward, refusing)
-    varlen.choice.cache_clear()
-    assert varlen.choice(torch.device(WHERE), torch.float16)[0] is left
-    said = dict(command.findings())["attention"]
-    varlen.choice.cache_clear()
+    attention.choose_flash_kernel.cache_clear()
+    assert attention.choose_flash_kernel(torch.device(WHERE), torch.float16)[0] is left
+    said = dict(doctor.collect_findings())["attention"]
+    attention.choose_flash_kernel.cache_clear()
     reason = "by torch's operators, without flash attention: FlashAttention only supports Ampere GPUs or newer."
     assert said == ("flash attention" if left else reason)

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from architectures import VANISHING, weighted
 from conftest import make_policy, records
 from pellucid.algorithm.settings import AdamWConfig
-from pellucid.machine.hardware import pick_device
-from pellucid.models import varlen
+from pellucid.distributed.runtime import Runtime
+from pellucid.models import attention
 from pellucid.policy.policy import move
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Prompt, Sampling
+from pellucid.utils.hardware import pick_device
 from runs import in_processes, same_run
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -111,7 +111,7 @@ def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():
         policy = make_policy()
         move(policy.model, pick_device(device))
         policy = type(policy)(policy.model, policy.tokenizer)
-        sampler = Native(policy=policy)
+        sampler = NativeSampler(policy=policy)
         prompts = [Prompt("p", "a12?"), Prompt("q", "12")]
         groups = sampler.generate(prompts, Sampling(16, max_tokens=8, seed="seed"))
         said.append([c.token_ids for group in groups for c in group.completions])
@@ -127,7 +127,7 @@ def test_a_graph_says_what_is_said_without():
         policy = type(policy)(policy.model, policy.tokenizer, torch.bfloat16)
         assert policy.decoder
         policy.decoder.uses_cuda_graphs = recordable
-        groups = Native(policy=policy).generate(
+        groups = NativeSampler(policy=policy).generate(
             [Prompt("p", "a12?"), Prompt("q", "12")], Sampling(16, max_tokens=80, seed="seed")
         )
         assert policy.decoder.uses_cuda_graphs is (recordable is None)
@@ -138,7 +138,7 @@ def test_a_graph_says_what_is_said_without():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_of_rollouts_is_read_by_flash_attention(dtype):
     """The trial compares what it reads, and its gradients; a kernel that fails it is not taken."""
-    assert varlen.kernel_of(pick_device("cuda"), dtype) is not None
+    assert attention.find_flash_kernel(pick_device("cuda"), dtype) is not None
 
 
 def test_one_rank_over_nccl_trains_with_fsdp2_what_it_trains_with_ddp(tmp_path):

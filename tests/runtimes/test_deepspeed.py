@@ -13,7 +13,7 @@ import torch
 from engines import CASES, numbers, rough_steps, same_steps, tensors_of, trained
 from safetensors.torch import load_file
 
-from pellucid.runtimes.settings import RuntimeConfig
+from pellucid.distributed.settings import RuntimeConfig
 from runs import DEEPSPEED, in_processes, launch, same_run, same_weights, train, weights
 
 STAGES = (2, 3)
@@ -38,7 +38,7 @@ sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 import torch
 from safetensors.torch import save_file
 from engines import rough_steps
-from pellucid.runtimes.settings import RuntimeConfig
+from pellucid.distributed.settings import RuntimeConfig
 tensors = rough_steps(RuntimeConfig("deepspeed", zero_stage=int(sys.argv[2])), 2)
 if torch.distributed.get_rank() == 0:
     save_file(tensors, sys.argv[1])

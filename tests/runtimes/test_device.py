@@ -22,16 +22,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import EOS, VOCAB, character_tokenizer, mostly_slow, records
 from pellucid import cli
-from pellucid.commands import line
-from pellucid.machine import hardware
 from pellucid.models import attention
-from pellucid.models.packed import prompt_rows
-from pellucid.policy.logprobs import Reading
-from pellucid.samplers import native, turns
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
-from pellucid.serve import host
-from pellucid.serve.rows import Request
+from pellucid.models.score import pack_prompts
+from pellucid.policy.logprobs import ScoreContext
+from pellucid.rollout import native, scheduler
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
+from pellucid.serve import api
+from pellucid.serve.engine import GenerationRequest
+from pellucid.utils import hardware
 from runs import at_home
 from simulated_device import A_REAL_ONE, RAISE, WHERE, WITHOUT_DETERMINISTIC_KERNEL, Decomposed, Device
 
@@ -125,14 +124,14 @@ def one_way(monkeypatch):
     def attend(query, key, value, bias, shared):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
-    monkeypatch.setattr(attention.FewProducts, "apply", attend)
+    monkeypatch.setattr(attention.ChunkedAttention, "apply", attend)
     monkeypatch.setattr(attention, "attend_chunked", attend)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(
-        Native, "_count_steps_per_check", lambda self: native.BURST
+        NativeSampler, "_count_steps_per_check", lambda self: native.TOKENS_PER_EOS_CHECK
     )  # products round by how many rows there are
     at_home(monkeypatch)
-    monkeypatch.setenv(hardware.WORKSPACE, hardware.REPEATABLE[0])
+    monkeypatch.setenv(hardware.CUBLAS_WORKSPACE_VARIABLE, hardware.DETERMINISTIC_WORKSPACES[0])
     with sdpa_kernel(SDPBackend.MATH):
         yield
     torch.use_deterministic_algorithms(False)
@@ -168,7 +167,7 @@ def resumed(recipe, run_dir, settings, monkeypatch):
         return generated
 
     with monkeypatch.context() as patched:
-        for sampler in (Native, HuggingFace):
+        for sampler in (NativeSampler, HuggingFaceSampler):
             patched.setattr(sampler, "generate", dying(sampler.generate))
         assert train(recipe, *options(settings), "--run", run_dir) == 130
     assert train("--resume", run_dir) == 0
@@ -177,9 +176,11 @@ def resumed(recipe, run_dir, settings, monkeypatch):
 
 def served(run_dir, device):
     """What a service says of that run's model."""
-    service = host.load(line.parsed(["serve", str(run_dir), "--dtype", "float32", "--device", device]))
+    service = api.load_served_model(
+        cli.parse_command_line(["serve", str(run_dir), "--dtype", "float32", "--device", device])
+    )
     told, engine = [], service.engine
-    engine.submit(Request([1, 2, 3], told.append, n=2, max_tokens=8, seed=7))
+    engine.submit(GenerationRequest([1, 2, 3], told.append, n=2, max_tokens=8, seed=7))
     engine._admit()
     while engine.running.requests:
         engine._decode_step()
@@ -209,10 +210,12 @@ def with_task(recipe, folder):
 
 def same_numbers(recipe, settings, device, folder, monkeypatch):
     """Trained on the CPU at a stretch; on the device with a death and a resume between."""
-    patient = partial(turns.Hall, deterministic=True)  # else who is beside whom would depend on the clock
+    patient = partial(
+        scheduler.MultiTurnScheduler, deterministic=True
+    )  # else who is beside whom would depend on the clock
     monkeypatch.setattr(native, "MultiTurnScheduler", lambda policy, talks, rows, *_: patient(policy, talks, rows))
     monkeypatch.setattr(
-        Reading, "pick_kernels", lambda *_: None
+        ScoreContext, "pick_kernels", lambda *_: None
     )  # a device has no kernels, and the head's add up better
     with Decomposed():
         here = trained(recipe, folder / "here", settings | {"policy.device": "cpu"})
@@ -342,9 +345,9 @@ def test_float64_is_refused_where_there_is_none():
         ):
             with pytest.raises(TypeError, match="float64"):
                 wanted()
-        assert hardware.place_of_sums(torch.device(WHERE)) == torch.device("cpu")
+        assert hardware.pick_float64_device(torch.device(WHERE)) == torch.device("cpu")
     with Device():
-        assert hardware.place_of_sums(torch.device(WHERE)) == torch.device(WHERE)
+        assert hardware.pick_float64_device(torch.device(WHERE)) == torch.device(WHERE)
 
 
 @pytest.mark.usefixtures("one_way")
@@ -353,7 +356,7 @@ def test_deterministic_mode_refuses_a_sum_that_may_differ(gpu):
     with pytest.raises(RuntimeError, match="deterministic"):
         ones(3).cumsum(0)
     assert ones(3, dtype=torch.long).cumsum(0).tolist() == [1, 2, 3]
-    assert hardware.place_of_sums(torch.device(WHERE)) == torch.device("cpu")
+    assert hardware.pick_float64_device(torch.device(WHERE)) == torch.device("cpu")
 
 
 def test_waits_and_copies_are_counted_by_line(gpu):
@@ -362,7 +365,7 @@ def test_waits_and_copies_are_counted_by_line(gpu):
     assert gpu.waits == {"elsewhere": 5}
     x[[0, 1]], torch.tensor([1]).to(WHERE)
     assert gpu.copies == {"elsewhere": 2}
-    hardware.place_of_sums(x.device)
+    hardware.pick_float64_device(x.device)
     gpu.copies.clear()
-    prompt_rows([[1, 2]], torch.float32, x.device)
+    pack_prompts([[1, 2]], torch.float32, x.device)
     assert {line.split(":")[0] for line in gpu.copies} == {"models/packed.py"}

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from conftest import VOCAB
 from forked import ran
-from pellucid.runtimes.fsdp2 import mesh_of
-from pellucid.runtimes.settings import RuntimeConfig
+from pellucid.distributed.fsdp2 import make_device_mesh
+from pellucid.distributed.settings import RuntimeConfig
 from pellucid.types import UserError
 from runs import in_processes, launch, same_run, same_weights, train, weights
 
@@ -26,7 +26,7 @@ import os
 import torch.distributed as dist
 
 from pellucid import cli
-from pellucid.runtimes import shards
+from pellucid.distributed import shards
 
 write = shards.save_shards
 
@@ -152,7 +152,7 @@ def test_one_process_that_was_started_by_itself_may_shard(recipe, tmp_path):
 def test_shards_that_do_not_divide_the_processes_are_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(UserError, match=r"runtime.shards = 3 must divide the number of processes, which is 4"):
-        mesh_of(torch.device("cpu"), 4, 3)
+        make_device_mesh(torch.device("cpu"), 4, 3)
 
 
 ONCE = """
@@ -161,8 +161,8 @@ sys.path[:0] = {paths!r}
 import torch
 from engines import policy_of
 from pellucid.algorithm.settings import AdamWConfig
-from pellucid.runtimes.runtime import Runtime
-from pellucid.runtimes.settings import RuntimeConfig
+from pellucid.distributed.runtime import Runtime
+from pellucid.distributed.settings import RuntimeConfig
 from pellucid.types import UserError
 
 class Full(torch.autograd.Function):
@@ -202,8 +202,8 @@ sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 import torch.distributed as dist
 from engines import policy_of
 from pellucid.algorithm.settings import AdamWConfig
-from pellucid.runtimes.runtime import Runtime
-from pellucid.runtimes.settings import RuntimeConfig
+from pellucid.distributed.runtime import Runtime
+from pellucid.distributed.settings import RuntimeConfig
 Runtime(policy_of(), AdamWConfig(), 3, RuntimeConfig("fsdp2", shards=1, timeout=0.7))
 world = dist.distributed_c10d._world
 assert len(world.pg_map) > 1

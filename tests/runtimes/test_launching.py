@@ -41,7 +41,7 @@ import torch
 spec = importlib.util.spec_from_file_location("transparent_grpo", {str(EXAMPLE)!r})
 sys.modules["transparent_grpo"] = example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
-gc.enable(), gc.freeze()  # as pellucid.machine.imports does
+gc.enable(), gc.freeze()  # as pellucid.utils.hardware does
 step = 0
 
 

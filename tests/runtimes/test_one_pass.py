@@ -10,13 +10,15 @@ from torch.nn.utils import clip_grad_norm_
 
 from conftest import make_policy
 from pellucid.algorithm.settings import AdamWConfig
-from pellucid.models import kernels
-from pellucid.models.masters import CastWeights
-from pellucid.runtimes import one_pass, plain
-from pellucid.runtimes.one_pass import OnePassAdamW, fits
-from pellucid.runtimes.optimizer import OffloadedAdamW
+from pellucid.distributed import optimizer as one_pass
+from pellucid.distributed import torch_engine
+from pellucid.distributed.optimizer import OffloadedAdamW, OnePassAdamW, supports_one_pass
+from pellucid.models import native
+from pellucid.models.linear import CastWeights
 
-pytestmark = pytest.mark.skipif(kernels.here()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16")
+pytestmark = pytest.mark.skipif(
+    native.load_kernels()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16"
+)
 BF16 = torch.bfloat16
 SIZES = {"wide": (70, 112), "narrow": (64, 16), "vector": (48,), "large": (33, 1040)}
 
@@ -195,19 +197,19 @@ def test_copies_in_fp32_are_made_as_ever():
     ids=["of other sizes", "in bf16", "turned", "elsewhere"],
 )
 def test_other_parameters_are_left_to_torch(other):
-    assert fits([torch.zeros(16), torch.zeros(3, 48)])
-    assert not fits([torch.zeros(16), other])
+    assert supports_one_pass([torch.zeros(16), torch.zeros(3, 48)])
+    assert not supports_one_pass([torch.zeros(16), other])
 
 
 def test_a_policy_on_the_cpu_is_stepped_so_and_its_copies_with_it():
     policy = make_policy(dtype=BF16)
-    optimizer = plain.build(AdamWConfig(), policy)
+    optimizer = torch_engine.build_optimizer(AdamWConfig(), policy)
     assert isinstance(optimizer, OnePassAdamW)
     assert policy.decoder and len(optimizer.cast_weights) == len(policy.decoder.list_cast_weights())
-    assert isinstance(plain.build(AdamWConfig(offload=True), policy), OffloadedAdamW)
+    assert isinstance(torch_engine.build_optimizer(AdamWConfig(offload=True), policy), OffloadedAdamW)
 
 
 def test_where_a_bit_differs_torch_goes_on(monkeypatch):
-    assert one_pass.here()
+    assert one_pass.is_one_pass_available()
     monkeypatch.setattr(one_pass.OnePassAdamW, "clip_gradients", lambda self, max_norm: torch.zeros(()))
-    assert not one_pass.has_bits_of_torch()
+    assert not one_pass.passes_self_check()

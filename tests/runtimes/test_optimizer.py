@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pellucid.runtimes.optimizer import OffloadedAdamW
+from pellucid.distributed.optimizer import OffloadedAdamW
 
 
 def weights(dtype=torch.float32):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import records
-from pellucid.runtimes import processes
+from pellucid.distributed import process_group
 from runs import in_two_processes
 
 TASK = '''
@@ -41,7 +41,7 @@ from pathlib import Path
 import torch
 
 from conftest import make_policy
-from pellucid.runtimes.runtime import Runtime
+from pellucid.distributed.runtime import Runtime
 from pellucid.algorithm.settings import AdamWConfig
 
 
@@ -77,12 +77,12 @@ def test_a_store_that_never_answers_is_the_silent_one(monkeypatch):
         def set(self, key, value):
             Event().wait()
 
-    monkeypatch.setattr(processes, "ROLL_CALL_TIMEOUT_SECONDS", -0.9)
+    monkeypatch.setattr(process_group, "ROLL_CALL_TIMEOUT_SECONDS", -0.9)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", Gone)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     start = time.monotonic()
-    assert processes.missing() == [0]
+    assert process_group.find_missing_ranks() == [0]
     assert time.monotonic() - start < 10
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from conftest import make_policy
 from pellucid import cli
 from pellucid.algorithm.settings import AdamWConfig
-from pellucid.runtimes.runtime import Runtime
+from pellucid.distributed.runtime import Runtime
 
 
 def step(runtime, policy, gradient=1.0):

@@ -11,9 +11,9 @@ import torch
 from conftest import CountDigits, character_tokenizer, tiny_llama
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.distributed.runtime import Runtime
 from pellucid.policy.policy import Policy
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.native import BURST, Native
+from pellucid.rollout.native import TOKENS_PER_EOS_CHECK, NativeSampler
 from pellucid.types import Sampling
 from simulated_device import WHERE
 
@@ -51,7 +51,7 @@ def steps(policy, count, **settings):
     cfg = GRPOConfig(steps=count, prompts_per_step=4, group_size=6, micro_batch=24 // MICRO_BATCHES, **settings)
     runtime = Runtime(policy, AdamWConfig(lr=1e-3), total_updates=count)
     reference, sampling = policy_there(tiny_llama) if cfg.kl_coef else None, Sampling(max_tokens=LENGTH)
-    return list(grpo.train(CountDigits(), Native(), policy, runtime, cfg, reference, sampling=sampling))
+    return list(grpo.train(CountDigits(), NativeSampler(), policy, runtime, cfg, reference, sampling=sampling))
 
 
 @pytest.mark.slow
@@ -67,11 +67,11 @@ def test_a_micro_batch_waits_four_times_at_most(settings, gpu, monkeypatch):
 
 
 def test_sampling_waits_once_in_eight_tokens(gpu, monkeypatch):
-    sampled = Counted(monkeypatch, gpu, Native, "generate")
+    sampled = Counted(monkeypatch, gpu, NativeSampler, "generate")
     [step] = steps(policy_there(tiny_llama), 1)
     lengths = [len(c.token_ids) for g in step.groups for c in g.completions]
     assert max(lengths) == LENGTH
-    assert any(length % BURST for length in lengths), "some end between two looks"
+    assert any(length % TOKENS_PER_EOS_CHECK for length in lengths), "some end between two looks"
     [waits] = sampled.calls
     waits = Counter({line: n for line, n in waits.items() if not line.startswith("models/graphs.py")})  # one trial
-    assert 0 < waits.total() <= math.ceil(LENGTH / BURST), waits
+    assert 0 < waits.total() <= math.ceil(LENGTH / TOKENS_PER_EOS_CHECK), waits

@@ -6,13 +6,20 @@ import pytest
 import torch
 
 from conftest import CountDigits, character_tokenizer
-from pellucid.policy.model import add_adapter
+from pellucid.policy.load import add_adapter
 from pellucid.policy.policy import Policy
-from pellucid.samplers import fleet
-from pellucid.samplers.adapters import A, B, RefusedError, adapter_of, base_of, form_of, is_of_adapter
-from pellucid.samplers.remote import GoneError, Remote, described
-from pellucid.samplers.servers import Servers
-from pellucid.serve.sampling import Held
+from pellucid.rollout import vllm_client
+from pellucid.rollout.vllm import (
+    LORA_A_SUFFIX,
+    LORA_B_SUFFIX,
+    AdapterRefusedError,
+    copy_adapter_weights,
+    get_adapter_shape,
+    get_base_weights,
+    is_adapter_weight,
+)
+from pellucid.rollout.vllm_client import SamplerClient, ServerLostError, VLLMServerSampler, serialize_model
+from pellucid.serve.vllm_server import EngineHost
 from pellucid.types import Sampling, UserError
 from sampler_process import Plain, gap_of, served, tiny_policy
 
@@ -30,18 +37,18 @@ class Beside(Plain):
         """Whether a base came, push by push."""
 
     def push(self, weights):
-        adapter = {name: x for name, x in weights.items() if is_of_adapter(name)}
+        adapter = {name: x for name, x in weights.items() if is_adapter_weight(name)}
         base = {name: x for name, x in weights.items() if name not in adapter}
         self.came.append(bool(base))
         self.base, self.adapter = base or self.base, adapter
         added = {
-            f"{layer}.weight": adapter[layer + B] @ adapter[layer + A]
+            f"{layer}.weight": adapter[layer + LORA_B_SUFFIX] @ adapter[layer + LORA_A_SUFFIX]
             for layer in (self.form.layers if self.form else {})
         }
         super().push({name: x + added.get(name, 0) for name, x in self.base.items()})
 
     def read_columns(self, name, at):
-        if is_of_adapter(name):
+        if is_adapter_weight(name):
             return [self.adapter[name][:, at]]
         held = self.base[name]
         return [held[:, at] if held.dim() > 1 else held[:, None]]
@@ -50,7 +57,7 @@ class Beside(Plain):
 class Refuses(Beside):
     def __init__(self, model):
         if model.adapter:
-            raise RefusedError("vLLM has no adapter on it")
+            raise AdapterRefusedError("vLLM has no adapter on it")
         super().__init__(model)
 
 
@@ -64,7 +71,7 @@ def policy():
 
 @pytest.fixture
 def held():
-    return [Held(Beside), Held(Beside)]
+    return [EngineHost(Beside), EngineHost(Beside)]
 
 
 @pytest.fixture
@@ -75,7 +82,7 @@ def urls(held):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_client, "RETRY_SECONDS", 0.1)
 
 
 def step(policy, by=0.05):
@@ -85,7 +92,7 @@ def step(policy, by=0.05):
 
 
 def synced(policy, urls, ahead=False):
-    sampler = Servers(urls=urls, timeout=10.0, adapter="request", ahead=ahead)
+    sampler = VLLMServerSampler(urls=urls, timeout=10.0, adapter="request", ahead=ahead)
     sampler.sync(policy, 3)
     return sampler
 
@@ -131,12 +138,12 @@ def test_one_that_comes_back_a_step_ahead_gets_the_adapter_that_the_others_draw_
 @pytest.mark.slow
 def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy, urls, held):
     sampler = synced(policy, urls)
-    theirs = Remote(urls[0], 10.0)  # another trainer's
-    theirs.load_model(described(policy, form_of(policy)))
-    theirs.push(base_of(policy) | adapter_of(policy))
+    theirs = SamplerClient(urls[0], 10.0)  # another trainer's
+    theirs.load_model(serialize_model(policy, get_adapter_shape(policy)))
+    theirs.push(get_base_weights(policy) | copy_adapter_weights(policy))
     assert sampler.pool
-    with pytest.raises(GoneError, match=r"409.*other weights"):
-        sampler.pool.servers[0].client.push(adapter_of(policy))
+    with pytest.raises(ServerLostError, match=r"409.*other weights"):
+        sampler.pool.servers[0].client.push(copy_adapter_weights(policy))
     step(policy)
     sampler.sync(policy, 4)
     assert gap_of(policy, sampler.generate(PROMPTS, SAMPLING)) < 1e-4

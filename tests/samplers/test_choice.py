@@ -8,15 +8,14 @@ import torch
 from conftest import CountDigits, character_tokenizer, make_policy
 from pellucid import cli
 from pellucid.algorithm.batch import collate
-from pellucid.commands import line
-from pellucid.models import fallback
-from pellucid.models.trial import cache_fault
+from pellucid.models import hf_decode
+from pellucid.models.hf_decode import find_cache_fault
 from pellucid.policy import policy as policies
 from pellucid.policy.policy import Policy
-from pellucid.samplers.choice import choose
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
-from pellucid.serve import host
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
+from pellucid.rollout.select import choose_sampler
+from pellucid.serve import api
 from pellucid.types import Sampling, UserError
 from tiny_families import checkpoint, model_of
 
@@ -38,8 +37,8 @@ def gap(policy, sampler):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "lfm2", "falcon_h1", "gemma3"])
 def test_layers_with_a_state_are_decoded_by_rows_that_come_and_go(name, dtype):
-    sampler, note = choose("native", 8, policy_of(name, dtype))
-    assert isinstance(sampler, Native)
+    sampler, note = choose_sampler("native", 8, policy_of(name, dtype))
+    assert isinstance(sampler, NativeSampler)
     assert note == ""
     assert gap(policy_of(name), sampler) < 1e-4
 
@@ -47,19 +46,19 @@ def test_layers_with_a_state_are_decoded_by_rows_that_come_and_go(name, dtype):
 def test_a_state_that_knows_no_padding_is_decoded_by_itself():
     """RecurrentGemma: beside longer prompts its log-probs would be a tenth of a nat off."""
     policy = policy_of("recurrent_gemma")
-    sampler, note = choose("native", 8, policy)
-    assert isinstance(sampler, HuggingFace)
+    sampler, note = choose_sampler("native", 8, policy)
+    assert isinstance(sampler, HuggingFaceSampler)
     assert sampler.one_by_one
     assert note.count("\n") == 0
     assert "hf instead of native" in note
     assert gap(policy, sampler) < 5e-3
-    assert gap(policy, HuggingFace()) > 0.02
+    assert gap(policy, HuggingFaceSampler()) > 0.02
 
 
 def test_a_cache_of_its_own_goes_to_the_sampler_that_knows_it():
     policy = policy_of("minimax")
-    sampler, note = choose("native", 8, policy)
-    assert isinstance(sampler, HuggingFace)
+    sampler, note = choose_sampler("native", 8, policy)
+    assert isinstance(sampler, HuggingFaceSampler)
     assert not sampler.one_by_one
     assert "MiniMax uses cache of its own" in note
     assert gap(policy, sampler) < 1e-4
@@ -67,21 +66,21 @@ def test_a_cache_of_its_own_goes_to_the_sampler_that_knows_it():
 
 def test_what_no_sampler_draws_from_is_refused():
     with pytest.raises(UserError, match=r"RwkvForCausalLM cannot be sampled from: by hf .* by native"):
-        choose("hf", 8, policy_of("rwkv"))
+        choose_sampler("hf", 8, policy_of("rwkv"))
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
 def test_what_is_asked_for_is_taken_where_it_can_be(name, architecture):
-    sampler, note = choose(name, 8, make_policy(architecture))
-    assert isinstance(sampler, {"native": Native, "hf": HuggingFace}[name])
+    sampler, note = choose_sampler(name, 8, make_policy(architecture))
+    assert isinstance(sampler, {"native": NativeSampler, "hf": HuggingFaceSampler}[name])
     assert note == ""
 
 
 @pytest.mark.parametrize("fault", ["padding", "order", "rows"])
 def test_the_trial_sees_what_rows_beside_one_another_get_wrong(fault, monkeypatch):
-    model, batch = make_policy("gpt2").model, fallback.FallbackDecodeBatch
-    assert cache_fault(model) == ""
+    model, batch = make_policy("gpt2").model, hf_decode.FallbackDecodeBatch
+    assert find_cache_fault(model) == ""
     if fault == "padding":
         forward = model.forward
         monkeypatch.setattr(model, "forward", lambda attention_mask=None, **given: forward(**given))
@@ -90,7 +89,7 @@ def test_the_trial_sees_what_rows_beside_one_another_get_wrong(fault, monkeypatc
     else:
         keep = batch.keep_rows
         monkeypatch.setattr(batch, "keep", lambda self, rows: keep(self, rows.clamp(max=0)))
-    assert cache_fault(model)
+    assert find_cache_fault(model)
 
 
 def test_a_fallback_is_said_in_one_line_before_step_1(tmp_path, capsys):
@@ -112,10 +111,10 @@ def test_a_fallback_is_said_in_one_line_before_step_1(tmp_path, capsys):
 def test_rows_that_cannot_stand_beside_one_another_are_not_served(tmp_path):
     model = checkpoint("recurrent_gemma", tmp_path)
     with pytest.raises(UserError, match="RecurrentGemmaForCausalLM cannot be served"):
-        host.load(line.parsed(["serve", str(model), "--dtype", "float32"]))
+        api.load_served_model(cli.parse_command_line(["serve", str(model), "--dtype", "float32"]))
 
 
 def test_no_trial_is_made_of_our_own_decoder(monkeypatch):
-    monkeypatch.setattr("pellucid.samplers.choice.cache_fault", None)
-    sampler, _ = choose("native", 8, policies.Policy(model_of("llama"), character_tokenizer()))
-    assert isinstance(sampler, Native)
+    monkeypatch.setattr("pellucid.rollout.select.cache_fault", None)
+    sampler, _ = choose_sampler("native", 8, policies.Policy(model_of("llama"), character_tokenizer()))
+    assert isinstance(sampler, NativeSampler)

@@ -10,15 +10,14 @@ import torch
 
 from conftest import EOS, byte_tokenizer, make_policy, tiny_llama_of
 from pellucid.algorithm.batch import collate
-from pellucid.environments.here import Here
-from pellucid.environments.talk import Talk
-from pellucid.models.running import Running
+from pellucid.environments.pool import InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
+from pellucid.models.decode import RunningBatch
 from pellucid.policy.policy import Policy
-from pellucid.protocols import Reply, Said
-from pellucid.samplers import turns
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
-from pellucid.types import Outcome, Prompt, Sampling
+from pellucid.rollout import scheduler
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
+from pellucid.types import ConversationOutcome, EnvironmentReply, PolicyTurn, Prompt, Sampling
 from worlds import CHAT, TEMPLATE, asked
 
 SAMPLING = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
@@ -31,8 +30,8 @@ def policy_of(architecture="llama", **settings):
 
 
 def sampler_of(name, policy, world=None, rows=256):
-    world = world or Here(Talk("worlds:Parrot"))
-    sampler = Native(rows, environments=world) if name == "native" else HuggingFace(environments=world)
+    world = world or InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
+    sampler = NativeSampler(rows, environments=world) if name == "native" else HuggingFaceSampler(environments=world)
     sampler.sync(policy, 7)
     return sampler
 
@@ -109,7 +108,7 @@ class Lead:
     """Asks each sibling something else."""
 
     def __init__(self):
-        self.inner = Here(Talk("worlds:Parrot"))
+        self.inner = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
         self.siblings = {}
 
     def start_conversation(self, number, prompt, sibling):
@@ -124,7 +123,7 @@ class Lead:
             return reply
         [question] = reply.prompt.text
         words = question["content"] + "c" * self.siblings[number]
-        return Reply(prompt=replace(reply.prompt, text=({**question, "content": words},)))
+        return EnvironmentReply(prompt=replace(reply.prompt, text=({**question, "content": words},)))
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -156,7 +155,7 @@ class Late:
     """Lets some replies wait for many tokens of the others, each for another time."""
 
     def __init__(self, most):
-        self.inner = Here(Talk("worlds:Parrot"))
+        self.inner = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
         self.most, self.kept, self.calls = most, [], 0
 
     def receive_replies(self, seconds):
@@ -186,11 +185,11 @@ def test_a_conversation_does_not_depend_on_who_waits_and_who_makes_room(architec
     torch.testing.assert_close([c.logprobs for c in late], [c.logprobs for c in expected], rtol=0, atol=2e-5)
 
 
-class OneByOne(Here):
+class OneByOne(InProcessEnvironments):
     """Replies come one after the other, all of them soon."""
 
     def __init__(self):
-        super().__init__(Talk("worlds:Parrot"))
+        super().__init__(EnvironmentSpec("worlds:Parrot"))
         self.come = []
 
     def receive_replies(self, seconds):
@@ -200,11 +199,11 @@ class OneByOne(Here):
 
 
 def test_rows_that_fall_silent_together_are_told_together(monkeypatch):
-    monkeypatch.setattr(turns, "GATHER_SECONDS", 60.0)
+    monkeypatch.setattr(scheduler, "GATHER_SECONDS", 60.0)
     told = []
-    extend = Running.append_tokens
+    extend = RunningBatch.append_tokens
     monkeypatch.setattr(
-        Running, "append_tokens", lambda self, rows, ids: told.append(len(rows)) or extend(self, rows, ids)
+        RunningBatch, "append_tokens", lambda self, rows, ids: told.append(len(rows)) or extend(self, rows, ids)
     )
     policy = policy_of()
     policy.eos_ids = (10**6,)  # no turn ends before its limit
@@ -218,7 +217,7 @@ def test_an_answer_that_nobody_replies_to_is_that_of_a_plain_prompt():
     policy = policy_of()
     once = [replace(prompt, columns={"turns": 1}) for prompt in asked()]
     talked = sampler_of("native", policy).generate(once, replace(SAMPLING, turn_tokens=0, max_tokens=20))
-    plain = Native(policy=policy)
+    plain = NativeSampler(policy=policy)
     alone = plain.generate([group.prompt for group in talked], replace(SAMPLING, max_tokens=20))
     assert [c.token_ids for c in completions_of(talked)] == [c.token_ids for c in completions_of(alone)]
     assert [c.text for c in completions_of(talked)] == [c.text for c in completions_of(alone)]
@@ -260,29 +259,32 @@ class Rewriting:
 
     def __init__(self):
         self.turn = {}
-        self.replies: list[tuple[int, Reply]] = []
+        self.replies: list[tuple[int, EnvironmentReply]] = []
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
         self.turn[number] = 0
-        self.replies.append((number, Reply(prompt=prompt)))
+        self.replies.append((number, EnvironmentReply(prompt=prompt)))
 
-    def send_turn(self, number: int, turn: Said) -> None:
+    def send_turn(self, number: int, turn: PolicyTurn) -> None:
         self.turn[number] += 1
         turn = self.turn[number]
         if turn == 4:
             self.end_conversation(number)
         elif turn % 2:
-            self.replies.append((number, Reply(({"role": "user", "content": "b?"},))))
+            self.replies.append((number, EnvironmentReply(({"role": "user", "content": "b?"},))))
         else:
             history = ({"role": "user", "content": "d+"}, {"role": "assistant", "content": turn.message["content"][:2]})
             self.replies.append(
-                (number, Reply(prompt=Prompt("again", (*history, {"role": "user", "content": f"{number}?"}))))
+                (
+                    number,
+                    EnvironmentReply(prompt=Prompt("again", (*history, {"role": "user", "content": f"{number}?"}))),
+                )
             )
 
     def end_conversation(self, number: int) -> None:
-        self.replies.append((number, Reply(outcome=Outcome(float(number)))))
+        self.replies.append((number, EnvironmentReply(outcome=ConversationOutcome(float(number)))))
 
-    def receive_replies(self, seconds: float) -> Sequence[tuple[int, Reply]]:
+    def receive_replies(self, seconds: float) -> Sequence[tuple[int, EnvironmentReply]]:
         replies, self.replies = self.replies, []
         return replies
 
@@ -324,7 +326,7 @@ def test_a_question_too_long_for_the_model_costs_its_own_conversations():
         def _changed(self, number, reply):
             if not reply.prompt or number >= 4:
                 return reply
-            return Reply(prompt=replace(reply.prompt, text=({"role": "user", "content": "a" * 100},)))
+            return EnvironmentReply(prompt=replace(reply.prompt, text=({"role": "user", "content": "a" * 100},)))
 
     first, *others = held(world=Talkative())[1]
     assert all("100" not in c.outcome.error and "102 tokens" in c.outcome.error for c in first.completions)
@@ -333,7 +335,7 @@ def test_a_question_too_long_for_the_model_costs_its_own_conversations():
 
 
 def test_a_conversation_that_cannot_begin_is_an_answer_without_a_grade():
-    _, groups = held(world=Here(Talk("worlds:Broken")), prompts=asked(2, fails=True))
+    _, groups = held(world=InProcessEnvironments(EnvironmentSpec("worlds:Broken")), prompts=asked(2, fails=True))
     for completion in completions_of(groups):
         assert completion.outcome.error.startswith("reset: RuntimeError: no room")
         assert completion.token_ids
@@ -351,8 +353,8 @@ def test_a_completion_knows_whether_the_chat_template_opened_its_thought(name, w
     tokenizer.chat_template = CHAT.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
     policy = Policy(tiny_llama_of(tokenizer), tokenizer)
     sampling = replace(SAMPLING, max_tokens=200) if world else Sampling(2, max_tokens=4)
-    talk = Here(Talk(world)) if world else None
-    sampler = Native(environments=talk) if name == "native" else HuggingFace(environments=talk)
+    talk = InProcessEnvironments(EnvironmentSpec(world)) if world else None
+    sampler = NativeSampler(environments=talk) if name == "native" else HuggingFaceSampler(environments=talk)
     sampler.sync(policy, 0)
     prompts = asked(2) if world else [Prompt("p", ({"role": "user", "content": "2+3?"},))]
     completions = completions_of(sampler.generate(prompts, sampling))

@@ -11,10 +11,10 @@ from datasets import Dataset
 
 from conftest import byte_tokenizer, tiny_llama_of
 from pellucid.algorithm.batch import collate
-from pellucid.environments.here import Here
-from pellucid.environments.talk import Talk
+from pellucid.environments.pool import InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
 from pellucid.policy.policy import Policy
-from pellucid.samplers.talks import Talks
+from pellucid.rollout.conversations import ConversationBatch
 from pellucid.types import Prompt, Sampling
 from worlds import Counter, multiply
 
@@ -94,8 +94,8 @@ def in_trl(tokenizer, folder, monkeypatch):
 def with_us(tokenizer):
     policy = Policy(model_for(tokenizer), tokenizer)
     prompt = Prompt("p", tuple(ROW["prompt"]), columns=ROW)
-    world = Here(Talk("worlds:Counter", ("worlds:multiply",)))
-    talks = Talks(policy, 0, world, [prompt], Sampling(4, max_tokens=2000, turns=9))
+    world = InProcessEnvironments(EnvironmentSpec("worlds:Counter", ("worlds:multiply",)))
+    talks = ConversationBatch(policy, 0, world, [prompt], Sampling(4, max_tokens=2000, turns=9))
     while not talks.is_done:
         talks.start(4)
         talks.poll_replies(0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pellucid.samplers.freshness import COLUMNS, Freshness, sums_of_columns
+from pellucid.rollout.weight_check import MAX_COLUMNS, WeightCheck, compute_column_sums
 from pellucid.types import UserError
 
 IDS = (1, 2, 3)
@@ -51,7 +51,7 @@ def moved(weights, places):
 
 
 def begun(dtype=torch.float32):
-    engine, freshness, weights = Copies(), Freshness(), weights_of(dtype)
+    engine, freshness, weights = Copies(), WeightCheck(), weights_of(dtype)
     engine.push(weights)
     freshness.check(engine, weights, IDS, SCORED)
     engine.asked.clear()
@@ -103,7 +103,7 @@ def test_only_what_changed_is_read_and_no_more_than_a_few_columns():
     new = {name: x + 1 for name, x in new.items()}
     engine.push(new)
     freshness.check(engine, new, IDS, SCORED)
-    assert {name: len(set(at)) for name, at in engine.asked[1:]} == dict.fromkeys(new, COLUMNS) | {"norm": 1}
+    assert {name: len(set(at)) for name, at in engine.asked[1:]} == dict.fromkeys(new, MAX_COLUMNS) | {"norm": 1}
 
 
 def test_a_text_that_comes_from_the_cache_is_found():
@@ -126,7 +126,7 @@ def test_a_text_that_comes_from_the_cache_is_found():
     ],
 )
 def test_the_gap_of_the_log_probs_may_grow_tenfold_and_no_further(dtype, first, then, fires):
-    engine, freshness, weights = Copies(), Freshness(), weights_of(dtype)
+    engine, freshness, weights = Copies(), WeightCheck(), weights_of(dtype)
     engine.push(weights)
     engine.logprobs = SCORED + first
     freshness.check(engine, weights, IDS, SCORED)
@@ -143,7 +143,7 @@ def test_another_model_is_found_at_the_first_push():
     engine.push(weights)
     engine.logprobs = SCORED + 3e-3
     with pytest.raises(UserError, match="another model"):
-        Freshness().check(engine, weights, IDS, SCORED)
+        WeightCheck().check(engine, weights, IDS, SCORED)
 
 
 def test_weights_that_are_no_longer_finite_are_said_to_be_so():
@@ -165,12 +165,12 @@ def test_subnormal_numbers_may_have_become_0():
 
 def test_sums_do_not_depend_on_how_many_rows_are_summed_at_once(monkeypatch):
     x = torch.randn(100, 8)
-    whole = sums_of_columns(x)
-    monkeypatch.setattr("pellucid.samplers.freshness.ENTRIES", 24)
-    assert torch.equal(sums_of_columns(x), whole)
+    whole = compute_column_sums(x)
+    monkeypatch.setattr("pellucid.rollout.weight_check.MAX_ENTRIES_SUMMED", 24)
+    assert torch.equal(compute_column_sums(x), whole)
     assert len(set(whole.tolist())) == 8
 
 
 def test_sums_notice_rows_that_change_places():
     x = torch.randn(10, 4)
-    assert not (sums_of_columns(x) == sums_of_columns(x.flip(0))).any()
+    assert not (compute_column_sums(x) == compute_column_sums(x.flip(0))).any()

@@ -14,11 +14,16 @@ import safetensors.torch
 import torch
 
 from conftest import EOS, VOCAB, CountDigits
-from pellucid.samplers import fleet, remote
-from pellucid.samplers.remote import NonsenseError, Remote, Row, described
-from pellucid.samplers.servers import Servers
-from pellucid.samplers.vllm import weights_of
-from pellucid.serve.sampling import Held
+from pellucid.rollout import vllm_client
+from pellucid.rollout.vllm import get_push_weights
+from pellucid.rollout.vllm_client import (
+    InvalidAnswerError,
+    SamplerClient,
+    SampleRequest,
+    VLLMServerSampler,
+    serialize_model,
+)
+from pellucid.serve.vllm_server import EngineHost
 from pellucid.types import Sampling
 from sampler_process import Plain, served, tiny_policy
 
@@ -27,7 +32,7 @@ SAMPLING = Sampling(4, max_tokens=8, seed="0/0")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(vllm_client, "RETRY_SECONDS", 0.05)
 
 
 @contextmanager
@@ -47,8 +52,8 @@ def altered(url, alter):
                 told = alter(self.path.partition("?")[0], answer.read())
             with suppress(ConnectionError):
                 self.send_response(answer.status)
-                if version := answer.getheader(remote.VERSION):
-                    self.send_header(remote.VERSION, version)
+                if version := answer.getheader(vllm_client.VERSION_HEADER):
+                    self.send_header(vllm_client.VERSION_HEADER, version)
                 self.send_header("Content-Length", str(len(told)))
                 self.end_headers()
                 self.wfile.write(told)
@@ -140,13 +145,13 @@ def policy():
 @pytest.fixture(scope="module")
 def pair():
     """Two real servers."""
-    with served(Held(Plain)) as first, served(Held(Plain)) as second:
+    with served(EngineHost(Plain)) as first, served(EngineHost(Plain)) as second:
         yield first, second
 
 
 @pytest.fixture(scope="module")
 def right(policy, pair):
-    sampler = Servers(urls=pair[:1], timeout=30.0)
+    sampler = VLLMServerSampler(urls=pair[:1], timeout=30.0)
     sampler.sync(policy, 1)
     return sampler.generate(CountDigits().sample(0, 4), SAMPLING)
 
@@ -160,7 +165,7 @@ def altering(case):
 def test_a_server_that_sends_nonsense_is_gone_with_one_line_and_the_others_sample(case, policy, pair, right, capsys):
     alter, says = altering(case)
     with altered(pair[1], alter) as url:
-        sampler = Servers(urls=[pair[0], url], timeout=30.0)
+        sampler = VLLMServerSampler(urls=[pair[0], url], timeout=30.0)
         sampler.sync(policy, 1)
         for _ in range(3):
             assert sampler.generate(CountDigits().sample(0, 4), SAMPLING) == right
@@ -175,7 +180,7 @@ def test_one_that_comes_to_its_senses_is_taken_back(policy, pair, right, capsys)
     mad = threading.Event()
     mad.set()
     with altered(pair[1], lambda path, body: rows(ROWS["NaN"][0])(path, body) if mad.is_set() else body) as url:
-        sampler = Servers(urls=[pair[0], url], timeout=30.0)
+        sampler = VLLMServerSampler(urls=[pair[0], url], timeout=30.0)
         sampler.sync(policy, 1)
         assert sampler.generate(CountDigits().sample(0, 4), SAMPLING) == right
         mad.clear()
@@ -192,7 +197,7 @@ def bent(policy, pair):
     """A server behind a proxy, which a test bends, and the trainer's side of it, with one row asked for."""
     bend = {}
     with altered(pair[0], lambda *answer: bend["by"](*answer)) as url:  # noqa: PLW0108 - it is exchanged
-        yield bend, Remote(url, 30.0)
+        yield bend, SamplerClient(url, 30.0)
 
 
 @pytest.mark.parametrize("case", [*ROWS, *BODIES])
@@ -200,16 +205,16 @@ def test_each_kind_of_nonsense_is_told(case, policy, bent):
     bend, asked = bent
     alter, says = altering(case)
     bend["by"] = lambda path, body: body
-    asked.load(described(policy))
-    asked.push(weights_of(policy))
+    asked.load(serialize_model(policy))
+    asked.push(get_push_weights(policy))
     bend["by"] = alter
 
     def all_steps():
-        asked.step([Row(7, [1, 2], 8, 1.0, 0)])
+        asked.step([SampleRequest(7, [1, 2], 8, 1.0, 0)])
         for _ in range(100):
             asked.step([])
 
-    with pytest.raises(NonsenseError, match="nonsense") as raised:
+    with pytest.raises(InvalidAnswerError, match="nonsense") as raised:
         all_steps()
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -225,10 +230,10 @@ TENSORS = {
 def test_tensors_that_are_none_are_nonsense(path, body, policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: body
-    asked.load(described(policy))
-    asked.push(weights_of(policy))
+    asked.load(serialize_model(policy))
+    asked.push(get_push_weights(policy))
     bend["by"] = body_of(path, body if isinstance(body, bytes) else safetensors.torch.save(body))
-    with pytest.raises(NonsenseError):
+    with pytest.raises(InvalidAnswerError):
         asked.read([1, 2, 3]) if path == "/read" else asked.columns("model.embed_tokens.weight", [0])
 
 
@@ -247,15 +252,15 @@ def test_tensors_that_are_none_are_nonsense(path, body, policy, bent):
 def test_a_state_that_is_none_is_nonsense(state, policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: body
-    asked.load(described(policy))
+    asked.load(serialize_model(policy))
     bend["by"] = lambda path, body: json.dumps(json.loads(body) | state).encode() if path == "/state" else body
-    with pytest.raises(NonsenseError):
-        asked.load(described(policy))
+    with pytest.raises(InvalidAnswerError):
+        asked.load(serialize_model(policy))
 
 
 def test_what_a_server_says_is_shown_and_not_obeyed(policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: json.dumps(json.loads(body) | {"refusal": "\x1b]0;x\x07"}).encode()
-    with pytest.raises(remote.RefusedError) as raised:
-        asked.load(described(policy))
+    with pytest.raises(vllm_client.RefusedError) as raised:
+        asked.load(serialize_model(policy))
     assert str(raised.value) == "\\x1b]0;x\\x07"

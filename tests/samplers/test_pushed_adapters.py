@@ -10,10 +10,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from conftest import character_tokenizer
-from pellucid.policy.model import add_adapter
+from pellucid.policy.load import add_adapter
 from pellucid.policy.policy import Policy
-from pellucid.samplers.adapters import A, B, RefusedError, adapter_of, base_of, form_of, write
-from pellucid.samplers.vllm import weights_of
+from pellucid.rollout.vllm import (
+    LORA_A_SUFFIX,
+    LORA_B_SUFFIX,
+    AdapterRefusedError,
+    copy_adapter_weights,
+    get_adapter_shape,
+    get_base_weights,
+    get_push_weights,
+    write_adapter,
+)
 from sampler_process import tiny_policy
 
 
@@ -30,20 +38,20 @@ def adapted(**settings):
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}])
 def test_base_and_adapter_are_what_is_merged(settings):
     policy = adapted(**settings)
-    base, adapter, merged = base_of(policy), adapter_of(policy), weights_of(policy)
+    base, adapter, merged = get_base_weights(policy), copy_adapter_weights(policy), get_push_weights(policy)
     assert base.keys() == merged.keys()
-    layers = {name.removesuffix(A) for name in adapter if name.endswith(A)}
+    layers = {name.removesuffix(LORA_A_SUFFIX) for name in adapter if name.endswith(LORA_A_SUFFIX)}
     assert layers == {f"model.layers.{i}.{path}" for i in (0, 1) for path in ("self_attn.q_proj", "mlp.down_proj")}
     for name, whole in merged.items():
         layer = name.removesuffix(".weight")
-        added = adapter[layer + B] @ adapter[layer + A] if layer in layers else torch.zeros(())
+        added = adapter[layer + LORA_B_SUFFIX] @ adapter[layer + LORA_A_SUFFIX] if layer in layers else torch.zeros(())
         torch.testing.assert_close(base[name] + added, whole, rtol=0, atol=1e-5)
         assert added.abs().max() > 1 or layer not in layers
 
 
 def test_the_matrices_are_copies():
     policy = adapted()
-    adapter = adapter_of(policy)
+    adapter = copy_adapter_weights(policy)
     before = {name: x.clone() for name, x in adapter.items()}
     with torch.no_grad():
         for p in policy.trainable().values():
@@ -57,7 +65,7 @@ def test_b_is_rounded_once():
     policy.dtype = torch.bfloat16
     [name] = [name for name in policy.trainable() if "layers.1.mlp.down_proj.lora_B" in name]
     exact = policy.trainable()[name].detach().double() * 7 / 3
-    held = adapter_of(policy)["model.layers.1.mlp.down_proj.lora_B"]
+    held = copy_adapter_weights(policy)["model.layers.1.mlp.down_proj.lora_B"]
     assert held.dtype == torch.bfloat16
     off = (held.double() - exact).abs()
     assert (off <= (held.nextafter(torch.full_like(held, torch.inf)) - held).double().abs() * 0.501).all()
@@ -65,20 +73,21 @@ def test_b_is_rounded_once():
 
 def test_a_form_has_room_for_its_rank_and_zeros_of_its_shapes():
     policy = adapted(r=9)
-    form = form_of(policy)
+    form = get_adapter_shape(policy)
     assert (form.rank, form.padded_rank) == (9, 16)
-    shapes = {name: x.shape for name, x in adapter_of(policy).items()}
+    shapes = {name: x.shape for name, x in copy_adapter_weights(policy).items()}
     assert {name: x.shape for name, x in form.create_zeros(torch.float32).items()} == shapes
 
 
 def test_what_is_written_is_what_peft_reads_with_a_scale_of_1(tmp_path):
-    adapter = adapter_of(adapted())
-    write(adapter, tmp_path)
+    adapter = copy_adapter_weights(adapted())
+    write_adapter(adapter, tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert settings["lora_alpha"] == settings["r"] == 3
     written = load_file(tmp_path / "adapter_model.safetensors")
     assert torch.equal(
-        written[f"base_model.model.model.layers.0.mlp.down_proj{B}.weight"], adapter[f"model.layers.0.mlp.down_proj{B}"]
+        written[f"base_model.model.model.layers.0.mlp.down_proj{LORA_B_SUFFIX}.weight"],
+        adapter[f"model.layers.0.mlp.down_proj{LORA_B_SUFFIX}"],
     )
     assert len(written) == len(adapter) == 8
 
@@ -96,12 +105,12 @@ def test_what_is_written_is_what_peft_reads_with_a_scale_of_1(tmp_path):
 )
 def test_adapters_that_are_more_than_vllm_takes_are_refused(settings, says):
     policy = adapted(**settings)
-    with pytest.raises(RefusedError, match=says):
-        form_of(policy)
+    with pytest.raises(AdapterRefusedError, match=says):
+        get_adapter_shape(policy)
 
 
 def test_an_adapter_of_the_package_on_every_linear_layer_has_a_form():
     model = tiny_policy().model
-    form = form_of(Policy(model, character_tokenizer(), adapter=add_adapter(model, 512)))
+    form = get_adapter_shape(Policy(model, character_tokenizer(), adapter=add_adapter(model, 512)))
     assert (form.padded_rank, len(form.layers)) == (512, 2 * 7)
     assert form.layers["model.layers.0.mlp.up_proj"] == (64, 96)

@@ -9,12 +9,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from architectures import SMALL
 from conftest import EOS, CountDigits, character_tokenizer, make_policy
 from pellucid.policy.policy import Policy
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native, _uniforms
-from pellucid.samplers.rollout import completed_groups
+from pellucid.rollout.groups import build_groups
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler, _draw_uniforms
 from pellucid.types import Prompt, Sampling, UserError
 
-SAMPLERS = {"native": Native, "hf": HuggingFace}
+SAMPLERS = {"native": NativeSampler, "hf": HuggingFaceSampler}
 
 
 def tokens(sampler, prompts, seed="s", size=4, max_tokens=12):
@@ -91,9 +91,7 @@ class Spaced:
 
 def test_a_completion_is_read_behind_its_own_prefix():
     prompts = [Prompt("p", "?", prefix="a b"), Prompt("q", "?")]
-    groups = completed_groups(
-        Spaced(), 3, prompts, [(1, 0, 1), (1,)], [[5], [6, 7], [5], [6, 7]], [[0.0]] * 4, [()] * 4
-    )
+    groups = build_groups(Spaced(), 3, prompts, [(1, 0, 1), (1,)], [[5], [6, 7], [5], [6, 7]], [[0.0]] * 4, [()] * 4)
     assert [[c.text for c in group.completions] for group in groups] == [[" f", " g h"], ["f", "g h"]]
     assert [group.prompt_ids for group in groups] == [(1,), (1,)]
     assert [group.completions[0].token_ids for group in groups] == [(0, 1, 5), (5,)]
@@ -126,6 +124,6 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
 
 def test_random_numbers_have_the_bits_of_a_double():
     """With 24 a token of chance 1e-9 would be drawn never, or 60 times as often."""
-    numbers = torch.tensor(_uniforms(7, 1000), dtype=torch.float64)
+    numbers = torch.tensor(_draw_uniforms(7, 1000), dtype=torch.float64)
     assert bool(((numbers >= 0) & (numbers < 1)).all())
     assert ((numbers * 2**24) % 1 != 0).double().mean() > 0.99

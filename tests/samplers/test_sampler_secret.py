@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import EOS
-from pellucid.samplers.remote import Remote, described
-from pellucid.samplers.vllm import weights_of
-from pellucid.serve import connections, sampling
-from pellucid.serve.command import listening
+from pellucid.rollout.vllm import get_push_weights
+from pellucid.rollout.vllm_client import SamplerClient, serialize_model
+from pellucid.serve import middleware, vllm_server
+from pellucid.serve.command import open_listening_socket
 from pellucid.types import UserError
 from sampler_process import Plain, tiny_policy
 
-MAKE = connections.server
+MAKE = middleware.make_server
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,11 @@ def hosted(monkeypatch, address="127.0.0.1", opened=None):
         hosted.server = servers[0]
         return servers[0]
 
-    monkeypatch.setattr(sampling, "check_vllm_installed", lambda: None)
-    monkeypatch.setattr(sampling, "VLLMEngine", engine)
-    monkeypatch.setattr(connections, "make_server", started)
-    with nullcontext(opened) if opened else listening(address, 0) as free:
-        thread = threading.Thread(target=sampling.host, args=(free, 4, 0.1, "cpu", []))
+    monkeypatch.setattr(vllm_server, "check_vllm_installed", lambda: None)
+    monkeypatch.setattr(vllm_server, "VLLMEngine", engine)
+    monkeypatch.setattr(middleware, "make_server", started)
+    with nullcontext(opened) if opened else open_listening_socket(address, 0) as free:
+        thread = threading.Thread(target=vllm_server.run_sampler_server, args=(free, 4, 0.1, "cpu", []))
         thread.start()
         try:
             while not (servers and servers[0].started):
@@ -79,32 +79,32 @@ def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monke
         assert str(file) in capsys.readouterr().out
         for path, body in [("/state", None), ("/model", b"{}"), ("/weights/a/0/1", b"0" * 1000)]:
             assert status_of(url + path, body) == 401
-        mine = Remote(url, 10.0)
-        mine.load_model(described(policy))
-        mine.push(weights_of(policy))
+        mine = SamplerClient(url, 10.0)
+        mine.load_model(serialize_model(policy))
+        mine.push(get_push_weights(policy))
         assert mine.score_tokens([1, 2, 3])[0].shape == (2,)
         secret = file.read_text().strip()
         monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "of another user"))
         with pytest.raises(UserError, match=r"401.*set PELLUCID_SAMPLER_TOKEN to the secret"):
-            Remote(url, 10.0).get_state()
+            SamplerClient(url, 10.0).get_state()
         monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", secret)  # as through a tunnel
-        assert Remote(url, 10.0).get_state()["model"]
+        assert SamplerClient(url, 10.0).get_state()["model"]
         monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     assert not file.exists()
 
 
 def test_a_run_that_asks_while_the_server_still_starts_has_its_answer(monkeypatch):
     """The port is open before torch is imported and the secret is written."""
-    with listening("127.0.0.1", 0) as free:
-        asked = Remote(f"http://127.0.0.1:{free.getsockname()[1]}", 10.0)
+    with open_listening_socket("127.0.0.1", 0) as free:
+        asked = SamplerClient(f"http://127.0.0.1:{free.getsockname()[1]}", 10.0)
         answers, sent = [], threading.Event()
-        write_secret = sampling.written_secret
+        write_secret = vllm_server.written_secret
 
         def once_asked(port):
             assert sent.wait(10)
             return write_secret(port)
 
-        monkeypatch.setattr(sampling, "publish_secret", once_asked)
+        monkeypatch.setattr(vllm_server, "publish_secret", once_asked)
         monkeypatch.setattr(http.client.HTTPConnection, "request", sent_before(sent))
         run = threading.Thread(target=lambda: answers.append(asked.get_state()))
         run.start()
@@ -134,14 +134,14 @@ def test_each_start_has_a_secret_of_its_own_and_one_of_the_environment_is_taken(
     with hosted(monkeypatch) as url:
         assert not list((tmp_path / "cache" / "samplers").iterdir())
         assert status_of(f"{url}/state") == 401
-        assert json.dumps(Remote(url, 10.0).get_state())
+        assert json.dumps(SamplerClient(url, 10.0).get_state())
 
 
 def test_where_it_cannot_be_written_down_it_is_asked_for_in_a_line(monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    monkeypatch.setattr(sampling, "check_vllm_installed", lambda: None)
-    with listening("127.0.0.1", 0) as free, pytest.raises(UserError, match="set PELLUCID_SAMPLER_TOKEN"):
-        sampling.host(free, 4, 0.1, "cpu", [])
+    monkeypatch.setattr(vllm_server, "check_vllm_installed", lambda: None)
+    with open_listening_socket("127.0.0.1", 0) as free, pytest.raises(UserError, match="set PELLUCID_SAMPLER_TOKEN"):
+        vllm_server.run_sampler_server(free, 4, 0.1, "cpu", [])
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 
 from conftest import EOS, VOCAB, CountDigits, make_policy
 from pellucid.algorithm.grpo import collate
-from pellucid.models.drawing import Truncation, draw, truncated
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
+from pellucid.models.sampling import Truncation, sample_tokens, truncate_masses
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
 from pellucid.types import Prompt, Sampling, UserError
 
-SAMPLERS = {"native": Native, "hf": HuggingFace}
+SAMPLERS = {"native": NativeSampler, "hf": HuggingFaceSampler}
 
 
 def sampled(policy, name="native", temperature=1.0, n=3, size=8, max_tokens=24):
@@ -61,7 +61,7 @@ def test_native_and_hf_agree_on_greedy_answers():
 
 def test_a_completion_does_not_depend_on_its_neighbours():
     policy = make_policy()
-    sampler, sampling = Native(policy=policy), Sampling(8, max_tokens=24, seed="7/3")
+    sampler, sampling = NativeSampler(policy=policy), Sampling(8, max_tokens=24, seed="7/3")
     prompts = CountDigits().sample(0, 4)
     together = sampler.generate(prompts, sampling)
     alone = [sampler.generate([prompt], sampling)[0] for prompt in prompts]
@@ -79,7 +79,7 @@ def test_samples_follow_the_exact_distribution_eos_included():
     """Chi-square of two-token completions against the product of exact conditionals."""
     policy = make_policy(seed=1)
     n = 20_000
-    [group] = Native(policy=policy).generate([Prompt("p", "a?")], Sampling(n, max_tokens=2, seed="chi"))
+    [group] = NativeSampler(policy=policy).generate([Prompt("p", "a?")], Sampling(n, max_tokens=2, seed="chi"))
     seen = Counter(c.token_ids for c in group.completions)
 
     def next_probs(ids):
@@ -105,7 +105,7 @@ def test_the_inverse_cdf_gives_each_token_its_stretch_of_the_unit_interval():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]])
     at = {0.0: 1, 0.4999: 1, 0.5: 3, 0.7499: 3, 0.75: 4, 1 - 2**-53: 4}
     for uniform, token in at.items():
-        drawn, logprob = draw(probs.log(), torch.tensor([uniform], dtype=torch.float64), 1.0)
+        drawn, logprob = sample_tokens(probs.log(), torch.tensor([uniform], dtype=torch.float64), 1.0)
         assert int(drawn) == token
         assert abs(float(logprob) - float(probs[0, token].log())) < 1e-6
 
@@ -116,7 +116,7 @@ def test_a_token_without_probability_is_never_drawn_whatever_the_vocabulary():
         logits = torch.randn(64, vocab, generator=generator) * 10
         logits[:, vocab // 2 :] = -torch.inf if vocab > 1 else 0.0
         edges = torch.tensor([0.0, 1 - 2**-53] * 32, dtype=torch.float64)
-        drawn, logprob = draw(logits, edges, 1.0)
+        drawn, logprob = sample_tokens(logits, edges, 1.0)
         assert bool(logprob.isfinite().all())
         assert int(drawn.max()) < max(1, vocab // 2)
 
@@ -141,7 +141,7 @@ def test_what_is_cut_off_is_what_transformers_cuts_off(name):
     if by.min_p:
         warpers.append(MinPLogitsWarper(by.min_p))
     expected = warpers(torch.zeros(64, 0, dtype=torch.long), logits).softmax(-1)
-    masses = truncated(logits.exp(), by)
+    masses = truncate_masses(logits.exp(), by)
     torch.testing.assert_close(masses / masses.sum(-1, keepdim=True), expected)
     assert by.top_k > 300 or bool((expected == 0).any())
 
@@ -149,7 +149,7 @@ def test_what_is_cut_off_is_what_transformers_cuts_off(name):
 def test_a_truncated_draw_keeps_to_what_is_left_and_scores_by_the_whole():
     probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).expand(1001, -1)
     uniforms = torch.arange(1001, dtype=torch.float64) / 1001
-    drawn, logprob = draw(probs.log(), uniforms, 1.0, Truncation(top_k=2))
+    drawn, logprob = sample_tokens(probs.log(), uniforms, 1.0, Truncation(top_k=2))
     assert drawn.bincount(minlength=4).tolist() == [0, 668, 0, 333]  # 2/3 and 1/3 of the unit interval
     torch.testing.assert_close(logprob, probs.log().gather(-1, drawn[:, None])[:, 0])
 
@@ -171,7 +171,7 @@ def test_samplers_obey_a_truncation(name):
 
 def test_temperature_is_that_of_the_scored_distribution():
     logits = torch.tensor([[0.0, 2.0]])
-    cold = float(draw(logits, torch.tensor([0.5], dtype=torch.float64), 0.5)[1])
+    cold = float(sample_tokens(logits, torch.tensor([0.5], dtype=torch.float64), 0.5)[1])
     assert abs(cold - float(torch.tensor([0.0, 4.0]).log_softmax(-1)[1])) < 1e-6
 
 
@@ -187,14 +187,14 @@ def test_sampling_leaves_the_policy_as_it_was():
 
 def test_after_a_sync_the_sampler_speaks_with_the_new_weights():
     policy = make_policy(dtype=torch.bfloat16)
-    sampler, sampling = Native(policy=policy), Sampling(4, max_tokens=4, seed="s")
+    sampler, sampling = NativeSampler(policy=policy), Sampling(4, max_tokens=4, seed="s")
     prompts = CountDigits().sample(0, 2)
     before = sampler.generate(prompts, sampling)
     with torch.no_grad():
         for p in policy.trainable().values():
             p.mul_(1.5)
     sampler.sync(policy)
-    fresh = Native(policy=replace_policy(policy))
+    fresh = NativeSampler(policy=replace_policy(policy))
     assert sampler.generate(prompts, sampling) == fresh.generate(prompts, sampling) != before
 
 
@@ -213,7 +213,7 @@ def test_rotary_frequencies_keep_their_precision_in_the_sampling_copy():
 
 def test_a_prompt_too_long_for_the_context_is_one_clear_line():
     with pytest.raises(UserError, match="shorten the prompts"):
-        Native(policy=make_policy()).generate([Prompt("p", "1" * 60)], Sampling(2, max_tokens=100))
+        NativeSampler(policy=make_policy()).generate([Prompt("p", "1" * 60)], Sampling(2, max_tokens=100))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_prompt_too_long_for_the_context_is_one_clear_line():
 )
 def test_one_sampler_draws_in_every_way(cut, masked):
     """Greedy, whole and truncated, one after the other: what it was asked before does not matter."""
-    sampler, prompts = Native(policy=make_policy()), CountDigits().sample(0, 2)
+    sampler, prompts = NativeSampler(policy=make_policy()), CountDigits().sample(0, 2)
     sampling = Sampling(3, 0.9, 6, seed="s", **cut)
     first = sampler.generate(prompts, sampling)
     [[greedy], _] = (group.completions for group in sampler.generate(prompts, Sampling(temperature=0.0, max_tokens=6)))

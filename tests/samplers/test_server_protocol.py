@@ -11,13 +11,18 @@ import torch
 
 import sampler_process
 from conftest import CountDigits
-from pellucid.environments.here import Here
-from pellucid.environments.talk import Talk
-from pellucid.samplers import fleet, remote
-from pellucid.samplers.remote import GoneError, Remote, Row, described
-from pellucid.samplers.servers import Servers
-from pellucid.samplers.vllm import VLLM, weights_of
-from pellucid.serve.sampling import Held, Model
+from pellucid.environments.pool import InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
+from pellucid.rollout import vllm_client
+from pellucid.rollout.vllm import VLLMSampler, get_push_weights
+from pellucid.rollout.vllm_client import (
+    SamplerClient,
+    SampleRequest,
+    ServerLostError,
+    VLLMServerSampler,
+    serialize_model,
+)
+from pellucid.serve.vllm_server import EngineHost, ModelDescription
 from pellucid.types import Sampling, UserError
 from runs import same_run, train
 from sampler_process import Plain, gap_of, served, tiny_policy, two
@@ -33,7 +38,7 @@ def policy():
 
 @pytest.fixture
 def held():
-    return [Held(Plain), Held(Plain)]
+    return [EngineHost(Plain), EngineHost(Plain)]
 
 
 @pytest.fixture
@@ -44,20 +49,20 @@ def urls(held):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_client, "RETRY_SECONDS", 0.1)
 
 
 def synced(policy, urls, version=3, timeout=10.0, world=None, ahead=False):
-    sampler = Servers(urls=urls, timeout=timeout, environments=world, ahead=ahead)
+    sampler = VLLMServerSampler(urls=urls, timeout=timeout, environments=world, ahead=ahead)
     sampler.sync(policy, version)
     return sampler
 
 
 def alone(policy, prompts, sampling=SAMPLING, version=3, world=None):
     """The same by one engine, without a server."""
-    engine = Plain(Model.model_validate_json(described(policy)))
-    engine.push(weights_of(policy))
-    return VLLM(policy=policy, version=version, engine=engine, environments=world).generate(prompts, sampling)
+    engine = Plain(ModelDescription.model_validate_json(serialize_model(policy)))
+    engine.push(get_push_weights(policy))
+    return VLLMSampler(policy=policy, version=version, engine=engine, environments=world).generate(prompts, sampling)
 
 
 def step(policy, by=0.05):
@@ -103,8 +108,8 @@ def test_every_push_reaches_every_server(policy, urls, held):
 
 @pytest.mark.slow
 def test_weights_go_in_parts(policy, urls, monkeypatch):
-    monkeypatch.setattr(remote, "MAX_PART_BYTES", 4000)
-    assert len(list(remote.parted(weights_of(policy)))) > 5
+    monkeypatch.setattr(vllm_client, "MAX_PART_BYTES", 4000)
+    assert len(list(vllm_client.split_weights(get_push_weights(policy)))) > 5
     assert gap_of(policy, synced(policy, urls).generate(CountDigits().sample(0, 2), SAMPLING)) < 1e-4
 
 
@@ -112,7 +117,7 @@ def test_weights_go_in_parts(policy, urls, monkeypatch):
 @pytest.mark.parametrize("patient", [True, False])
 def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(policy, urls, held, patient):
     sampling = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
-    sampler = synced(policy, urls, world=Here(Talk("worlds:Parrot")))
+    sampler = synced(policy, urls, world=InProcessEnvironments(EnvironmentSpec("worlds:Parrot")))
     sampler.deterministic = patient
     groups = sampler.generate(asked(), sampling)
     assert max(len(c.given_spans) for group in groups for c in group.completions) >= 2
@@ -129,15 +134,15 @@ def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(pol
 def test_other_weights_than_asked_are_refused_by_server_and_trainer(policy, urls, held):
     sampler = synced(policy, urls)
     first = sampler.pool.servers[0].client
-    theirs = Remote(urls[0], 10.0)  # another trainer's
-    theirs.load_model(described(policy))
-    theirs.push(weights_of(policy))
-    for late in (lambda: first.step([Row(0, [1, 2], 3, 1.0, 0)]), lambda: first.score_tokens([1, 2])):
-        with pytest.raises(GoneError, match=r"409.*other weights"):
+    theirs = SamplerClient(urls[0], 10.0)  # another trainer's
+    theirs.load_model(serialize_model(policy))
+    theirs.push(get_push_weights(policy))
+    for late in (lambda: first.step([SampleRequest(0, [1, 2], 3, 1.0, 0)]), lambda: first.score_tokens([1, 2])):
+        with pytest.raises(ServerLostError, match=r"409.*other weights"):
             late()
     held[0].check = lambda version: None
-    with pytest.raises(GoneError, match="computed with other weights"):
-        first.step([Row(0, [1, 2], 3, 1.0, 0)])
+    with pytest.raises(ServerLostError, match="computed with other weights"):
+        first.step([SampleRequest(0, [1, 2], 3, 1.0, 0)])
 
 
 @pytest.mark.slow
@@ -265,7 +270,7 @@ def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(
 
 @pytest.mark.slow
 def test_without_the_secret_nothing_is_answered(policy, monkeypatch):
-    with served(Held(Plain), "open-sesame") as url:
+    with served(EngineHost(Plain), "open-sesame") as url:
         with pytest.raises(UserError, match=r"401.*token"):
             synced(policy, [url])
         monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "open-sesame")
@@ -279,7 +284,7 @@ def test_a_model_that_no_engine_computes_ends_the_run(policy):
     def refused(model):
         raise UserError("vLLM does not run this model")
 
-    with served(Held(refused)) as url, pytest.raises(UserError, match=r"422.*does not run this model"):
+    with served(EngineHost(refused)) as url, pytest.raises(UserError, match=r"422.*does not run this model"):
         synced(policy, [url])
 
 
@@ -361,7 +366,7 @@ def test_a_server_that_is_stopped_and_let_go_answers_nothing_twice(policy, pair,
 
 @pytest.mark.slow
 def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
-    monkeypatch.setattr(fleet, "REMINDER_SECONDS", 0.5)
+    monkeypatch.setattr(vllm_client, "REMINDER_SECONDS", 0.5)
     sampler, prompts = synced(policy, [pair[0].url]), CountDigits().sample(0, 6)
     restarted = threading.Timer(2.0, pair[0].start)
 
@@ -394,7 +399,7 @@ def test_a_run_whose_servers_die_hang_and_come_back_trains_as_one_that_nothing_d
         5: lambda: pair[1].process.send_signal(signal.SIGSTOP),
         6: lambda: pair[1].process.send_signal(signal.SIGCONT),
     }
-    generate = Servers.generate
+    generate = VLLMServerSampler.generate
 
     def struck(sampler, prompts, sampling):
         """A blow falls in the middle of each of the rollouts of these numbers."""
@@ -402,7 +407,7 @@ def test_a_run_whose_servers_die_hang_and_come_back_trains_as_one_that_nothing_d
             later(sampler, blow)
         return generate(sampler, prompts, sampling)
 
-    monkeypatch.setattr(Servers, "generate", struck)
+    monkeypatch.setattr(VLLMServerSampler, "generate", struck)
     capsys.readouterr()
     assert train(recipe, "--run", disturbed, *settings, *(one.url for one in pair)) == 0
     assert not blows

@@ -10,23 +10,23 @@ import pytest
 import torch
 
 from pellucid import cli, config
-from pellucid.samplers import vllm_engine
-from pellucid.samplers.servers import Servers
-from pellucid.training import changes, preflight
-from pellucid.training.compose import pick_sampler
+from pellucid.rollout import vllm
+from pellucid.rollout.vllm_client import VLLMServerSampler
+from pellucid.training import preflight, run_dir
+from pellucid.training.build import pick_sampler
 from pellucid.types import UserError
 
 DECODED: Any = SimpleNamespace(decoder=object(), adapter=None, dtype=torch.float32)
 
 
 def settings_of(*words):
-    return config.load(None, ["--sampler.name", "vllm", *words])
+    return config.load_config(None, ["--sampler.name", "vllm", *words])
 
 
 def test_settings_reach_the_sampler():
     words = ["--sampler.urls", "http://a:8001", "http://[::1]:8002", "--sampler.timeout", "7", "--sampler.rows", "9"]
     sampler = pick_sampler(settings_of(*words, "--policy.deterministic"), DECODED, None)
-    assert isinstance(sampler, Servers)
+    assert isinstance(sampler, VLLMServerSampler)
     assert sampler.urls == ("http://a:8001", "http://[::1]:8002")
     assert (sampler.timeout, sampler.rows, sampler.deterministic) == (7.0, 9, True)
 
@@ -51,18 +51,18 @@ def test_a_bad_address_is_refused(words, says):
 
 
 def test_a_server_that_is_not_there_ends_the_run_before_it_begins(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)  # it is not needed here
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)  # it is not needed here
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with pytest.raises(UserError, match=rf"{url} cannot be reached.*pellucid sampler --port {port}"):
-        preflight.check(settings_of("--sampler.urls", url), tmp_path)
+        preflight.run_preflight_checks(settings_of("--sampler.urls", url), tmp_path)
     sent = f"! sampler.urls: the weights and the prompts go to {url}, "
     assert capsys.readouterr().out == f"{sent}without a secret: PELLUCID_SAMPLER_TOKEN is not set\n"
     monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "hidden")
     with pytest.raises(UserError, match="cannot be reached"):
-        preflight.check(settings_of("--sampler.urls", url), tmp_path)
+        preflight.run_preflight_checks(settings_of("--sampler.urls", url), tmp_path)
     assert capsys.readouterr().out == f"{sent}with the secret in the environment variable PELLUCID_SAMPLER_TOKEN\n"
 
 
@@ -83,17 +83,19 @@ def test_a_service_that_is_no_sampler_is_told(monkeypatch, tmp_path):
     with HTTPServer(("127.0.0.1", 0), Page) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(UserError, match="is no sampler server"):
-            preflight.check(settings_of("--sampler.urls", f"http://127.0.0.1:{server.server_port}"), tmp_path)
+            preflight.run_preflight_checks(
+                settings_of("--sampler.urls", f"http://127.0.0.1:{server.server_port}"), tmp_path
+            )
         server.shutdown()
 
 
 def test_addresses_may_change_at_a_resume():
-    assert all(key.startswith(changes.FREE) for key in ("sampler.urls", "sampler.timeout"))
-    assert not "sampler.name".startswith(changes.FREE)
+    assert all(key.startswith(run_dir.CHANGEABLE_SETTINGS) for key in ("sampler.urls", "sampler.timeout"))
+    assert not "sampler.name".startswith(run_dir.CHANGEABLE_SETTINGS)
 
 
 def test_without_vllm_no_server_starts(monkeypatch, capsys):
-    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["sampler", "--port", "0"])
     assert ended.value.code == 2

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from conftest import CountDigits, character_tokenizer
-from pellucid.environments.here import Here
-from pellucid.environments.talk import Talk
-from pellucid.policy.model import add_adapter
+from pellucid.environments.pool import InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
+from pellucid.policy.load import add_adapter
 from pellucid.policy.policy import Policy
-from pellucid.samplers import fleet
-from pellucid.samplers.servers import Servers
-from pellucid.samplers.vllm import VLLM
+from pellucid.rollout import vllm_client
+from pellucid.rollout.vllm import VLLMSampler
+from pellucid.rollout.vllm_client import VLLMServerSampler
 from pellucid.types import Sampling
 from sampler_process import gap_of, tiny_policy, two
 from worlds import asked
@@ -39,7 +39,7 @@ def pair():
 
 
 def synced(policy, pair, timeout=120.0, world=None):
-    sampler = Servers(urls=[one.url for one in pair], timeout=timeout, environments=world)
+    sampler = VLLMServerSampler(urls=[one.url for one in pair], timeout=timeout, environments=world)
     sampler.sync(policy, 3)
     return sampler
 
@@ -56,7 +56,7 @@ def step(policy, by):
 
 def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair):
     policy, prompts = tiny_policy(), CountDigits().sample(0, 6)
-    sampler, here = synced(policy, pair), VLLM(rows=16, cache_gb=0.1)
+    sampler, here = synced(policy, pair), VLLMSampler(rows=16, cache_gb=0.1)
     for version, by in enumerate([0.0, 1e-7, 0.05]):
         step(policy, by)
         here.sync(policy, version)
@@ -64,7 +64,7 @@ def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair)
         groups = sampler.generate(prompts, SAMPLING)
         assert tokens_of(groups) == tokens_of(here.generate(prompts, SAMPLING))
         assert gap_of(policy, groups) < 1e-4
-    sampler = synced(policy, pair, world=Here(Talk("worlds:Parrot")))
+    sampler = synced(policy, pair, world=InProcessEnvironments(EnvironmentSpec("worlds:Parrot")))
     held = sampler.generate(asked(), Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0"))
     assert max(len(c.given_spans) for group in held for c in group.completions) >= 2
     assert gap_of(policy, held) < 1e-4
@@ -73,7 +73,7 @@ def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair)
 def test_an_adapter_alone_arrives_at_both(pair):
     model, prompts = tiny_policy().model, CountDigits().sample(0, 6)
     policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 3, 7.0))
-    sampler = Servers(urls=[one.url for one in pair], adapter="request")
+    sampler = VLLMServerSampler(urls=[one.url for one in pair], adapter="request")
     for version, by in enumerate([0.0, 1e-7, 0.05]):
         with torch.no_grad():
             for p in policy.trainable().values():
@@ -85,7 +85,7 @@ def test_an_adapter_alone_arrives_at_both(pair):
 
 
 def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_back(pair, monkeypatch, capsys):
-    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_client, "RETRY_SECONDS", 0.1)
     policy, prompts = tiny_policy(), CountDigits().sample(0, 12)
     right = tokens_of(synced(policy, pair).generate(prompts, SAMPLING))
     sampler = synced(policy, pair)

@@ -12,13 +12,13 @@ import torch
 import digits_task
 from conftest import EOS, VOCAB, CountDigits, character_tokenizer, records
 from pellucid.algorithm.batch import collate
-from pellucid.environments.here import Here
-from pellucid.environments.talk import Talk
-from pellucid.policy.model import add_adapter
+from pellucid.environments.pool import InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
+from pellucid.policy.load import add_adapter
 from pellucid.policy.policy import Policy
-from pellucid.samplers import vllm_engine
-from pellucid.samplers.native import Native
-from pellucid.samplers.vllm import VLLM
+from pellucid.rollout import vllm
+from pellucid.rollout.native import NativeSampler
+from pellucid.rollout.vllm import VLLMSampler
 from pellucid.types import Sampling, UserError
 from runs import same_run, train
 from sampler_process import gap_of, gaps_of, tiny_policy
@@ -34,7 +34,7 @@ policy_of = partial(tiny_policy, layers=3)
 
 
 def synced(policy, world=None):
-    sampler = VLLM(rows=16, cache_gb=0.1, environments=world)
+    sampler = VLLMSampler(rows=16, cache_gb=0.1, environments=world)
     sampler.sync(policy, 3)
     return sampler
 
@@ -106,7 +106,7 @@ def test_every_end_of_sequence_token_of_the_policy_ends(sampler):
 
 
 def test_greedy_answers_are_those_of_the_native_sampler(sampler):
-    native, policy = Native(16), sampler.policy
+    native, policy = NativeSampler(16), sampler.policy
     native.sync(policy)
     greedy = Sampling(1, temperature=0.0, max_tokens=24)
     prompts = CountDigits().sample(0, 8)
@@ -182,9 +182,9 @@ def test_a_prompt_that_is_too_long_is_refused_in_a_line(sampler):
 
 
 def test_without_the_library_a_line_says_how_it_is_installed(monkeypatch):
-    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pellucid\[vllm\].*make vllm"):
-        vllm_engine.check_library()
+        vllm.check_vllm_installed()
 
 
 # ---------------------------------------------------------------- weights
@@ -283,7 +283,7 @@ def test_honest_pushes_are_believed_however_small(sampler):
 
 
 def held(sampler, world="worlds:Parrot", patient=True):
-    sampler.world, sampler.patient = Here(Talk(world)), patient
+    sampler.world, sampler.patient = InProcessEnvironments(EnvironmentSpec(world)), patient
     try:
         return sampler.generate(asked(), Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0"))
     finally:
@@ -304,9 +304,9 @@ def test_conversations_are_kept_as_by_the_native_sampler(sampler):
     """Greedy, both say the same: then ids, what was given, messages and outcomes are equal, too."""
     policy = sampler.policy
     greedy = Sampling(1, temperature=0.0, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
-    native = Native(16, environments=Here(Talk("worlds:Parrot")))
+    native = NativeSampler(16, environments=InProcessEnvironments(EnvironmentSpec("worlds:Parrot")))
     native.sync(policy, 3)
-    sampler.world = Here(Talk("worlds:Parrot"))
+    sampler.world = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
     ours, theirs = native.generate(asked(), greedy), sampler.generate(asked(), greedy)
     sampler.world = None
     for a, b in zip(ours, theirs, strict=True):

@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from conftest import CountDigits, character_tokenizer
-from pellucid.policy.model import add_adapter, copied
+from pellucid.policy.load import add_adapter, copy_model
 from pellucid.policy.policy import Policy
-from pellucid.samplers.adapters import A, B, write
-from pellucid.samplers.vllm import VLLM, fixed_text
-from pellucid.samplers.vllm_engine import Engine
+from pellucid.rollout.vllm import (
+    LORA_A_SUFFIX,
+    LORA_B_SUFFIX,
+    VLLMEngine,
+    VLLMSampler,
+    encode_check_text,
+    write_adapter,
+)
 from pellucid.types import Sampling, UserError
 from sampler_process import gap_of, gaps_of, tiny_policy
 
@@ -22,7 +27,7 @@ SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 
 def adapted(dtype=torch.float32, rank=3, alpha=7.0, targets=()):
     """A policy whose scale, 7 / 3, no dtype holds exactly."""
-    model = copied(tiny_policy(layers=3).model, dtype)
+    model = copy_model(tiny_policy(layers=3).model, dtype)
     policy = Policy(model, character_tokenizer(), dtype, adapter=add_adapter(model, rank, alpha, targets))
     for p in policy.trainable().values():
         p.data = p.data.float()
@@ -37,7 +42,7 @@ def step(policy, by):
 
 
 def synced(policy):
-    sampler = VLLM(rows=16, cache_gb=0.1, adapter="request")
+    sampler = VLLMSampler(rows=16, cache_gb=0.1, adapter="request")
     sampler.sync(policy, 3)
     return sampler
 
@@ -85,7 +90,7 @@ def test_logprobs_are_those_of_the_adapted_policy(sampler, dtype, gap):
 def test_a_merged_push_of_a_policy_in_bf16_is_sampled_in_fp32():
     """In bf16 most of the update would be rounded away."""
     policy, prompts = adapted(torch.bfloat16), CountDigits().sample(0, 4)
-    sampler = VLLM(rows=16, cache_gb=0.1)
+    sampler = VLLMSampler(rows=16, cache_gb=0.1)
     for version in (1, 2):
         step(policy, 0.05)
         sampler.sync(policy, version)
@@ -104,7 +109,7 @@ def test_only_the_adapter_is_pushed_behind_the_first_push_and_old_ones_go(sample
         sampler.sync(policy, version)
     layers = {name.rpartition(".lora_")[0] for name in policy.trainable()}
     assert len(layers) == 3 * 7
-    assert names == [{layer + matrix for layer in layers for matrix in (A, B)}] * 2
+    assert names == [{layer + matrix for layer in layers for matrix in (LORA_A_SUFFIX, LORA_B_SUFFIX)}] * 2
     assert sampler.engine.llm.llm_engine.list_loras() == {sampler.engine.adapter.lora_int_id}
 
 
@@ -136,7 +141,9 @@ def but_one_part_of_a_joined_layer(engine):
 
 def but_the_scale(engine):
     whole = type(engine).adapt
-    engine.adapt = lambda adapter: whole(engine, {k: x * (3 / 7 if k.endswith(B) else 1) for k, x in adapter.items()})
+    engine.adapt = lambda adapter: whole(
+        engine, {k: x * (3 / 7 if k.endswith(LORA_B_SUFFIX) else 1) for k, x in adapter.items()}
+    )
     return r"old weights: .*lora_B"
 
 
@@ -169,7 +176,7 @@ def test_rows_without_the_adapter_are_found_out_by_a_text(mended):
 def test_what_another_adapter_has_computed_is_not_gone_on_from_though_it_is_not_cleared(mended):
     """vLLM keys its cache by the adapter: behind a text that one has read, the next begins anew."""
     engine, policy = mended.engine, mended.policy
-    ids = fixed_text(policy, 3 * engine.block)
+    ids = encode_check_text(policy, 3 * engine.block)
     engine.read(ids)
     assert engine.read(ids)[1] >= 2 * engine.block
     engine.llm.reset_prefix_cache = lambda: True
@@ -182,7 +189,7 @@ def test_an_adapter_in_the_place_of_one_of_its_name_is_found_out_where_the_cache
     engine, policy = mended.engine, mended.policy
 
     def in_place(adapter):
-        write(adapter, tmp_path)
+        write_adapter(adapter, tmp_path)
         engine.adapter = engine.request("kept", 999, str(tmp_path), load_inplace=True)
         engine.llm.llm_engine.add_lora(engine.adapter)
 
@@ -212,7 +219,7 @@ def test_an_adapter_that_vllm_does_not_take_is_merged_which_a_line_says(monkeypa
     def elsewhere(engine, name):
         raise UserError("vLLM has no adapter on q_proj")
 
-    monkeypatch.setattr(Engine, "_get_adapter_matrix", elsewhere)
+    monkeypatch.setattr(VLLMEngine, "_get_adapter_matrix", elsewhere)
     policy = adapted(targets=("q_proj",))
     sampler = synced(policy)
     said = "! sampler.adapter: merged instead of request (vLLM has no adapter on q_proj)\n"

@@ -21,7 +21,6 @@ import psutil
 import pytest
 
 from pellucid import cli
-from pellucid.commands import line
 from pellucid.serve import daemon
 from pellucid.types import UserError
 from serving import post, request
@@ -351,7 +350,7 @@ def test_the_pid_file_is_there_before_the_service_answers_and_for_its_owner_alon
     """A second start while the first still waits for its service is told so; status and stop know of it."""
     arguments, pid_file = service("mute"), tmp_path / "here" / "serve.pid"
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(line.parsed(["serve", "start", *arguments]))
+        first = pool.submit(cli.parse_command_line(["serve", "start", *arguments]))
         while not pid_file.exists():
             time.sleep(0.01)
         found = held(tmp_path)
@@ -430,7 +429,7 @@ def test_modules_of_the_working_directory_are_not_imported_and_tasks_beside_it_a
     ("host", "port", "url"), [("127.0.0.1", 1, "http://127.0.0.1:1"), ("::1", 2, "http://[::1]:2")]
 )
 def test_an_address_as_a_url(host, port, url):
-    assert daemon.url_of(host, port) == url
+    assert daemon.make_url(host, port) == url
 
 
 @pytest.mark.parametrize("port", ["70000", "-1"])

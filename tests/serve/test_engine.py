@@ -10,10 +10,16 @@ import pytest
 import torch
 
 from conftest import make_policy
-from pellucid.models.drawing import Truncation
+from pellucid.models.sampling import Truncation
 from pellucid.serve import engine as engines
-from pellucid.serve.engine import Engine, Meter, RefusedError
-from pellucid.serve.rows import Drawn, Request, Row
+from pellucid.serve.engine import (
+    GenerationRequest,
+    GenerationRow,
+    RequestRefusedError,
+    SampledToken,
+    ServingEngine,
+    ThroughputMeter,
+)
 from serving import wait_until
 
 
@@ -38,13 +44,13 @@ class Texts:
 def engine():
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
-    return Engine(policy, max_rows=8, max_waiting=4)
+    return ServingEngine(policy, max_rows=8, max_waiting=4)
 
 
 def asked(engine, **settings):
     """A request on board, and what it is told."""
     told = []
-    request = Request((1, 2, 3), told.append, **{"max_tokens": 6, "seed": 1, **settings})
+    request = GenerationRequest((1, 2, 3), told.append, **{"max_tokens": 6, "seed": 1, **settings})
     engine.submit(request)
     return request, told
 
@@ -66,7 +72,7 @@ def said(told):
 def alone(**settings):
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
-    engine = Engine(policy, max_rows=8)
+    engine = ServingEngine(policy, max_rows=8)
     _, told = asked(engine, **settings)
     flown(engine)
     return said(told)
@@ -133,7 +139,7 @@ def test_a_listener_that_is_gone_is_one_that_left(engine):
     def tell(_):
         raise RuntimeError("Event loop is closed")
 
-    deaf = Request((1, 2, 3), tell, max_tokens=100)
+    deaf = GenerationRequest((1, 2, 3), tell, max_tokens=100)
     engine.submit(deaf)
     _, good = asked(engine, seed=2)
     engine._admit()
@@ -149,7 +155,7 @@ def test_a_listener_that_is_gone_is_one_that_left(engine):
 def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
-    engine = Engine(policy, max_rows=8)
+    engine = ServingEngine(policy, max_rows=8)
     broken, over = engine.running, threading.Event()
 
     def step(_):
@@ -158,13 +164,15 @@ def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
     broken.step = step
     lost, told = [], []
     thread = threading.Thread(target=engine.run, daemon=True)
-    engine.submit(Request((1, 2, 3), lambda news: (lost.append(news), over.set()), max_tokens=6))
+    engine.submit(GenerationRequest((1, 2, 3), lambda news: (lost.append(news), over.set()), max_tokens=6))
     thread.start()
     assert over.wait(60)
     wait_until(lambda: engine.running is not broken)
     ended = threading.Event()
     engine.submit(
-        Request((1, 2, 3), lambda news: (told.append(news), news is None and ended.set()), max_tokens=6, seed=1)
+        GenerationRequest(
+            (1, 2, 3), lambda news: (told.append(news), news is None and ended.set()), max_tokens=6, seed=1
+        )
     )
     assert ended.wait(60)
     engine.close()
@@ -178,7 +186,7 @@ def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
 def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
-    engine = Engine(policy, max_rows=1)
+    engine = ServingEngine(policy, max_rows=1)
     told = [asked(engine, max_tokens=100)[1] for _ in range(3)]
 
     def broken(*_):
@@ -187,8 +195,8 @@ def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
     engine.running.batch.admit = policy.create_decode_batch = broken
     with pytest.raises(RuntimeError, match="the device is lost"):
         engine.run()
-    assert [type(news[-1]) for news in told] == [RuntimeError, RefusedError, RefusedError]
-    with pytest.raises(RefusedError, match="ending"):
+    assert [type(news[-1]) for news in told] == [RuntimeError, RequestRefusedError, RequestRefusedError]
+    with pytest.raises(RequestRefusedError, match="ending"):
         asked(engine)
 
 
@@ -204,12 +212,12 @@ def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
     for _ in range(4):
         asked(engine)
         engine._admit()
-    with pytest.raises(RefusedError, match="too many requests are waiting"):
+    with pytest.raises(RequestRefusedError, match="too many requests are waiting"):
         asked(engine)
     assert engine.state()["waiting"] == 4
     engine.waiting[0].cancelled = True
     asked(engine)  # whoever has left makes room
-    with pytest.raises(RefusedError):
+    with pytest.raises(RequestRefusedError):
         asked(engine)
 
 
@@ -220,7 +228,7 @@ def test_prompts_are_read_together_while_their_scores_have_room(engine, monkeypa
         read.append([len(prompt) for prompt in prompts]) or admit(prompts, n)
     )
     for length in (5, 6, 7, 20):
-        engine.submit(Request([1] * length, print, max_tokens=2))
+        engine.submit(GenerationRequest([1] * length, print, max_tokens=2))
     engine._admit()
     assert read == [[5, 6, 7], [20]]
 
@@ -229,7 +237,7 @@ def test_a_long_prompt_waits_until_others_leave_it_room(engine, monkeypatch):
     """Each prompt in flight has the room of the longest. One alone is served, however long."""
     monkeypatch.setattr(engines, "MAX_CACHED_PROMPT_TOKENS", 60)
     for length in (10, 10, 20, 100):
-        engine.submit(Request([1] * length, lambda _: None, max_tokens=3))
+        engine.submit(GenerationRequest([1] * length, lambda _: None, max_tokens=3))
     engine._admit()
     assert [len(row.request.prompt_ids) for row in engine.running.rows] == [10, 10, 20]
     while engine.running.rows:
@@ -243,7 +251,7 @@ def test_memory_follows_what_is_in_flight_and_goes_back_when_nobody_is(engine):
     happened, over = [], threading.Event()
     engine.heap.after_step = lambda: happened.append("step")
     engine.heap.give_back = lambda: happened.append("given back")
-    engine.submit(Request((1, 2, 3), lambda news: news is None and over.set(), max_tokens=5))
+    engine.submit(GenerationRequest((1, 2, 3), lambda news: news is None and over.set(), max_tokens=5))
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     assert over.wait(60)
@@ -259,9 +267,9 @@ def test_memory_follows_what_is_in_flight_and_goes_back_when_nobody_is(engine):
 def test_only_new_text_is_searched_for_stops():
     """What is kept to be searched never grows beyond the longest stop and the news, nor what is decoded."""
     policy, told = Texts("aaaa"), ""
-    row = Row(Request((), print, max_tokens=10**6, stop=["a" * 40 + "b"]), 0, torch.Generator())
+    row = GenerationRow(GenerationRequest((), print, max_tokens=10**6, stop=["a" * 40 + "b"]), 0, torch.Generator())
     for number in range(500):
-        piece = row.append_token(Drawn(0, 0.0), policy)
+        piece = row.append_token(SampledToken(0, 0.0), policy)
         told += piece.text if piece else ""
         assert len(row.unsent_text) == min(40, 4 * (number + 1))
         assert told + row.unsent_text == "aaaa" * (number + 1), "what cannot begin a stop is told at once"
@@ -270,24 +278,24 @@ def test_only_new_text_is_searched_for_stops():
 
 def test_what_may_begin_a_stop_is_held_back_and_no_more():
     texts = ["one E", "N", "D", "ED", " EN", "DING"]
-    row = Row(Request((), print, max_tokens=100, stop=["ENDING", "never"]), 0, torch.Generator())
-    pieces = [row.append_token(Drawn(i, 0.0), Texts(*texts)) for i in range(6)]
+    row = GenerationRow(GenerationRequest((), print, max_tokens=100, stop=["ENDING", "never"]), 0, torch.Generator())
+    pieces = [row.append_token(SampledToken(i, 0.0), Texts(*texts)) for i in range(6)]
     assert [piece and piece.text for piece in pieces] == ["one ", None, None, "ENDED", " ", ""]
     assert pieces[-1].finish_reason == "stop"
     assert [token for piece in pieces if piece for token in piece.token_ids] == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_first_of_several_stops_ends_a_text():
-    row = Row(Request((), print, max_tokens=100, stop=["yz", "xyz", "q"]), 0, torch.Generator())
-    piece = row.append_token(Drawn(0, 0.0), Texts("wxyzq"))
+    row = GenerationRow(GenerationRequest((), print, max_tokens=100, stop=["yz", "xyz", "q"]), 0, torch.Generator())
+    piece = row.append_token(SampledToken(0, 0.0), Texts("wxyzq"))
     assert (piece.text, piece.finish_reason) == ("w", "stop")
 
 
 def test_a_character_that_never_becomes_whole_is_not_waited_for():
     """Tokens that are read again each time would be a square of them."""
     policy = Texts("\ufffd")
-    row = Row(Request((), print, max_tokens=10**6), 0, torch.Generator())
-    told = [piece.text for _ in range(320) if (piece := row.append_token(Drawn(0, 0.0), policy))]
+    row = GenerationRow(GenerationRequest((), print, max_tokens=10**6), 0, torch.Generator())
+    told = [piece.text for _ in range(320) if (piece := row.append_token(SampledToken(0, 0.0), policy))]
     assert "".join(told) == "\ufffd" * 320
     assert policy.read <= 320 * 3 * 16
 
@@ -296,7 +304,7 @@ def test_a_character_that_never_becomes_whole_is_not_waited_for():
 
 
 def test_tokens_are_counted_by_the_second_over_the_last_ten():
-    meter = Meter()
+    meter = ThroughputMeter()
     for now, count in ((100.2, 5), (100.9, 5), (101.0, 20), (109.9, 10), (110.5, 1000)):
         meter.add(count, now)
     assert meter.compute_rate(110.6) == pytest.approx((5 + 5 + 20 + 10) / 10)

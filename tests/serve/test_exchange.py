@@ -13,8 +13,8 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from conftest import CountDigits
-from pellucid.serve.completions import complete
-from pellucid.serve.messages import ChatRequest
+from pellucid.serve.api import create_completion
+from pellucid.serve.schemas import ChatRequest
 from pellucid.types import Prompt, Reward
 from serving import chat, post, request, running, wait_until
 
@@ -77,7 +77,7 @@ def test_a_stream_that_never_began_frees_its_rows_as_well():
     async def left_at_once():
         with ExitStack() as leaving:
             asked = ChatRequest(**chat(stream=True))
-            await complete(served, asked, Prompt("p", "2+3="), is_chat=True, max_tokens=100, cleanup=leaving)
+            await create_completion(served, asked, Prompt("p", "2+3="), is_chat=True, max_tokens=100, cleanup=leaving)
             while not served.engine.running.requests:
                 await asyncio.sleep(0.01)
             [request] = {row.request for row in served.engine.running.requests}

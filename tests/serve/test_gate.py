@@ -8,7 +8,7 @@ import urllib.request
 import openai
 import pytest
 
-from pellucid.serve import gate
+from pellucid.serve import middleware
 from pellucid.types import UserError
 from serving import chat, request, running
 
@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def service():
-    with running(hosts=(*gate.LOOPBACK, "box.example.org", "*.lan.example.org")) as (_, url):
+    with running(hosts=(*middleware.LOOPBACK_HOSTS, "box.example.org", "*.lan.example.org")) as (_, url):
         yield url
 
 
@@ -94,21 +94,23 @@ def test_whoever_watches_and_the_page_need_no_token(locked):
 
 
 def test_a_token_comes_from_the_option_or_the_environment(monkeypatch):
-    monkeypatch.delenv(gate.TOKEN, raising=False)
-    assert gate.token_of("") == ""
-    monkeypatch.setenv(gate.TOKEN, "theirs")
-    assert gate.token_of("") == "theirs"
-    assert gate.token_of("mine") == "mine"
+    monkeypatch.delenv(middleware.TOKEN_VARIABLE, raising=False)
+    assert middleware.read_token("") == ""
+    monkeypatch.setenv(middleware.TOKEN_VARIABLE, "theirs")
+    assert middleware.read_token("") == "theirs"
+    assert middleware.read_token("mine") == "mine"
     for bad in ("two words", "caf\xe9", "tab\t"):
         with pytest.raises(UserError, match="token must be"):
-            gate.token_of(bad)
+            middleware.read_token(bad)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "box.example.org"])
 def test_a_service_that_is_open_to_all_says_so(host):
-    assert f"{host}:8000 is open to everyone" in gate.warning(host, 8000, "")
-    assert gate.warning(host, 8000, "secret") == ""
-    assert not any(gate.warning(inside, 8000, "") for inside in ("127.0.0.1", "127.0.0.2", "::1", "localhost"))
+    assert f"{host}:8000 is open to everyone" in middleware.make_access_warning(host, 8000, "")
+    assert middleware.make_access_warning(host, 8000, "secret") == ""
+    assert not any(
+        middleware.make_access_warning(inside, 8000, "") for inside in ("127.0.0.1", "127.0.0.2", "::1", "localhost")
+    )
 
 
 @pytest.mark.slow

@@ -17,16 +17,14 @@ import torch
 import agents
 from conftest import make_policy
 from pellucid.algorithm.batch import collate
-from pellucid.environments.agent import AgentTalk
-from pellucid.protocols import Said
+from pellucid.environments.agents import AgentSpec
 from pellucid.rewards.settings import RewardConfig
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
-from pellucid.serve import recorder as recording
-from pellucid.serve import rollouts
-from pellucid.serve.recorder import Recorder
-from pellucid.serve.rollouts import Agents
-from pellucid.types import Outcome, Prompt, Sampling, UserError
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
+from pellucid.serve import agent_endpoint
+from pellucid.serve import agent_endpoint as recording
+from pellucid.serve.agent_endpoint import AgentEndpoint, AgentPool
+from pellucid.types import ConversationOutcome, PolicyTurn, Prompt, Sampling, UserError
 from worlds import TEMPLATE
 
 SAMPLING = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
@@ -48,8 +46,8 @@ def world_of(policy, tmp_path):
     made = []
 
     def world(name="solve", **settings):
-        talk = AgentTalk(f"{FILE}:{name}" if name.isidentifier() else name, **settings)
-        made.append(Agents(talk, policy, RewardConfig(), tmp_path / "log"))
+        talk = AgentSpec(f"{FILE}:{name}" if name.isidentifier() else name, **settings)
+        made.append(AgentPool(talk, policy, RewardConfig(), tmp_path / "log"))
         return made[-1]
 
     yield world
@@ -66,7 +64,7 @@ def rows(*does, **columns):
 
 
 def held(policy, world, prompts, sampling=SAMPLING, name="native"):
-    sampler = Native(256, environments=world) if name == "native" else HuggingFace(environments=world)
+    sampler = NativeSampler(256, environments=world) if name == "native" else HuggingFaceSampler(environments=world)
     sampler.sync(policy, 7)
     groups = sampler.generate(prompts, sampling)
     return groups, [completion for group in groups for completion in group.completions]
@@ -122,17 +120,17 @@ FAULTS = {
     "raises": "ValueError: no idea (agents.py, line",
     "hangs": "no answer within 4 s",
     "dies": "its process has ended",
-    "is_silent": rollouts.SILENT,
+    "is_silent": agent_endpoint.NO_REQUEST_ERROR,
     "returns_words": "what the agent returned is 'good', where a number is needed",
     "returns_none": "the agent has said no reward, and the task has no rewards",
-    "goes_on": f"BadRequestError: Error code: 400 - {{'error': {{'message': '{rollouts.OVER}'",
-    "never_gives_up": rollouts.UNENDED,
+    "goes_on": f"BadRequestError: Error code: 400 - {{'error': {{'message': '{agent_endpoint.CONVERSATION_OVER_ERROR}'",
+    "never_gives_up": agent_endpoint.AGENT_NOT_ENDED_ERROR,
 }
 
 
 @pytest.mark.slow
 def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, world_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(rollouts, "AGENT_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(agent_endpoint, "AGENT_GRACE_SECONDS", 0.5)
     prompts = rows(*FAULTS, "talks")
     groups, completions = held(policy, world_of(timeout=4.0), prompts, replace(SAMPLING, n=2))
     assert all(completion.token_ids for completion in completions)
@@ -175,7 +173,7 @@ def test_a_flood_waits_in_line_and_has_the_turns_of_one_conversation(policy, wor
 @pytest.mark.slow
 def test_a_flood_is_refused_where_the_line_is_long(world_of):
     """While the policy speaks once, 64 of 100 requests wait or are with it."""
-    assert driven(world_of("floods"), {}, [words("a")], pause=4.0)[-1].outcome == Outcome(1.036)
+    assert driven(world_of("floods"), {}, [words("a")], pause=4.0)[-1].outcome == ConversationOutcome(1.036)
 
 
 @pytest.mark.slow
@@ -253,11 +251,11 @@ def calls(*arguments, content=""):
         {"id": f"call_{i}", "type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
         for i, (a, b) in enumerate(arguments)
     ]
-    return Said({"role": "assistant", "content": content, "tool_calls": made}, token_counts=(5, 7))
+    return PolicyTurn({"role": "assistant", "content": content, "tool_calls": made}, token_counts=(5, 7))
 
 
 def words(text):
-    return Said({"role": "assistant", "content": text}, token_counts=(5, 7))
+    return PolicyTurn({"role": "assistant", "content": text}, token_counts=(5, 7))
 
 
 @pytest.mark.slow
@@ -293,7 +291,7 @@ def test_calls_in_a_stream(world_of):
     says = [words("abc")._replace(tokens=(5, 3)), calls((2, 3))]
     first, second, last = driven(world_of("streams"), {"tools": True}, says)
     assert (first.max_tokens, second.max_tokens) == (3, 0)
-    assert last.outcome == Outcome(3.0, events={"calls": 1})
+    assert last.outcome == ConversationOutcome(3.0, events={"calls": 1})
 
 
 @pytest.mark.slow
@@ -307,12 +305,12 @@ def test_an_agent_that_is_gone_before_its_answer_comes_has_its_reward(world_of):
     """The outcome waits until the policy has spoken: a conversation that it still speaks in is not over."""
     first, last = driven(world_of("leaves_a_request"), {"seconds": 1.0}, [words("a")], pause=2.5)
     assert first.prompt
-    assert last.outcome == Outcome(0.5)
+    assert last.outcome == ConversationOutcome(0.5)
 
 
 @pytest.mark.slow
 def test_a_child_that_an_agent_forks_says_nothing_for_it(world_of):
-    assert driven(world_of("forks"), {}, [words("a")])[-1].outcome == Outcome(7.0)
+    assert driven(world_of("forks"), {}, [words("a")])[-1].outcome == ConversationOutcome(7.0)
 
 
 @pytest.mark.slow
@@ -369,7 +367,7 @@ def test_an_agent_that_cannot_be_loaded_is_one_line(policy, world_of, tmp_path):
 
 @pytest.fixture
 def recorder():
-    made = Recorder()
+    made = AgentEndpoint()
     made.rollout_numbers["known"] = 0
     yield made
     made.close()

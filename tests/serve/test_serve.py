@@ -13,10 +13,10 @@ import torch
 
 from conftest import CountDigits
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.rewards.graded import Graded
-from pellucid.samplers.native import Native
-from pellucid.serve import group
-from pellucid.serve.rows import Request, Row
+from pellucid.rewards.grading import GradedTask
+from pellucid.rollout.native import NativeSampler
+from pellucid.serve import api
+from pellucid.serve.engine import GenerationRequest, GenerationRow
 from pellucid.tasks.gsm8k import Gsm8k
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 from serving import chat, post, running, wait_until
@@ -40,7 +40,7 @@ def client(service):
 @pytest.mark.slow
 def test_greedy_answers_are_those_of_the_sampler(service, client):
     served, _ = service
-    sampler = Native(policy=served.policy)
+    sampler = NativeSampler(policy=served.policy)
     for text in ("2+3=", "7*8=?", "a"):
         prompt = Prompt("p", ({"role": "user", "content": text},))
         [group] = sampler.generate([prompt], Sampling(temperature=0.0, max_tokens=24))
@@ -78,7 +78,7 @@ def test_a_character_of_several_tokens_is_told_when_it_is_whole():
         def decode(self, ids):
             return bytes(ids).decode(errors="replace")
 
-    row, told = Row(Request((), print), 0, torch.Generator()), []
+    row, told = GenerationRow(GenerationRequest((), print), 0, torch.Generator()), []
     for byte in "aé数🙂!".encode() + b"\xf0\x9f":
         row.token_ids.append(byte)
         if row.decode_text(Bytes(), is_last=False):
@@ -272,7 +272,7 @@ def test_a_question_of_ones_own_is_asked_as_the_run_asks_its_own(tmp_path, monke
     task = Gsm8k(data=str(tmp_path / "rows.jsonl"), test_data="", language=language)
     encoded = []
     for asked_by, expected in (
-        (Graded(task, in_process=True), list(task.sample(0, 1)[0].text)[:-1]),
+        (GradedTask(task, in_process=True), list(task.sample(0, 1)[0].text)[:-1]),
         (None, [{"role": "system", "content": "Be brief."}]),
     ):
         with running(task=asked_by, system="Be brief.") as (served, url):
@@ -326,8 +326,8 @@ def test_the_terms_of_a_reward_are_compared_as_in_training():
     """advantage = "gdpo": a term twice as heavy, by hand; and min_reward_range is that of training."""
     rewards = (Reward(2.0, {"a": 1.0}, weights={"a": 2.0}), Reward(0.0, {"a": 0.0}, weights={"a": 2.0}))
     answered = Group(Prompt("p", "q"), (1,), (Completion((1,), (0.0,), "", True),) * 2, rewards)
-    assert group.advantages(GRPOConfig(advantage="gdpo", group_size=2), answered) == [1.0, -1.0]
-    assert group.advantages(GRPOConfig(group_size=2, min_reward_range=3.0), answered) == [0.0, 0.0]
+    assert api.compute_group_advantages(GRPOConfig(advantage="gdpo", group_size=2), answered) == [1.0, -1.0]
+    assert api.compute_group_advantages(GRPOConfig(group_size=2, min_reward_range=3.0), answered) == [0.0, 0.0]
 
 
 def test_a_group_of_a_question_without_an_answer_has_no_rewards(service):

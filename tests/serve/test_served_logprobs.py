@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from conftest import EOS, make_policy
-from pellucid.serve.engine import Engine
-from pellucid.serve.rows import Piece, Request
+from pellucid.serve.engine import CompletionChunk, GenerationRequest, ServingEngine
 from serving import chat, post, running
 
 IDS = {"return_token_ids": True}
@@ -101,11 +100,11 @@ def test_streamed_texts_have_the_same(client):
 def test_each_is_told_as_many_as_it_asks_for():
     """Rows of one temperature are drawn together, whatever their requests want to know."""
     policy, told = make_policy(), {}
-    engine = Engine(policy, max_rows=4)
+    engine = ServingEngine(policy, max_rows=4)
 
     def listener(count):
         def tell(news):
-            if isinstance(news, Piece):
+            if isinstance(news, CompletionChunk):
                 told.setdefault(count, []).extend(len(drawn.top_logprobs) for drawn in news.tokens)
             elif len(told) == 3:
                 engine.close()
@@ -113,7 +112,7 @@ def test_each_is_told_as_many_as_it_asks_for():
         return tell
 
     for count in (0, 3, 1):
-        engine.submit(Request((1, 2, 3), listener(count), max_tokens=2, top_logprob_count=count))
+        engine.submit(GenerationRequest((1, 2, 3), listener(count), max_tokens=2, top_logprob_count=count))
     engine.run()
     assert {count: set(lengths) for count, lengths in told.items()} == {0: {0}, 1: {1}, 3: {3}}
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pellucid.policy.token_bytes import TokenBytes
+from pellucid.policy.text import TokenBytes
 from serving import post, running, saying_tokens
 
 SPACE = "▁"

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from conftest import byte_tokenizer
-from pellucid.policy.template import question_ids
-from pellucid.serve.messages import ChatRequest
+from pellucid.policy.chat_template import encode_question
+from pellucid.serve.schemas import ChatRequest
 from serving import chat, post, running, saying_tokens
 
 TEMPLATE = (
@@ -28,7 +28,7 @@ def speaker(body, text):
     """A model that says `text` in answer to this request."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    asked = question_ids(tokenizer, ChatRequest(**body).prompt)
+    asked = encode_question(tokenizer, ChatRequest(**body).prompt)
     return saying_tokens(tokenizer, asked, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
 
 

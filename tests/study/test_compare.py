@@ -10,8 +10,8 @@ from study_data import with_rewards, write_run
 
 from pages import ALLOWED, HOSTILE, Page
 from pellucid import cli
-from pellucid.study.compare import summaries
-from pellucid.study.runs import gather, write_plan
+from pellucid.study.compare import summarize_variants
+from pellucid.study.runs import gather_runs, write_study_plan
 
 BASELINE = {0: [1, 0, 0, 0], 1: [1, 1, 0, 0]}
 BETTER = {0: [1, 1, 1, 0], 1: [1, 1, 0, 1]}
@@ -24,7 +24,7 @@ def study_dir(tmp_path):
     for variant, rights in (("grpo", BASELINE), ("better", BETTER)):
         for seed, right in rights.items():
             write_run(folder / variant / f"seed-{seed}", right, questions=f"q{seed}", seed=seed)
-    write_plan(folder, ["grpo", "better"], [0, 1])
+    write_study_plan(folder, ["grpo", "better"], [0, 1])
     return folder
 
 
@@ -35,7 +35,7 @@ def compare(*arguments):
 
 
 def summary(folder, variant="better"):
-    return next(row for row in summaries(gather([folder])) if row.variant == variant)
+    return next(row for row in summarize_variants(gather_runs([folder])) if row.variant == variant)
 
 
 def test_the_difference_is_the_mean_over_seeds_of_that_over_questions(study_dir):
@@ -61,7 +61,7 @@ def test_a_seed_that_only_one_of_them_has_is_not_paired(study_dir):
     row = summary(study_dir)
     assert set(row.pairs) == {0, 1}
     assert row.unpaired == ("seed 2: the baseline has no finished run",)
-    assert ("better", 3) in gather([study_dir]).missing
+    assert ("better", 3) in gather_runs([study_dir]).missing
 
 
 def test_evaluations_that_kept_no_answers_are_not_paired(study_dir):
@@ -87,28 +87,28 @@ def test_unfinished_and_missing_runs_are_left_out_and_named(study_dir, capsys):
 
 
 def test_a_planned_run_that_no_variant_has_is_missing(study_dir):
-    write_plan(study_dir, ["grpo", "better", "late"], [0, 1])
-    assert gather([study_dir]).missing == [("late", 0), ("late", 1)]
+    write_study_plan(study_dir, ["grpo", "better", "late"], [0, 1])
+    assert gather_runs([study_dir]).missing == [("late", 0), ("late", 1)]
     (study_dir / "study.json").unlink()
-    assert gather([study_dir]).missing == []
+    assert gather_runs([study_dir]).missing == []
 
 
 def test_the_baseline_is_the_study_s_first_variant_or_the_one_that_is_named(study_dir):
-    assert [row.variant for row in summaries(gather([study_dir]))] == ["grpo", "better"]
-    rows = summaries(gather([study_dir], "better"))
+    assert [row.variant for row in summarize_variants(gather_runs([study_dir]))] == ["grpo", "better"]
+    rows = summarize_variants(gather_runs([study_dir], "better"))
     assert [row.variant for row in rows] == ["better", "grpo"]
     assert rows[1].difference.value == -0.375
 
 
 def test_single_runs_are_variants_by_their_folders_and_paired_by_their_seeds(tmp_path, study_dir):
     one, two = (write_run(tmp_path / name, right, seed=5) for name, right in (("one", [0, 0]), ("two", [0, 1])))
-    runs = gather([one, two, study_dir / "grpo" / "seed-0"])
+    runs = gather_runs([one, two, study_dir / "grpo" / "seed-0"])
     assert {variant: list(of_seed) for variant, of_seed in runs.finished.items()} == {
         "one": [5],
         "two": [5],
         "grpo": [0],
     }
-    assert summaries(runs)[1].pairs == {5: 0.5}
+    assert summarize_variants(runs)[1].pairs == {5: 0.5}
 
 
 def test_costs_are_those_of_each_run_and_own_metrics_means_over_steps(study_dir, tmp_path):
@@ -144,7 +144,7 @@ def test_one_comparison_of_two_seeds_is_said_to_be_coarse(study_dir, tmp_path, c
 def test_what_excludes_0_is_concluded(tmp_path):
     for variant, right in (("grpo", [0, 1] * 20), ("up", [1] * 40), ("down", [0] * 40), ("same", [1, 0] * 20)):
         write_run(tmp_path / "study" / variant / "seed-0", right)
-    write_plan(tmp_path / "study", ["grpo", "up", "down", "same"], [0])
+    write_study_plan(tmp_path / "study", ["grpo", "up", "down", "same"], [0])
     assert compare(tmp_path / "study", "--output", tmp_path / "page.html") == 0
     numbers = json.loads((tmp_path / "page.json").read_text())
     said = {name: row["conclusion"] for name, row in numbers["variants"].items()}
@@ -197,13 +197,13 @@ def test_the_page_is_the_same_each_time_and_says_what_makes_its_runs(study_dir, 
 
 def test_runs_made_again_are_no_variants_of_the_study(study_dir):
     write_run(study_dir / "grpo" / "seed-0-again", BASELINE[0], questions="q0")
-    assert list(gather([study_dir]).finished) == ["grpo", "better"]
+    assert list(gather_runs([study_dir]).finished) == ["grpo", "better"]
 
 
 def test_a_run_is_the_same_however_it_is_named(study_dir, monkeypatch):
     run_dir = study_dir / "better" / "seed-0"
     monkeypatch.chdir(run_dir)
-    runs = gather([Path("../../grpo"), Path(), Path("..", "seed-0"), run_dir])
+    runs = gather_runs([Path("../../grpo"), Path(), Path("..", "seed-0"), run_dir])
     assert {variant: list(of_seed) for variant, of_seed in runs.finished.items()} == {"grpo": [0, 1], "better": [0]}
 
 
@@ -222,12 +222,12 @@ def test_degrees_are_compared_by_the_reward_of_each_answer(tmp_path, capsys):
     graded = {"grpo": [0.0, 1.0, 2.0, -1.0], "tone": [2.5, 1.0, 1.5, -1.0], "part": [0.5, None, 2.0, -1.0]}
     for variant, rewards in graded.items():
         with_rewards(write_run(tmp_path / "study" / variant / "seed-0", [0] * 4), rewards)
-    write_plan(tmp_path / "study", list(graded), [0])
-    rows = {row.variant: row for row in summaries(gather([tmp_path / "study"]))}
+    write_study_plan(tmp_path / "study", list(graded), [0])
+    rows = {row.variant: row for row in summarize_variants(gather_runs([tmp_path / "study"]))}
     assert {row.measure for row in rows.values()} == {"reward"}
     assert rows["tone"].pairs == {0: 0.5}
     assert rows["part"].pairs == {0: pytest.approx(0.5 / 3)}
-    turned = {row.variant: row for row in summaries(gather([tmp_path / "study"], "part"))}
+    turned = {row.variant: row for row in summarize_variants(gather_runs([tmp_path / "study"], "part"))}
     assert turned["grpo"].pairs == {0: pytest.approx(-0.5 / 3)}
     assert compare(tmp_path / "study", "--output", tmp_path / "page.html") == 0
     said = " ".join(capsys.readouterr().out.split())

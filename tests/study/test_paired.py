@@ -9,14 +9,14 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from pellucid.study.paired import (
-    RESAMPLES,
-    conclusion,
-    differences,
-    interval,
-    resampled,
-    resampled_together,
-    wrong_at_worst,
+from pellucid.study.bootstrap import (
+    RESAMPLE_COUNT,
+    classify_difference,
+    compute_answer_differences,
+    compute_false_positive_odds,
+    estimate_interval,
+    resample_means,
+    resample_shared_questions,
 )
 from pellucid.types import Estimate
 
@@ -63,8 +63,11 @@ SHARED = {
     "one seed": [[1.0, 0.0, -1.0]],
 }
 DRAWS = [
-    *(pytest.param(table, resampled, every_resample, id=name) for name, table in TABLES.items()),
-    *(pytest.param(t, resampled_together, every_resample_of_both, id=f"{name}, shared") for name, t in SHARED.items()),
+    *(pytest.param(table, resample_means, every_resample, id=name) for name, table in TABLES.items()),
+    *(
+        pytest.param(t, resample_shared_questions, every_resample_of_both, id=f"{name}, shared")
+        for name, t in SHARED.items()
+    ),
 ]
 
 
@@ -75,44 +78,46 @@ def test_the_resamples_are_distributed_as_all_that_can_be_drawn(table, resample,
     drawn = Counter(np.round(resample(table, np.random.default_rng(1)), 9).tolist())
     assert {value + 0.0 for value in drawn} <= {value + 0.0 for value in chances}
     for value, chance in chances.items():
-        error = (chance * (1 - chance) / RESAMPLES) ** 0.5
-        assert drawn[value] / RESAMPLES == pytest.approx(chance, abs=4 * error), value
+        error = (chance * (1 - chance) / RESAMPLE_COUNT) ** 0.5
+        assert drawn[value] / RESAMPLE_COUNT == pytest.approx(chance, abs=4 * error), value
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_the_interval_has_the_ends_of_the_exact_one(table):
     chances = every_resample(table)
-    measured = interval(table)
+    measured = estimate_interval(table)
     assert measured.value == pytest.approx(fmean(map(fmean, table)))
     assert (measured.low, measured.high) == pytest.approx((quantile(chances, 0.025), quantile(chances, 0.975)))
 
 
 def test_seeds_weigh_the_same_whatever_their_questions():
-    assert interval([[1.0], [0.0] * 9]).value == 0.5
+    assert estimate_interval([[1.0], [0.0] * 9]).value == 0.5
 
 
 def test_an_interval_that_ends_at_0_has_0_in_it():
     """Sums of tenths over three seeds: as they are added, this one ends at 5.6e-17, which was "above"."""
     table = [[1.0] * 6 + [-1.0] * 3 + [0.0], [1.0] * 6 + [0.0] * 4, [1.0] * 6 + [0.0] * 4]
-    assert np.quantile(resampled_together(table, np.random.default_rng(0)), 0.025) == pytest.approx(0.0, abs=1e-9)
-    assert interval(table, same_questions=True).low == 0.0
-    assert conclusion(interval(table, same_questions=True)) == "cannot tell"
+    assert np.quantile(resample_shared_questions(table, np.random.default_rng(0)), 0.025) == pytest.approx(
+        0.0, abs=1e-9
+    )
+    assert estimate_interval(table, same_questions=True).low == 0.0
+    assert classify_difference(estimate_interval(table, same_questions=True)) == "cannot tell"
 
 
 def test_a_difference_of_nothing_has_no_sign():
     tenths = [[1.0] + [0.0] * 9, [-1.0] * 3 + [0.0] * 7, [1.0] * 2 + [0.0] * 8]
-    assert str(interval(tenths).value) == "0.0"
+    assert str(estimate_interval(tenths).value) == "0.0"
 
 
 def test_the_same_data_give_the_same_interval():
     table = np.random.default_rng(3).integers(-1, 2, size=(3, 50)).tolist()
-    assert interval(table) == interval(table) != interval(table, seed=1)
+    assert estimate_interval(table) == estimate_interval(table) != estimate_interval(table, seed=1)
 
 
 def test_differences_are_taken_question_by_question():
-    assert differences([1, 1, 0, 0], [1, 0, 1, 0]) == [0.0, 1.0, -1.0, 0.0]
+    assert compute_answer_differences([1, 1, 0, 0], [1, 0, 1, 0]) == [0.0, 1.0, -1.0, 0.0]
     with pytest.raises(ValueError, match="longer"):
-        differences([1], [1, 0])
+        compute_answer_differences([1], [1, 0])
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_differences_are_taken_question_by_question():
     [(0.01, 0.2, "above"), (-0.2, -0.01, "below"), (0.0, 0.2, "cannot tell"), (-0.2, 0.0, "cannot tell")],
 )
 def test_a_conclusion_needs_an_interval_without_0(low, high, said):
-    assert conclusion(Estimate(0.0, low, high)) == said
+    assert classify_difference(Estimate(0.0, low, high)) == said
 
 
 def coverage(seeds, questions, spread, of_questions=0.0, shared=False, trials=100):
@@ -131,7 +136,7 @@ def coverage(seeds, questions, spread, of_questions=0.0, shared=False, trials=10
         effects = 0.1 + rng.normal(0, spread, size=(seeds, 1)) + rng.normal(0, of_questions, size=questions)
         uniform, above = rng.random((seeds, questions)), 0.3 + effects / 2
         table = np.where(uniform < above, 1.0, np.where(uniform < above + 0.4, 0.0, -1.0))
-        measured = interval(table, shared)
+        measured = estimate_interval(table, shared)
         held += measured.low <= 0.1 <= measured.high
     return held / trials
 
@@ -153,4 +158,4 @@ def test_seeds_that_ask_the_same_questions_are_not_taken_for_more_questions():
 @pytest.mark.parametrize("seeds", [2, 3, 4, 6])
 def test_few_seeds_that_differ_much_are_wrong_as_often_as_is_said(seeds):
     missed = 1 - coverage(seeds, questions=20_000, spread=0.1, trials=400)
-    assert missed == pytest.approx(1 / wrong_at_worst(seeds), abs=0.06)
+    assert missed == pytest.approx(1 / compute_false_positive_odds(seeds), abs=0.06)

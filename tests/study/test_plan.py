@@ -39,11 +39,11 @@ def study_file(tmp_path):
 
 
 def task_of(study_file, text):
-    return plan.read(study_file(text)).variants["one"]["task"]
+    return plan.read_study(study_file(text)).variants["one"]["task"]
 
 
 def test_variants_are_laid_upon_what_all_share_and_that_upon_the_base(study_file):
-    study = plan.read(
+    study = plan.read_study(
         study_file("""
         [common.algorithm]
         steps = 40
@@ -95,11 +95,11 @@ def test_a_wrapper_that_all_share_is_set_further_by_a_variant(study_file):
 def test_a_base_without_a_task_has_the_usual_one(study_file, tmp_path):
     path = study_file(f'[variants.one.task]\nname = "{OUTER}"')
     (tmp_path / "base.toml").write_text("[algorithm]\nsteps = 9\n")
-    assert plan.read(path).variants["one"]["task"]["task"] == {"name": "arithmetic"}
+    assert plan.read_study(path).variants["one"]["task"]["task"] == {"name": "arithmetic"}
 
 
 def test_every_variant_has_its_first_seed_before_any_has_its_second(study_file):
-    study = plan.read(study_file("[variants.a]\n[variants.b]"))
+    study = plan.read_study(study_file("[variants.a]\n[variants.b]"))
     runs = [(cell.variant, cell.seed) for cell in study.list_runs(Path("runs/s"))]
     assert runs == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert [(cell.variant, cell.seed) for cell in study.list_runs(Path("runs/s"), ["b"])] == [("b", 0), ("b", 1)]
@@ -107,14 +107,14 @@ def test_every_variant_has_its_first_seed_before_any_has_its_second(study_file):
 
 def test_a_cell_is_made_by_a_plain_command():
     command = ["train", "runs/s/a/recipe.json", "--algorithm.seed", "1", "--run", "runs/s/a/seed-1"]
-    assert plan.Cell(Path("runs/s"), "a", 1).arguments == command
+    assert plan.StudyRun(Path("runs/s"), "a", 1).arguments == command
 
 
 def test_a_recipe_reads_back_as_the_settings(study_file, tmp_path):
-    study = plan.read(study_file("[variants.a.algorithm]\nsteps = 3"))
-    plan.write_recipe(tmp_path / "a" / "recipe.json", study.variants["a"])
+    study = plan.read_study(study_file("[variants.a.algorithm]\nsteps = 3"))
+    plan.write_variant_recipe(tmp_path / "a" / "recipe.json", study.variants["a"])
     assert json.loads((tmp_path / "a" / "recipe.json").read_text()) == study.variants["a"]
-    assert plan.checked(study)["a"].algorithm.steps == 3
+    assert plan.load_variant_configs(study)["a"].algorithm.steps == 3
 
 
 HEAD = 'base = "base.toml"\nseeds = [0, 1]\n'
@@ -153,21 +153,21 @@ def test_a_mistake_in_a_study_is_one_line_before_anything_is_written(study_file,
 
 
 def test_an_unknown_variant_is_not_run(study_file):
-    study = plan.read(study_file("[variants.grpo]"))
+    study = plan.read_study(study_file("[variants.grpo]"))
     with pytest.raises(UserError, match='no variant "gpo"; did you mean "grpo"'):
         study.list_runs(Path("runs/s"), ["gpo"])
 
 
 @pytest.mark.parametrize("path", sorted(Path("recipes/study").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_studies_that_are_shipped_can_start(path):
-    study = plan.read(path)
-    recipes = plan.checked(study)
+    study = plan.read_study(path)
+    recipes = plan.load_variant_configs(study)
     assert len(recipes) >= 6
     assert len(study.seeds) >= 3
     assert next(iter(recipes)) == "grpo"
-    assert len({json.dumps(config.dump(recipe), sort_keys=True) for recipe in recipes.values()}) == len(recipes), (
-        "no two alike"
-    )
+    assert len({json.dumps(config.dump_config(recipe), sort_keys=True) for recipe in recipes.values()}) == len(
+        recipes
+    ), "no two alike"
 
 
 def test_a_misspelt_section_is_refused(tmp_path):
@@ -176,4 +176,4 @@ def test_a_misspelt_section_is_refused(tmp_path):
     base = Path("recipes/arithmetic.toml").resolve()
     path.write_text(f'base = "{base}"\nseeds = [0]\n[variants.grpo]\n[variants.dr.algoritm]\nadvantage = "centered"\n')
     with pytest.raises(UserError, match=r"variants\.dr: algoritm: no such section; did you mean .algorithm"):
-        plan.checked(plan.read(path))
+        plan.load_variant_configs(plan.read_study(path))

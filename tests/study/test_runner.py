@@ -16,11 +16,11 @@ import pytest
 from conftest import records, tiny_recipe
 from forked import Forked, ran
 from pellucid import cli
-from pellucid.machine.locks import refuse_locked
-from pellucid.reporting.run_folder import finished
+from pellucid.reporting.run_files import is_run_finished
 from pellucid.study import runner
-from pellucid.study.plan import Cell
+from pellucid.study.plan import StudyRun
 from pellucid.types import UserError
+from pellucid.utils.files import check_unlocked
 
 FORKING = Path(__file__).with_name("forking_study.py")
 STEPS = 20
@@ -98,8 +98,8 @@ def test_a_study_is_the_runs_of_every_variant_with_every_seed(whole):
     into, printed = whole
     for variant in ("grpo", "centered"):
         for seed in (0, 1):
-            run_dir = Cell(into, variant, seed).run_dir
-            assert finished(run_dir)
+            run_dir = StudyRun(into, variant, seed).run_dir
+            assert is_run_finished(run_dir)
             assert [row["step"] for row in records(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
             assert not (run_dir / "checkpoints").exists()
             assert not (run_dir / "model").exists()
@@ -115,8 +115,8 @@ def test_a_study_is_the_runs_of_every_variant_with_every_seed(whole):
 @pytest.mark.slow
 def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole, tmp_path, capfd):
     into = tmp_path / "into"
-    first, second = (Cell(into, "grpo", seed) for seed in (0, 1))
-    copies = [copied(Cell(whole[0], "centered", seed).run_dir, into) for seed in (0, 1)]
+    first, second = (StudyRun(into, "grpo", seed) for seed in (0, 1))
+    copies = [copied(StudyRun(whole[0], "centered", seed).run_dir, into) for seed in (0, 1)]
     before = [path.stat().st_mtime_ns for path in copies]
 
     process = started(study_file, into, tmp_path / "said")
@@ -142,7 +142,7 @@ def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole
     assert f"4 runs in {into}: 3 done, 1 to go\ngrpo seed 1: goes on" in capfd.readouterr().out
     assert [path.stat().st_mtime_ns for path in copies] == before, "what is done is not done again"
     for cell in (first, second):
-        other = Cell(whole[0], cell.variant, cell.seed).run_dir
+        other = StudyRun(whole[0], cell.variant, cell.seed).run_dir
         for name in ("metrics.jsonl", "evals.jsonl"):
             assert untimed(cell.run_dir / name) == untimed(other / name), cell
 
@@ -160,7 +160,7 @@ def until_unlocked(path):
     """The lock of an orphan that was killed is held until the last of its threads is gone, its main thread before."""
     while True:
         try:
-            return refuse_locked(path, "is at work")
+            return check_unlocked(path, "is at work")
         except UserError:
             time.sleep(0.02)
 
@@ -202,9 +202,9 @@ def test_no_file_of_the_working_directory_is_taken_for_a_module_of_python(tmp_pa
     (tmp_path / "contextlib.py").write_text("raise SystemExit(7)")
     (tmp_path / "grpo").mkdir()
     monkeypatch.chdir(tmp_path)
-    cell = Cell(tmp_path, "grpo", 0)
+    cell = StudyRun(tmp_path, "grpo", 0)
     with (tmp_path / "lock").open("w") as lock:
-        assert runner.start(cell, 1, lock).process.wait() == 2
+        assert runner.start_job(cell, 1, lock).process.wait() == 2
     assert "recipe.json: there is no such file" in cell.log_path.read_text()
 
 
@@ -220,7 +220,7 @@ esac
 def test_a_failing_run_is_named_and_does_not_stop_the_others(study_file, whole, tmp_path, capsys, monkeypatch):
     """Trained by a program that fails for one variant, and copies the run that the other asks for."""
     program = tmp_path / "python"
-    program.write_text(STAND_IN.format(run_dir=Cell(whole[0], "centered", 0).run_dir))
+    program.write_text(STAND_IN.format(run_dir=StudyRun(whole[0], "centered", 0).run_dir))
     program.chmod(0o755)
     monkeypatch.setattr(runner.sys, "executable", str(program))
     one_seed = study_file.with_name("one_seed.toml")
@@ -234,11 +234,11 @@ def test_a_failing_run_is_named_and_does_not_stop_the_others(study_file, whole, 
 
 @pytest.mark.parametrize(("statuses", "verdict"), [([], 0), ([2, 2], 2), ([2, 1], 1), ([-9], 1), ([0], 1)])
 def test_the_exit_status_is_that_of_what_failed(tmp_path, statuses, verdict):
-    cells = [Cell(tmp_path, "grpo", seed) for seed in range(len(statuses))]
+    cells = [StudyRun(tmp_path, "grpo", seed) for seed in range(len(statuses))]
     (tmp_path / "grpo").mkdir()
     for cell in cells:
         cell.log_path.write_text("Traceback\nboom\n\n")
-    assert runner.verdict(dict(zip(cells, statuses, strict=True))) == verdict
+    assert runner.report_failures(dict(zip(cells, statuses, strict=True))) == verdict
 
 
 def test_a_file_in_the_way_is_a_mistake(study_file, tmp_path, capsys):

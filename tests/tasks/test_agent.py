@@ -13,11 +13,11 @@ import pytest
 import agents
 from conftest import records
 from pellucid import config
-from pellucid.environments.agent import AgentTalk
+from pellucid.environments.agents import AgentSpec
 from pellucid.rewards.terms import RewardTerm
-from pellucid.samplers.native import Native
+from pellucid.rollout.native import NativeSampler
 from pellucid.tasks.agent import Agent
-from pellucid.types import Completion, Outcome, Prompt, UserError
+from pellucid.types import Completion, ConversationOutcome, Prompt, UserError
 from runs import answered, same_run, train
 from worlds import TEMPLATE
 
@@ -27,7 +27,7 @@ SAID = Completion((1,), (0.0,), "12x", True)
 
 
 def said(**outcome):
-    return Completion((1,), (0.0,), "12x", True, outcome=Outcome(**outcome))
+    return Completion((1,), (0.0,), "12x", True, outcome=ConversationOutcome(**outcome))
 
 
 def test_what_the_agent_returns_is_the_reward():
@@ -74,11 +74,11 @@ def test_a_mistake_is_one_line(settings, told):
 def test_a_command_is_what_names_no_function():
     functions = ("agent.py:solve", "package.agent:solve", f"{FILE}:solve")
     commands = ("python agent.py", "./agent", "python agent.py --at 127.0.0.1:8000", "docker run agent:latest")
-    assert [AgentTalk(run).load_function() for run in commands] == [None] * 4
-    assert AgentTalk(SOLVE).load_function() is agents.solve is AgentTalk(agents.solve).load_function()
+    assert [AgentSpec(run).load_function() for run in commands] == [None] * 4
+    assert AgentSpec(SOLVE).load_function() is agents.solve is AgentSpec(agents.solve).load_function()
     for run in functions[:2]:
         with pytest.raises(UserError):
-            AgentTalk(run).load_function()
+            AgentSpec(run).load_function()
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_an_agent_is_trained_and_a_resumed_run_goes_on_to_the_same_bits(trained,
     assert all("ValueError: no idea (agents.py, line" in r["error"] for r in failed)
     [after] = [row for row in records(whole / "evals.jsonl") if row["step"] == 3]
     assert after["n"] == 6
-    generate = Native.generate
+    generate = NativeSampler.generate
 
     def dying(self, prompts, sampling):
         if sampling.seed == "0/1":
@@ -117,7 +117,7 @@ def test_an_agent_is_trained_and_a_resumed_run_goes_on_to_the_same_bits(trained,
         return generate(self, prompts, sampling)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Native, "generate", dying)
+        patched.setattr(NativeSampler, "generate", dying)
         assert train(trained, "--run", killed, *settings) == 130
     assert train("--resume", killed) == 0
     same_run(whole, killed)
@@ -128,7 +128,7 @@ def test_a_model_is_evaluated_by_an_agent_that_is_a_command(trained, model_dir, 
     command = shlex.join([sys.executable, str(FILE)])
     text = trained.read_text().replace(SOLVE, command)
     trained.write_text(text)
-    assert config.load(trained).task.run == command
+    assert config.load_config(trained).task.run == command
     few = ["--evaluate.n", 2, "--evaluate.k", 1]
     told = ["--show", 0, "--output", tmp_path / "answers.jsonl"]
     assert answered("eval", model_dir, "--task", trained, *few, *told) == 0

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError, create_model
 
-from pellucid.tasks.arithmetic import Arithmetic, working
+from pellucid.tasks.arithmetic import Arithmetic, write_working
 from pellucid.types import Completion
 
 PATTERN = re.compile(r"What is (\d+) ([-+*]) (\d+)\? Answer with the number only\.")
@@ -152,7 +152,7 @@ def test_it_is_its_own_config_section():
     ],
 )
 def test_the_working_goes_by_tens_and_ones(a, operator, b, said):
-    assert working(a, operator, b) == said
+    assert write_working(a, operator, b) == said
 
 
 @pytest.mark.slow

@@ -1,6 +1,15 @@
 import pytest
 
-from pellucid.tasks.continuity import SOURCE, WEIGHTS, Continuity, Pieces, family_of, final_answer, parts_of, statements
+from pellucid.tasks.continuity import (
+    ORIGINAL_PROBLEM,
+    PARSED_WEIGHTS,
+    Continuity,
+    PiecewiseProblem,
+    extract_equations,
+    extract_final_answer,
+    grade_parts,
+    list_problems,
+)
 from pellucid.types import Completion
 
 
@@ -73,9 +82,9 @@ def graded(text, **settings):
     ],
 )
 def test_parts_by_hand(text, parts):
-    found = {name for name, value in parts_of(text, SOURCE).items() if value}
+    found = {name for name, value in grade_parts(text, ORIGINAL_PROBLEM).items() if value}
     assert found == set(parts.split(", ") if parts else [])
-    assert graded(text) == pytest.approx(sum(WEIGHTS[name] for name in found))
+    assert graded(text) == pytest.approx(sum(PARSED_WEIGHTS[name] for name in found))
 
 
 def test_strings_that_the_literal_form_takes_for_answers():
@@ -90,7 +99,7 @@ def test_strings_that_the_literal_form_takes_for_answers():
 
 
 def test_nothing_replaces_the_answer():
-    assert sum(WEIGHTS.values()) == pytest.approx(1.0)
+    assert sum(PARSED_WEIGHTS.values()) == pytest.approx(1.0)
     task = Continuity()
     [prompt] = task.sample(0, 1)
     all_but_the_sum = task.solution(prompt).replace("\\boxed{0}", "\\boxed{99}")
@@ -113,14 +122,14 @@ def test_the_gold_answer_scores_1_and_garbage_does_not(settings):
 
 def test_every_problem_of_the_family_is_continuous():
     """By the three pieces themselves, at both joins."""
-    for f in family_of("train", 0.2) + family_of("test", 0.2):
+    for f in list_problems("train", 0.2) + list_problems("test", 0.2):
         assert f.a * f.right + f.p == f.m * f.right + f.q
         assert f.k * f.left - f.b == f.m * f.left + f.q
-    assert (SOURCE.a, SOURCE.b) == (-3, 3)
+    assert (ORIGINAL_PROBLEM.a, ORIGINAL_PROBLEM.b) == (-3, 3)
 
 
 def test_the_splits_of_the_family_share_no_problem():
-    train, test = set(family_of("train", 0.2)), set(family_of("test", 0.2))
+    train, test = set(list_problems("train", 0.2)), set(list_problems("test", 0.2))
     assert train.isdisjoint(test)
     assert 0.15 < len(test) / len(train | test) < 0.25
     assert len(train | test) > 1000
@@ -132,7 +141,7 @@ def test_the_question_is_that_of_the_description():
     [prompt] = Continuity().sample(0, 1)
     for piece in ("ax + 3 for x > 2", "x - 5 for -2 <= x <= 2", "2x - b for x < -2"):
         assert piece in prompt.question
-    assert Pieces(1, -1, -2, 1, 3, 2).format_question().count("x - b") == 1
+    assert PiecewiseProblem(1, -1, -2, 1, 3, 2).format_question().count("x - b") == 1
 
 
 def test_sampling_is_a_function_of_seed_split_and_step():
@@ -146,7 +155,7 @@ def test_sampling_is_a_function_of_seed_split_and_step():
     ("text", "value"), [("", None), ("a + b = -3 + 3 = 0", 0), ("b + a = 4", 4), ("\\boxed{a + b = 7}", 7)]
 )
 def test_the_final_answer_is_the_last_that_is_stated(text, value):
-    assert final_answer(text, statements(text)) == value
+    assert extract_final_answer(text, extract_equations(text)) == value
 
 
 def test_settings_that_make_no_task_are_refused():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.tasks.countdown import Countdown, combination, expression_of, split_of
+from pellucid.tasks.countdown import Countdown, assign_split, extract_expression, generate_expression
 from pellucid.types import Completion, Prompt
 
 
@@ -114,7 +114,7 @@ def test_whatever_earns_anything_is_made_of_exactly_the_given_numbers(text):
     """By another reader than the grader's: the runs of digits of the side that counts, computed by Python."""
     value = graded(text)
     if value:
-        side = expression_of(text)
+        side = extract_expression(text)
         assert set(side) <= set("0123456789 +-*/()")
         assert "**" not in side
         assert "//" not in side
@@ -149,7 +149,7 @@ def test_splits_share_no_set_of_numbers_in_any_order():
     train, test = sets("train"), sets("test")
     assert len(train) > 50 < len(test) + 45
     assert train.isdisjoint(test)
-    assert split_of([1, 2, 3], 0.5) == split_of([3, 1, 2], 0.5)
+    assert assign_split([1, 2, 3], 0.5) == assign_split([3, 1, 2], 0.5)
 
 
 def test_sampling_is_a_function_of_seed_split_and_step():
@@ -161,7 +161,7 @@ def test_sampling_is_a_function_of_seed_split_and_step():
 
 def test_a_random_expression_keeps_its_brackets_apart():
     for seed in range(50):
-        text, _ = combination([2, 3, 4, 5], Random(seed))
+        text, _ = generate_expression([2, 3, 4, 5], Random(seed))
         depth = 0
         for c in text:
             depth += {"(": 1, ")": -1}.get(c, 0)
@@ -170,9 +170,9 @@ def test_a_random_expression_keeps_its_brackets_apart():
 
 
 def test_where_the_expression_is():
-    assert expression_of("a\n\n 1 + 2 = 3 \n ") == "1 + 2"
-    assert expression_of("\\boxed{1} \\boxed{2 * 3}") == "2 * 3"
-    assert expression_of("") == ""
+    assert extract_expression("a\n\n 1 + 2 = 3 \n ") == "1 + 2"
+    assert extract_expression("\\boxed{1} \\boxed{2 * 3}") == "2 * 3"
+    assert extract_expression("") == ""
 
 
 @pytest.mark.parametrize(

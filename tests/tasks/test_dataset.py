@@ -15,15 +15,15 @@ from pydantic import ValidationError, create_model
 
 from pellucid import config
 from pellucid.algorithm.advantages import ADVANTAGES
-from pellucid.algorithm.batch import grades_of, task_rewards
+from pellucid.algorithm.batch import collect_grades, collect_task_rewards
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.reporting.metrics import describe
-from pellucid.rewards.graded import Graded
-from pellucid.rewards.plain import of_reward
+from pellucid.reporting.loggers import compute_group_metrics
+from pellucid.rewards.functions import validate_reward
+from pellucid.rewards.grading import GradedTask
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
-from pellucid.types import ROUND, Completion, Group, Reward, UserError
+from pellucid.types import ROUND_STRIDE, Completion, Group, Reward, UserError
 
 GSM8K = [
     ("Weng earns $12 an hour. In 90 hours?", "She earns 12 * 90 = $<<12*90=1080>>1080.\n#### 1,080"),
@@ -169,11 +169,11 @@ def test_a_term_of_weight_0_beside_the_others_changes_no_reward_and_no_advantage
         prompts = sorted(own.sample(0, 4), key=lambda prompt: prompt.question)
         said = completion("7")
         group = Group(prompts[0], (1,), (said,) * 4, tuple(own.reward(prompt, said) for prompt in prompts))
-        assert task_rewards([group]).tolist() == [[2.0, 1.0, 1.5, 1.5]]
+        assert collect_task_rewards([group]).tolist() == [[2.0, 1.0, 1.5, 1.5]]
         assert [reward.applies for reward in group.rewards] == [True, True, False, False]
-        found.append(ADVANTAGES[advantage](grades_of([group]), GRPOConfig(advantage=advantage, group_size=4)))
+        found.append(ADVANTAGES[advantage](collect_grades([group]), GRPOConfig(advantage=advantage, group_size=4)))
     torch.testing.assert_close(*found)
-    assert describe([group])["reward/regex"] == 1.0, "it is logged for every completion"
+    assert compute_group_metrics([group])["reward/regex"] == 1.0, "it is logged for every completion"
 
 
 @pytest.mark.parametrize(("weights", "value"), [((1.0, 1.0), 1.0), ((0.0, 1.0), 1.0), ((1.0, 0.0), None)])
@@ -187,9 +187,9 @@ def test_where_the_deciding_term_returns_none_no_other_term_decides(scored_by_co
     assert not reward.is_verdict
     assert reward.value == value if value else math.isnan(reward.value)
     group = Group(own.sample(0, 1)[0], (1,), (completion("7"),), (reward,))
-    assert math.isnan(describe([group])["completion/correct"])
-    assert "completion/length_wrong" not in describe([group])
-    assert Reward(**of_reward(reward)) == reward or value is None, "it comes back from a reward process as it is"
+    assert math.isnan(compute_group_metrics([group])["completion/correct"])
+    assert "completion/length_wrong" not in compute_group_metrics([group])
+    assert Reward(**validate_reward(reward)) == reward or value is None, "it comes back from a reward process as it is"
 
 
 def test_rewards_that_are_all_of_weight_0_are_refused(write):
@@ -380,12 +380,12 @@ def test_several_files_are_named_in_a_recipe_and_on_the_command_line(write, tmp_
     first = str(tmp_path / "a.jsonl")  # it lies beside the recipe; what does not stays as it is
     for data, is_ in (('"a.jsonl"', first), ('["a.jsonl", "b/*.jsonl"]', (first, "b/*.jsonl"))):
         recipe.write_text(f'[task]\nname = "dataset"\ndata = {data}\n')
-        cfg = config.load(recipe)
+        cfg = config.load_config(recipe)
         assert cfg.task.data == is_
-        (tmp_path / "config.json").write_text(json.dumps(config.dump(cfg)))
-        assert config.load(tmp_path / "config.json").task.data == is_
-    assert config.load(recipe, ["--task.data", "c.csv"]).task.data in ("c.csv", ("c.csv",))
-    assert config.load(recipe, ["--task.data", "c.csv", "d.tsv"]).task.data == ("c.csv", "d.tsv")
+        (tmp_path / "config.json").write_text(json.dumps(config.dump_config(cfg)))
+        assert config.load_config(tmp_path / "config.json").task.data == is_
+    assert config.load_config(recipe, ["--task.data", "c.csv"]).task.data in ("c.csv", ("c.csv",))
+    assert config.load_config(recipe, ["--task.data", "c.csv", "d.tsv"]).task.data == ("c.csv", "d.tsv")
 
 
 @pytest.mark.parametrize("name", ["numeric", "math", "exact"])
@@ -447,7 +447,7 @@ def test_the_same_seeds_draw_the_same_prompts_as_ever(write):
     drawn = hashlib.sha256()
     for split in ("train", "test"):
         for seed in (0, 3):
-            for step in (0, 1, 5, ROUND + 2):
+            for step in (0, 1, 5, ROUND_STRIDE + 2):
                 for prompt in Dataset(data=path, split=split, seed=seed).sample(step, 16):
                     drawn.update(repr((prompt.id, prompt.text, prompt.answer, dict(prompt.columns))).encode())
     assert drawn.hexdigest() == "042f7e9798700bb634674de0b67f9bb2c3b41d6cc2ccc59d0c10ed43d29b5438"
@@ -469,7 +469,7 @@ def test_a_function_from_a_file_that_hangs_runs_in_the_sandbox(write, tmp_path):
         "    return [float(a in c[0]['content']) for c, a in zip(completions, answer)]\n"
     )
     rewards = (RewardTerm("math"), RewardTerm(f"{tmp_path}/sandboxed_reward.py:boxed"))
-    task = Graded(Dataset(data=write(sums(10)), rewards=rewards), RewardConfig(step_timeout=2.0))
+    task = GradedTask(Dataset(data=write(sums(10)), rewards=rewards), RewardConfig(step_timeout=2.0))
     (prompt,) = task.sample(0, 1)
     assert task.reward(prompt, completion(rf"$\boxed{{{prompt.answer}}}$")).parts == {"math": 1.0, "boxed": 1.0}
     hung = task.reward(prompt, completion("hang"))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.tasks.expected import QUESTIONS, Expected, literally_normalised, normalised, stream_safe
+from pellucid.tasks.expected import QUESTIONS, Expected, make_stream_safe, normalize_literally, normalize_text
 from pellucid.types import Completion, Prompt
 
 
@@ -68,27 +68,27 @@ def test_all_four_come_round_before_any_comes_again_and_the_splits_share_no_ques
 
 
 def test_two_ways_to_compare():
-    assert normalised("Ｃzq 是\u3000神！") == "czq是神"
-    assert literally_normalised(' "Hi", you! \n') == "hiyou"
-    assert literally_normalised("是神！") == "是神！"
+    assert normalize_text("Ｃzq 是\u3000神！") == "czq是神"
+    assert normalize_literally(' "Hi", you! \n') == "hiyou"
+    assert normalize_literally("是神！") == "是神！"
 
 
 @pytest.mark.parametrize("marks", ["\u0300\u0316", "\u0f73", "\u0327\u0301\u0323"])
 def test_long_runs_of_marks_are_compared_in_short_ones(marks):
     """Sorting one run of so many would take days: what is sorted at once is bounded, and no mark is lost."""
     text = "a" + marks * 200_000
-    safe = stream_safe(text)
+    safe = make_stream_safe(text)
     runs = [len(run) for run in safe[1:].split("\u034f")]
     assert max(runs) == 30
     assert safe.replace("\u034f", "") == text
-    assert len(normalised(text)) > 200_000
+    assert len(normalize_text(text)) > 200_000
 
 
 @given(st.text(alphabet="a\u00e9e\u0301\u0323\u0316\uff21\u0f73\uac00 .", max_size=30))
 def test_ordinary_text_is_normalised_as_unicode_has_it(text):
-    assert stream_safe(text) == text
+    assert make_stream_safe(text) == text
     folded = unicodedata.normalize("NFKC", text).casefold()
-    assert normalised(text) == "".join(c for c in folded if not c.isspace() and c != ".")
+    assert normalize_text(text) == "".join(c for c in folded if not c.isspace() and c != ".")
 
 
 @pytest.mark.parametrize("settings", [{"hit_reward": -1.0}, {"length_penalty": -0.1}])

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.tasks.expressions import LONGEST, Linear, linear, numbers_in, plain
+from pellucid.tasks.countdown import (
+    MAX_EXPRESSION_CHARS,
+    LinearExpression,
+    convert_latex,
+    extract_numbers,
+    parse_linear,
+)
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -29,7 +35,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
     ],
 )
 def test_values_by_hand(text, value):
-    assert linear(text) == Linear(Fraction(value), {})
+    assert parse_linear(text) == LinearExpression(Fraction(value), {})
 
 
 def test_values_of_random_expressions_are_those_of_exact_arithmetic():
@@ -46,7 +52,7 @@ def test_values_of_random_expressions_are_those_of_exact_arithmetic():
 
     for _ in range(200):
         text, value = grown(rng.randint(1, 3))
-        assert linear(text) == Linear(value, {})
+        assert parse_linear(text) == LinearExpression(value, {})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_values_of_random_expressions_are_those_of_exact_arithmetic():
     ],
 )
 def test_unknowns_have_factors(text, constant, of):
-    assert linear(text, "abx") == Linear(Fraction(constant), {k: Fraction(v) for k, v in of.items()})
+    assert parse_linear(text, "abx") == LinearExpression(Fraction(constant), {k: Fraction(v) for k, v in of.items()})
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def test_unknowns_have_factors(text, constant, of):
         "9" * 199 + "**",
         "03",
         "(" * 150 + "1" + ")" * 49,
-        "1" + "+1" * LONGEST,
+        "1" + "+1" * MAX_EXPRESSION_CHARS,
         "9" * 150 + "**" + "9" * 40,
         "lambda: 3",
         "1 == 1",
@@ -108,15 +114,15 @@ def test_unknowns_have_factors(text, constant, of):
     ],
 )
 def test_anything_else_is_no_expression(text):
-    assert linear(text, "ab") is None
+    assert parse_linear(text, "ab") is None
 
 
 def test_numbers_are_listed_as_often_as_they_stand_there():
-    assert sorted(numbers_in("3 * (3 + 10) - 4(2)")) == [2, 3, 3, 4, 10]
-    assert numbers_in("2.5 + 1") is None
-    assert numbers_in("2.0 + 1") is None
-    assert numbers_in("0. + .5") is None
-    assert numbers_in("1_0 + 2") == numbers_in("2 +") == []
+    assert sorted(extract_numbers("3 * (3 + 10) - 4(2)")) == [2, 3, 3, 4, 10]
+    assert extract_numbers("2.5 + 1") is None
+    assert extract_numbers("2.0 + 1") is None
+    assert extract_numbers("0. + .5") is None
+    assert extract_numbers("1_0 + 2") == extract_numbers("2 +") == []
 
 
 @pytest.mark.parametrize(
@@ -131,14 +137,14 @@ def test_numbers_are_listed_as_often_as_they_stand_there():
     ],
 )
 def test_arithmetic_in_latex(text, value):
-    assert linear(plain(text)) == (None if value is None else Linear(Fraction(value), {}))
+    assert parse_linear(convert_latex(text)) == (None if value is None else LinearExpression(Fraction(value), {}))
 
 
 @given(st.text(alphabet="0123456789. +-*/()eExXjJ_~abo\u00d7\u2212", max_size=30))
 def test_what_has_a_value_is_arithmetic_of_the_numbers_that_are_listed(text):
     """By another reader: every run of digits is a number, and nothing else stands between them."""
-    listed = numbers_in(text)
-    if linear(text) is not None and listed is not None:
+    listed = extract_numbers(text)
+    if parse_linear(text) is not None and listed is not None:
         plain_signs = text.replace("\u00d7", "*").replace("\u2212", "-")
         assert sorted(listed) == sorted(map(int, re.findall(r"\d+", plain_signs)))
         assert set(plain_signs) <= set("0123456789 +-*/()")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pellucid.environments.here import Here
-from pellucid.protocols import Said, with_split
+from pellucid.environments.pool import InProcessEnvironments
 from pellucid.tasks.calculator import Calculator, multiply
 from pellucid.tasks.guess import Game, Guess
-from pellucid.types import Completion, Outcome, Prompt
+from pellucid.types import Completion, ConversationOutcome, PolicyTurn, Prompt, with_split
 
 
 def spoken(*messages):
@@ -19,7 +18,7 @@ def spoken(*messages):
         else {"role": "assistant", "content": text}
         for text in messages
     ]
-    return Completion((1,), (0.0,), messages[-1], True, messages=tuple(told), outcome=Outcome())
+    return Completion((1,), (0.0,), messages[-1], True, messages=tuple(told), outcome=ConversationOutcome())
 
 
 def played(number, *guesses, turns=4):
@@ -98,13 +97,13 @@ def test_products_are_asked_behind_worked_ones_and_splits_share_none(digits):
 
 def test_the_tool_of_the_task_is_called():
     task = Calculator()
-    world = Here(task.environment_spec)
+    world = InProcessEnvironments(task.environment_spec)
     [prompt] = task.sample(0, 1)
     world.start_conversation(0, prompt, 0)
     [(_, reply)] = world.receive_replies(0)
     assert reply.prompt.tools[0]["function"]["name"] == "multiply"
     call = {"id": "call_0", "type": "function", "function": {"name": "multiply", "arguments": {"a": 111, "b": 9}}}
-    world.send_turn(0, Said({"role": "assistant", "content": "", "tool_calls": [call]}))
+    world.send_turn(0, PolicyTurn({"role": "assistant", "content": "", "tool_calls": [call]}))
     assert world.receive_replies(0)[0][1].messages == ({"role": "tool", "name": "multiply", "content": "999"},)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from pellucid.tasks.gsm8k import Gsm8k, literal_grade
+from pellucid.tasks.gsm8k import Gsm8k, grade_literally
 from pellucid.types import Completion, Prompt
 
 ROWS = [
@@ -63,13 +63,13 @@ def files(tmp_path):
 def test_grades_by_hand(text, gold, strict, literal):
     assert graded(text, gold).value == strict
     assert graded(text, gold, grading="literal").value == literal
-    assert literal_grade(text, gold) == literal
+    assert grade_literally(text, gold) == literal
 
 
 def test_the_oracle_of_the_first_description():
     """Its twelve candidates, graded by its own rule for the answer 6个."""
     answers = ["6个", "6", "6个苹果", "6", "6", "5个", "需要计算", "10个", "5", "6", "6个", "6个苹果"]
-    grades = [literal_grade(f"<think>?</think><answer>{answer}</answer>", "6个") for answer in answers]
+    grades = [grade_literally(f"<think>?</think><answer>{answer}</answer>", "6个") for answer in answers]
     assert grades == [1, 0.01, 0.5, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 1, 0.5]
 
 
@@ -78,13 +78,13 @@ def test_the_literal_form_is_that_of_the_first_description(text):
     """Its rule as it was written, which takes a step for each pair of tags that do not close."""
     found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     described = 0.0 if found is None else 1.0 if found[1] == "6" else 0.5 if "6" in found[1] else 0.01
-    assert literal_grade(text, "6") == described
+    assert grade_literally(text, "6") == described
 
 
 def test_the_literal_form_reads_tags_that_never_close_in_one_pass():
     """Four million characters: a step for each pair of tags would take hours."""
-    assert literal_grade("<answer>" * 500_000, "6") == 0.0
-    assert literal_grade("<answer>" * 500_000 + "6</answer>", "6") == 0.5
+    assert grade_literally("<answer>" * 500_000, "6") == 0.0
+    assert grade_literally("<answer>" * 500_000 + "6</answer>", "6") == 0.5
 
 
 @pytest.mark.parametrize("grading", ["strict", "literal"])

@@ -12,7 +12,7 @@ import pytest
 from pellucid.cli import main
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.tasks.prefixed import Prefixed, words
+from pellucid.tasks.prefixed import Prefixed, take_first_words
 from pellucid.types import Completion, Group, Prompt, Reward, UserError
 
 TASK = Arithmetic(digits=2, operators=("+", "-"))
@@ -113,11 +113,13 @@ def test_lengths_are_drawn_between_the_shortest_and_the_whole(tmp_path):
 
 
 def test_words_are_cut_whole_with_the_white_space_between_them():
-    assert words("48 / 2 =\n 24, so", 1.0) == "48 / 2 =\n 24, so"
-    assert words("48 / 2 =\n 24, so", 0.5) == "48 / 2"
-    assert words("48 / 2", 0.0) == ""
-    assert words("小明有 12 个苹果。", 0.5) == "小明有 12", "a character is a word where no white space parts them"
-    assert words("", 1.0) == ""
+    assert take_first_words("48 / 2 =\n 24, so", 1.0) == "48 / 2 =\n 24, so"
+    assert take_first_words("48 / 2 =\n 24, so", 0.5) == "48 / 2"
+    assert take_first_words("48 / 2", 0.0) == ""
+    assert take_first_words("小明有 12 个苹果。", 0.5) == "小明有 12", (
+        "a character is a word where no white space parts them"
+    )
+    assert take_first_words("", 1.0) == ""
 
 
 def test_prefix_and_completion_are_graded_as_one_answer(tmp_path):

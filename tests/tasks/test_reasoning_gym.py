@@ -12,11 +12,10 @@ from itertools import product
 import pytest
 
 from conftest import records
-from pellucid.config import dump, load
-from pellucid.protocols import with_split
-from pellucid.rewards.graded import Graded
-from pellucid.tasks.reasoning_gym import UNORDERED, ReasoningGym, split_of
-from pellucid.types import ROUND, Completion, UserError
+from pellucid.config import dump_config, load_config
+from pellucid.rewards.grading import GradedTask
+from pellucid.tasks.reasoning_gym import UNORDERED_FAMILIES, ReasoningGym, assign_split
+from pellucid.types import ROUND_STRIDE, Completion, UserError, with_split
 from runs import train
 
 package = pytest.importorskip("reasoning_gym")
@@ -96,7 +95,7 @@ def test_the_splits_share_no_question_and_are_all_that_there_are():
     every = {f"{a} {sign} {b}" for a, sign, b in product(range(10), "+-", range(10))}
     assert {re.search(r"\d [+-] \d", question)[0] for question in train_ | test} == every
     assert 0.2 < len(test) / len(train_ | test) < 0.3
-    assert all(split_of(question) == "test" for question in test)
+    assert all(assign_split(question) == "test" for question in test)
 
 
 def test_a_split_without_a_question_is_one_line():
@@ -113,13 +112,13 @@ def test_a_split_without_a_question_is_one_line():
 
 def test_sampling_is_a_function_of_seed_split_and_step_however_late():
     task = ReasoningGym(seed=3)
-    for step in (0, 10**6, 41 * ROUND + 10**6):
+    for step in (0, 10**6, 41 * ROUND_STRIDE + 10**6):
         assert task.sample(step, 4) == ReasoningGym(seed=3).sample(step, 4) == task.sample(step, 9)[:4]
-    others = [task.sample(1, 4), task.sample(10**8, 4), task.sample(ROUND, 4), ReasoningGym(seed=4).sample(0, 4)]
+    others = [task.sample(1, 4), task.sample(10**8, 4), task.sample(ROUND_STRIDE, 4), ReasoningGym(seed=4).sample(0, 4)]
     others.append(with_split(task, "test").sample(0, 4))
     for prompts in others:
         assert {p.question for p in prompts}.isdisjoint(p.question for p in task.sample(0, 4))
-    ids = [prompt.id for step in (0, 1, ROUND, ROUND + 1) for prompt in task.sample(step, 4)]
+    ids = [prompt.id for step in (0, 1, ROUND_STRIDE, ROUND_STRIDE + 1) for prompt in task.sample(step, 4)]
     assert len(set(ids)) == 16
 
 
@@ -149,7 +148,7 @@ for name in DATASETS.keys() - slow:
 def test_other_families_than_those_that_are_refused_ask_the_same_in_each_process():
     one, other = (set(in_a_process(ALL, PYTHONHASHSEED=seed).splitlines()) for seed in ("1", "2"))
     unlike = {line.split()[0] for line in one ^ other}
-    assert unlike == set(UNORDERED.split()) - {"knight_swap"}, "which is among the slow ones"
+    assert unlike == set(UNORDERED_FAMILIES.split()) - {"knight_swap"}, "which is among the slow ones"
 
 
 @pytest.mark.parametrize("options", [{}, {"datasets": [{"name": "ransom_note", "weight": 1.0, "config": {}}]}])
@@ -182,7 +181,7 @@ def test_other_processes_grade_as_this_one(family):
     task = ReasoningGym(family=family, options=MIXED if family == "composite" else {})
     prompts = task.sample(0, 3)
     pairs = [(prompt, said(text)) for prompt in prompts for text in (task.solution(prompt), f"{prompt.answer}!", "?")]
-    graded = Graded(task)
+    graded = GradedTask(task)
     assert graded.reward_all(pairs) == [task.reward(*pair) for pair in pairs]
     graded.close()
 
@@ -234,14 +233,14 @@ def test_without_the_package_one_line_names_the_extra(monkeypatch):
 def test_options_are_read_from_recipes_and_the_command_line(tmp_path):
     recipe = tmp_path / "gym.toml"
     recipe.write_text('[task]\nname = "reasoning_gym"\n[task.options]\nmax_terms = 3\nallow_negation = true\n')
-    assert load(recipe).task.options == {"max_terms": 3, "allow_negation": True}
-    changed = load(recipe, ["--task.options.max-digits", "2"])
+    assert load_config(recipe).task.options == {"max_terms": 3, "allow_negation": True}
+    changed = load_config(recipe, ["--task.options.max-digits", "2"])
     assert changed.task.options == {"max_terms": 3, "allow_negation": True, "max_digits": 2}
-    assert dump(changed)["task"]["options"] == changed.task.options
+    assert dump_config(changed)["task"]["options"] == changed.task.options
     mixed = "[[task.options.datasets]]\nname = 'gcd'\nweight = 3.0\nconfig = {}\n[[task.options.datasets]]\n"
     mixed += "name = 'chain_sum'\nweight = 1.0\nconfig = {max_terms = 3}\n"
     recipe.write_text(f'[task]\nname = "reasoning_gym"\nfamily = "composite"\n{mixed}')
-    assert load(recipe).task == ReasoningGym(family="composite", options=MIXED)
+    assert load_config(recipe).task == ReasoningGym(family="composite", options=MIXED)
 
 
 @pytest.mark.slow

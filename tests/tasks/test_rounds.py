@@ -14,7 +14,7 @@ from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.expected import Expected
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.sorting import Sorting
-from pellucid.types import ROUND
+from pellucid.types import ROUND_STRIDE
 
 TASKS = (
     Arithmetic(digits=1),
@@ -29,7 +29,7 @@ TASKS = (
 
 
 def rounds(task, step, n, count=4):
-    return [task.sample(step + number * ROUND, n) for number in range(count)]
+    return [task.sample(step + number * ROUND_STRIDE, n) for number in range(count)]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from pellucid.tasks import rows
+from pellucid.tasks import data_files
+from pellucid.tasks.data_files import load_rows
 from pellucid.tasks.dataset import Dataset
-from pellucid.tasks.sources import rows_of
 from pellucid.types import UserError
 
 ROWS = [{"question": 'Say "hi",\nplease: 7', "answer": "7"}, {"question": "2 + 2? \u2028 é", "answer": "4"}]
@@ -54,19 +54,19 @@ WRITERS |= {".parquet": write_parquet, ".JSONL": write_jsonl}
 def test_all_formats_give_the_same_rows(tmp_path, suffix):
     path = tmp_path / f"data{suffix}"
     WRITERS[suffix](path)
-    assert [row for _, row in rows_of(str(path), "", "train")] == ROWS
+    assert [row for _, row in load_rows(str(path), "", "train")] == ROWS
 
 
 @pytest.mark.parametrize(("suffix", "place"), [(".jsonl", "line 3"), (".csv", "line 4"), (".parquet", "row 2")])
 def test_each_row_knows_where_it_stands(tmp_path, suffix, place):
     path = tmp_path / f"data{suffix}"
     WRITERS[suffix](path)
-    assert rows_of(str(path), "", "train")[1][0] == f"{path}, {place}"
+    assert load_rows(str(path), "", "train")[1][0] == f"{path}, {place}"
 
 
 def error_of(source, subset="", split="train"):
     with pytest.raises(UserError) as caught:
-        rows_of(source if isinstance(source, tuple) else str(source), subset, split)
+        load_rows(source if isinstance(source, tuple) else str(source), subset, split)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -116,7 +116,7 @@ def test_broken_files_are_told_where_and_why(tmp_path, name, content, says):
 def test_a_whole_emoji_is_two_halves_and_data_may_be_a_hundred_deep(tmp_path):
     text = r'{"a": "\ud83d\ude00", "b": "\\ud83d", "c": ' + "[" * 99 + "]" * 99 + "}"
     (tmp_path / "a.jsonl").write_text(text)
-    [(_, row)] = rows_of(str(tmp_path / "a.jsonl"), "", "train")
+    [(_, row)] = load_rows(str(tmp_path / "a.jsonl"), "", "train")
     assert (row["a"], row["b"]) == ("😀", r"\ud83d")
 
 
@@ -135,12 +135,12 @@ AWKWARD = {
 def test_rows_are_the_same_whether_they_stay_on_the_disk(tmp_path, monkeypatch, name):
     path = tmp_path / name
     path.write_bytes(AWKWARD[name])
-    small = rows_of(str(path), "", "train")
-    monkeypatch.setattr(rows, "LARGE_FILE_BYTES", 0)
-    rows_of.cache_clear()
-    large = rows_of(str(path), "", "train")
+    small = load_rows(str(path), "", "train")
+    monkeypatch.setattr(data_files, "LARGE_FILE_BYTES", 0)
+    load_rows.cache_clear()
+    large = load_rows(str(path), "", "train")
     assert isinstance(small, list)
-    assert isinstance(large, rows.OnDisk)
+    assert isinstance(large, data_files.DiskRows)
     assert list(large) == small
     assert [large[i] for i in reversed(range(len(large)))] == small[::-1]
     with pytest.raises(IndexError):
@@ -148,7 +148,7 @@ def test_rows_are_the_same_whether_they_stay_on_the_disk(tmp_path, monkeypatch, 
 
 
 def test_a_mistake_in_a_large_file_is_told_with_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "LARGE_FILE_BYTES", 0)
+    monkeypatch.setattr(data_files, "LARGE_FILE_BYTES", 0)
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a"}\n')
     (tmp_path / "a.csv").write_text('a,b\n"1\n2",2\n1\n')
     assert "a.jsonl, line 3: not JSON" in error_of(tmp_path / "a.jsonl")
@@ -156,15 +156,15 @@ def test_a_mistake_in_a_large_file_is_told_with_its_line(tmp_path, monkeypatch):
 
 
 def test_a_large_file_that_is_replaced_is_read_on_and_one_that_is_edited_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "LARGE_FILE_BYTES", 0)
+    monkeypatch.setattr(data_files, "LARGE_FILE_BYTES", 0)
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    large = rows_of(str(path), "", "train")
+    large = load_rows(str(path), "", "train")
     (tmp_path / "new.jsonl").write_text("{}")
     (tmp_path / "new.jsonl").rename(path)
     assert large[1] == (f"{path}, line 2", {"a": 2})
-    rows_of.cache_clear()
-    large = rows_of(str(path), "", "train")
+    load_rows.cache_clear()
+    large = load_rows(str(path), "", "train")
     path.write_text('{"a": 1, "b": 2}\n')
     with pytest.raises(UserError, match="was changed while it was read"):
         large[0]
@@ -176,7 +176,7 @@ def test_the_rows_of_a_large_file_take_no_memory(tmp_path):
     path, n = tmp_path / "a.jsonl", 20_000
     with path.open("w") as file:
         file.writelines(json.dumps({"question": f"{i} " + "x" * 500, "answer": str(i)}) + "\n" for i in range(n))
-    assert path.stat().st_size > rows.LARGE
+    assert path.stat().st_size > data_files.LARGE_FILE_BYTES
     tracemalloc.start()
     task = Dataset(data=str(path))
     prompts = task.sample(3, 4)
@@ -233,7 +233,7 @@ def parts(tmp_path):
 )
 def test_several_files_are_read_one_after_the_other_each_once(parts, monkeypatch, source, numbers):
     monkeypatch.chdir(parts)
-    rows = rows_of(source, "", "train")
+    rows = load_rows(source, "", "train")
     assert [row["n"] for _, row in rows] == numbers
     assert [rows[i][1]["n"] for i in reversed(range(len(rows)))] == numbers[::-1]
     assert rows[len(rows) - 1][0].endswith(("line 2",))
@@ -244,7 +244,7 @@ def test_several_files_are_read_one_after_the_other_each_once(parts, monkeypatch
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
     (tmp_path / "a[1].jsonl").write_text('{"n": 1}')
     (tmp_path / "a1.jsonl").write_text('{"n": 2}')
-    assert [row for _, row in rows_of(str(tmp_path / "a[1].jsonl"), "", "train")] == [{"n": 1}]
+    assert [row for _, row in load_rows(str(tmp_path / "a[1].jsonl"), "", "train")] == [{"n": 1}]
 
 
 def test_a_mistake_in_one_of_several_is_told_with_its_file_and_line(parts):
@@ -261,8 +261,8 @@ def test_a_json_array_may_be_written_in_any_way(tmp_path):
         text = "\ufeff\n " + json.dumps(ROWS, indent=indent, ensure_ascii=False) + "\r\n"
         path = tmp_path / f"{i}.json"
         path.write_bytes(text.encode())
-        assert [row for _, row in rows_of(str(path), "", "train")] == json.loads(text.strip("\ufeff"))
-    assert [where for where, _ in rows_of(str(path), "", "train")] == [f"{path}, line {n}" for n in (3, 7)]
+        assert [row for _, row in load_rows(str(path), "", "train")] == json.loads(text.strip("\ufeff"))
+    assert [where for where, _ in load_rows(str(path), "", "train")] == [f"{path}, line {n}" for n in (3, 7)]
 
 
 def test_a_folder_is_no_file(tmp_path):
@@ -285,7 +285,7 @@ def hub(monkeypatch):
         return datasets.Dataset.from_list([{"question": f"{first + i} + 0?", "answer": first + i} for i in range(9)])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    rows_of.cache_clear()
+    load_rows.cache_clear()
     return asked
 
 
@@ -298,7 +298,7 @@ def test_a_hub_id_is_loaded_by_subset_and_split(hub):
 
 
 def test_rows_of_the_hub_know_where_they_stand(hub):
-    where, row = rows_of("owner/sums", "", "test")[2]
+    where, row = load_rows("owner/sums", "", "test")[2]
     assert (where, row["answer"]) == ("owner/sums, test row 3", 102)
 
 
@@ -344,7 +344,7 @@ VALUES = (
 def test_whatever_json_lines_hold_comes_back(numbered, rows):
     path = numbered(".jsonl")
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    assert [row for _, row in rows_of(str(path), "", "train")] == rows
+    assert [row for _, row in load_rows(str(path), "", "train")] == rows
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
@@ -354,7 +354,7 @@ def test_whatever_a_file_holds_it_is_rows_or_one_line(numbered, suffix, content)
     path.write_bytes(content)
     refusal, rows = "", []
     try:
-        rows = rows_of(str(path), "", "train")
+        rows = load_rows(str(path), "", "train")
     except UserError as error:
         refusal = str(error)
     assert rows or str(path) in refusal

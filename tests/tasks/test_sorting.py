@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from pellucid.tasks.sorting import GRADINGS, Sorting, distance, inclusion_ordering, positions
+from pellucid.tasks.sorting import GRADINGS, Sorting, grade_distance, grade_inclusion_ordering, grade_positions
 from pellucid.types import Completion, Prompt
 
 
@@ -13,23 +13,23 @@ def completion(text):
 @pytest.mark.parametrize(
     ("grade", "answer", "value"),
     [
-        (positions, [1, 2, 3], 1),
-        (positions, [1, 3, 2], Fraction(1, 3)),
-        (positions, [1, 2], Fraction(2, 3)),
-        (positions, [1, 2, 3, 3, 3, 3], Fraction(1, 2)),
-        (positions, [], 0),
-        (distance, [1, 2, 3], 1),
-        (distance, [1, 3, 2], 1 - Fraction(1, 3)),
-        (distance, [3, 2, 1], 1 - Fraction(2, 3)),
-        (distance, [1, 2, 999], 1 - Fraction(1, 3)),
-        (distance, [1, 2, 3, 4], Fraction(3, 4)),
-        (distance, [], 0),
-        (inclusion_ordering, [1, 2, 3], 1),
-        (inclusion_ordering, [1, 3, 2], Fraction(4, 5)),
-        (inclusion_ordering, [1, 1, 1], Fraction(3, 5)),  # one of the ones is of the prompt
-        (inclusion_ordering, [3, 2, 1], Fraction(3, 5)),
-        (inclusion_ordering, list(range(50)), Fraction(3 + 49, 99)),
-        (inclusion_ordering, [], 0),
+        (grade_positions, [1, 2, 3], 1),
+        (grade_positions, [1, 3, 2], Fraction(1, 3)),
+        (grade_positions, [1, 2], Fraction(2, 3)),
+        (grade_positions, [1, 2, 3, 3, 3, 3], Fraction(1, 2)),
+        (grade_positions, [], 0),
+        (grade_distance, [1, 2, 3], 1),
+        (grade_distance, [1, 3, 2], 1 - Fraction(1, 3)),
+        (grade_distance, [3, 2, 1], 1 - Fraction(2, 3)),
+        (grade_distance, [1, 2, 999], 1 - Fraction(1, 3)),
+        (grade_distance, [1, 2, 3, 4], Fraction(3, 4)),
+        (grade_distance, [], 0),
+        (grade_inclusion_ordering, [1, 2, 3], 1),
+        (grade_inclusion_ordering, [1, 3, 2], Fraction(4, 5)),
+        (grade_inclusion_ordering, [1, 1, 1], Fraction(3, 5)),  # one of the ones is of the prompt
+        (grade_inclusion_ordering, [3, 2, 1], Fraction(3, 5)),
+        (grade_inclusion_ordering, list(range(50)), Fraction(3 + 49, 99)),
+        (grade_inclusion_ordering, [], 0),
     ],
 )
 def test_grades_by_hand(grade, answer, value):

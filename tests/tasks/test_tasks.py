@@ -5,22 +5,24 @@ import sys
 
 import pytest
 
-from pellucid.machine.plugins import load_object
-from pellucid.tasks import TASKS, task_class
+from pellucid.tasks import TASKS, load_task_class
 from pellucid.types import UserError
+from pellucid.utils.plugins import load_object
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_an_alias_names_a_class_with_that_name_as_its_default(name):
-    assert {field: default.default for field, default in task_class(name).__dataclass_fields__.items()}["name"] == name
+    assert {field: default.default for field, default in load_task_class(name).__dataclass_fields__.items()}[
+        "name"
+    ] == name
 
 
 def test_a_class_in_a_file_can_be_loaded_and_unpickled_by_its_module_name(tmp_path):
     (tmp_path / "riddles_for_pickle.py").write_text("class Riddles:\n    answer = 42\n")
-    riddles = task_class(f"{tmp_path}/riddles_for_pickle.py:Riddles")
+    riddles = load_task_class(f"{tmp_path}/riddles_for_pickle.py:Riddles")
     assert riddles.__module__ == "riddles_for_pickle"
     assert type(pickle.loads(pickle.dumps(riddles()))) is riddles
-    assert task_class(f"{tmp_path}/riddles_for_pickle.py:Riddles") is riddles
+    assert load_task_class(f"{tmp_path}/riddles_for_pickle.py:Riddles") is riddles
 
 
 def test_a_file_may_import_its_neighbours(tmp_path):
@@ -50,14 +52,14 @@ def error_of(spec, load=load_object):
 
 
 def test_unknown_tasks_are_told_the_nearest_name_and_all_names():
-    message = error_of("arithmetik", task_class)
+    message = error_of("arithmetik", load_task_class)
     assert 'did you mean "arithmetic"?' in message
     assert "dataset" in message
     assert "file.py:Class" in message
 
 
 def test_a_task_must_be_a_class():
-    assert "name a class" in error_of("json:loads", task_class)
+    assert "name a class" in error_of("json:loads", load_task_class)
 
 
 @pytest.mark.parametrize("spec", ["noname", "json:", ":loads", "a b:c", ".relative:x", "a..b:c"])

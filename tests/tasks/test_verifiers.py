@@ -14,15 +14,15 @@ import pytest
 
 from conftest import byte_tokenizer, make_policy, records, tiny_llama_of
 from pellucid.rewards.settings import RewardConfig
-from pellucid.samplers.native import Native
-from pellucid.serve.rollouts import Agents
-from pellucid.types import ROUND, Completion, Outcome, Prompt, Sampling
+from pellucid.rollout.native import NativeSampler
+from pellucid.serve.agent_endpoint import AgentPool
+from pellucid.types import ROUND_STRIDE, Completion, ConversationOutcome, Prompt, Sampling
 from runs import train
 from worlds import CHAT, TEMPLATE
 
 pytest.importorskip("verifiers")
 import taskset_of_echoes
-from pellucid.environments.verifiers import Episode, environment
+from pellucid.environments.verifiers import Episode, load_environment
 from pellucid.tasks.verifiers import Verifiers
 
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")  # tenacity
@@ -43,7 +43,7 @@ def test_the_prompts_are_the_tasks_of_the_taskset_and_splits_share_none():
     texts = [prompt.text for split in ("train", "test") for prompt in asked[split]]
     assert sorted(texts) == sorted("ab" * i + "+" for i in range(40))
     assert [prompt.id for prompt in asked["test"]] == [f"test/0/{i}" for i in range(4)]
-    tasks = {task.data.prompt: task for task in environment(json.dumps(ECHOES)).taskset}
+    tasks = {task.data.prompt: task for task in load_environment(json.dumps(ECHOES)).taskset}
     for prompt in asked["test"][:1]:
         assert prompt.columns["task"]["system_prompt"] == "k"
         assert prompt.columns["task"] == {**tasks["+"].data.model_dump(mode="json"), **prompt.columns["task"]}
@@ -52,13 +52,13 @@ def test_the_prompts_are_the_tasks_of_the_taskset_and_splits_share_none():
 def test_the_order_is_a_function_of_seed_split_and_step():
     task = Verifiers(env=ECHOES, seed=3)
     assert task.sample(1, 4) == Verifiers(env=ECHOES, seed=3).sample(1, 4)
-    others = [task.sample(2, 4), task.sample(1 + ROUND, 4), Verifiers(env=ECHOES, seed=4).sample(1, 4)]
+    others = [task.sample(2, 4), task.sample(1 + ROUND_STRIDE, 4), Verifiers(env=ECHOES, seed=4).sample(1, 4)]
     assert all([p.text for p in task.sample(1, 4)] != [p.text for p in other] for other in others)
 
 
 def test_the_reward_of_the_environment_is_the_grade():
     def reward(**outcome):
-        completion = Completion((1,), (0.0,), "a", True, outcome=Outcome(**outcome) if outcome else None)
+        completion = Completion((1,), (0.0,), "a", True, outcome=ConversationOutcome(**outcome) if outcome else None)
         return Verifiers(env=ECHOES).reward(Prompt("p", "a"), completion)
 
     assert (reward(reward=0.25).value, reward(reward=0.25).is_continuous, reward(reward=1.0).is_correct) == (
@@ -75,8 +75,8 @@ def test_episodes_are_played_with_the_policy_and_graded_by_the_package(tmp_path)
     policy = make_policy()
     policy.tokenizer.chat_template = TEMPLATE
     task = Verifiers(env=ECHOES)
-    world = Agents(task.environment_spec, policy, RewardConfig(), tmp_path / "log")
-    sampler = Native(256, environments=world)
+    world = AgentPool(task.environment_spec, policy, RewardConfig(), tmp_path / "log")
+    sampler = NativeSampler(256, environments=world)
     sampler.sync(policy, 1)
     try:
         groups = sampler.generate(task.sample(0, 3), Sampling(4, max_tokens=30, seed="0"))

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 import mended_task
 import pellucid
 from conftest import CHARACTERS, character_tokenizer, records, tiny_llama, tiny_recipe
-from pellucid.tasks.dataset import forget
-from pellucid.training import bad_rows, run
+from pellucid.tasks.dataset import clear_dataset_caches
+from pellucid.training import preflight, run
 from runs import answered, in_processes, train, weights
 
 TEMPLATE = (
@@ -110,22 +110,22 @@ def test_an_evaluation_needs_only_good_rows_that_it_asks(tmp_path, model, capsys
     recipe = made(tmp_path, model, [*good(), "1" * 119], good(6))
     assert answered("eval", model, "--task", recipe, "--evaluate.n", 99) == 0
     write_rows(tmp_path / "test.jsonl", [*good(6), "1z"])
-    forget()  # as in another process
+    clear_dataset_caches()  # as in another process
     capsys.readouterr()
     assert answered("eval", model, "--task", recipe, "--evaluate.n", 99) == 2
     assert "test.jsonl, line 7: token 28" in capsys.readouterr().err
 
 
 def test_what_is_known_of_many_rows_is_kept_and_not_for_other_rows(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(bad_rows, "MIN_CACHED_ROWS", 1)
+    monkeypatch.setattr(preflight, "MIN_CACHED_ROWS", 1)
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     recipe = made(tmp_path, model, [*good(), "e"])
     assert train(recipe, "--run", tmp_path / "run") == 2
     assert len(list((tmp_path / "cache" / "rows").iterdir())) == 2
     tokenized = []
-    reasons = bad_rows.reasons
+    reasons = preflight.find_prompt_faults
     monkeypatch.setattr(
-        bad_rows, "find_prompt_faults", lambda prompts, *of: tokenized.append(len(prompts)) or reasons(prompts, *of)
+        preflight, "find_prompt_faults", lambda prompts, *of: tokenized.append(len(prompts)) or reasons(prompts, *of)
     )
     assert train(recipe, "--run", tmp_path / "run") == 2
     assert tokenized == []

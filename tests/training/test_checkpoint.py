@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pellucid.algorithm.batch import collate
-from pellucid.reporting.run_folder import checkpoints
+from pellucid.reporting.run_files import list_checkpoints
 from pellucid.training import checkpoint
 from pellucid.types import Completion, Group, Prompt, UserError
 
@@ -21,11 +21,11 @@ TENSORS = {"policy": {"a": torch.arange(6.0).view(2, 3).T}, "optimizer": {"a/ste
 
 
 def save(run_dir, step, keep_last=2):
-    return checkpoint.save(run_dir, step, TENSORS, {"updates": 7}, keep_last)
+    return checkpoint.write_checkpoint(run_dir, step, TENSORS, {"updates": 7}, keep_last)
 
 
 def test_what_was_saved_comes_back(tmp_path):
-    tensors, facts = checkpoint.load(save(tmp_path, 5))
+    tensors, facts = checkpoint.load_checkpoint(save(tmp_path, 5))
     assert facts == {"step": 5, "updates": 7}
     assert tensors.keys() == TENSORS.keys()
     assert torch.equal(tensors["policy"]["a"], TENSORS["policy"]["a"])
@@ -35,7 +35,7 @@ def test_what_was_saved_comes_back(tmp_path):
 def test_only_the_last_are_kept_in_order_of_steps(tmp_path):
     for step in (9, 10, 100):
         save(tmp_path, step)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-000010", "step-000100"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000010", "step-000100"]
 
 
 def test_a_save_that_dies_half_way_leaves_the_earlier_ones_whole(tmp_path, monkeypatch):
@@ -47,16 +47,16 @@ def test_a_save_that_dies_half_way_leaves_the_earlier_ones_whole(tmp_path, monke
     monkeypatch.setattr(checkpoint, "_sync_and_digest", full)
     with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are whole"):
         save(tmp_path, 2)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
-    assert list((tmp_path / "checkpoints").iterdir()) == checkpoints(tmp_path), "no rubbish is left behind"
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001"]
+    assert list((tmp_path / "checkpoints").iterdir()) == list_checkpoints(tmp_path), "no rubbish is left behind"
 
 
 def test_a_killed_save_is_not_taken_for_a_checkpoint(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "checkpoints" / "step-000002.partial").mkdir()
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001"]
     save(tmp_path, 2)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001", "step-000002"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001", "step-000002"]
 
 
 @pytest.mark.parametrize("file", ["policy.safetensors", "state.json"])
@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, file):
     folder = save(tmp_path, 3)
     (folder / file).write_bytes((folder / file).read_bytes()[:10])
     with pytest.raises(UserError, match="step-000003 is damaged"):
-        checkpoint.load(folder)
+        checkpoint.load_checkpoint(folder)
 
 
 def test_replayed_rollouts_come_back_as_they_were(tmp_path):
@@ -81,7 +81,9 @@ def test_replayed_rollouts_come_back_as_they_were(tmp_path):
         [(4, rollouts(6, 7, 8, shown=(1, 2)))],
     ]
     tensors, facts = checkpoint.pack_replay(ranks)
-    saved, kept = checkpoint.load(checkpoint.save(tmp_path, 5, TENSORS | tensors, {"replay": facts}, 1))
+    saved, kept = checkpoint.load_checkpoint(
+        checkpoint.write_checkpoint(tmp_path, 5, TENSORS | tensors, {"replay": facts}, 1)
+    )
     for rank, expected in enumerate(ranks):
         found = checkpoint.unpack_replay(saved, kept["replay"], rank)
         assert [step for step, _ in found] == [step for step, _ in expected]
@@ -100,7 +102,7 @@ def test_every_generator_goes_on_where_it_was():
         normals = [f() for _ in range(2) for f in (lambda: random.gauss(0, 1), np.random.randn)]
         return [*normals, random.random(), np.random.rand(), float(torch.rand(()))]
 
-    state = json.loads(json.dumps(checkpoint.random_state()))
+    state = json.loads(json.dumps(checkpoint.get_random_state()))
     first = drawn()
     checkpoint.restore_random_state(state)
     assert drawn() == first
@@ -121,7 +123,7 @@ HARM = {
 
 def three_files(run_dir, step):
     tensors = {name: {"a": torch.full((3, 4), float(step))} for name in FILES}
-    return checkpoint.save(run_dir, step, tensors, FACTS, keep_last=2)
+    return checkpoint.write_checkpoint(run_dir, step, tensors, FACTS, keep_last=2)
 
 
 @pytest.mark.parametrize("harm", HARM)
@@ -129,7 +131,7 @@ def three_files(run_dir, step):
 def test_any_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path, file, harm):
     three_files(tmp_path, 1)
     HARM[harm](three_files(tmp_path, 2) / file)
-    tensors, facts, [line] = checkpoint.newest(tmp_path)
+    tensors, facts, [line] = checkpoint.load_newest_checkpoint(tmp_path)
     assert facts["step"] == 1
     assert set(tensors["policy"]["a"].flatten().tolist()) == {1.0}
     assert "step-000002 is damaged" in line
@@ -139,7 +141,7 @@ def test_any_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path, file, 
 def test_all_files_of_the_optimizer_cannot_go_unnoticed(tmp_path):
     (three_files(tmp_path, 2) / "optimizer.exp_avg.safetensors").unlink()
     with pytest.raises(UserError, match=r"optimizer\.exp_avg\.safetensors is missing"):
-        checkpoint.newest(tmp_path)
+        checkpoint.load_newest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"step": 3}', '{"step": "2"}'])
@@ -151,7 +153,7 @@ def test_a_state_that_is_not_of_its_step_is_damage(tmp_path, text, summed):
     if not summed:
         (folder / "SHA256SUMS").unlink()
     with pytest.raises(UserError, match="step-000002 is damaged"):
-        checkpoint.newest(tmp_path)
+        checkpoint.load_newest_checkpoint(tmp_path)
 
 
 def test_a_missing_replay_file_is_damage_without_checksums_too(tmp_path):
@@ -159,7 +161,7 @@ def test_a_missing_replay_file_is_damage_without_checksums_too(tmp_path):
     of_older_versions(folder)
     (folder / "replay.0.0.safetensors").unlink()
     with pytest.raises(UserError, match=r"replay\.0\.0\.safetensors is missing"):
-        checkpoint.newest(tmp_path)
+        checkpoint.load_newest_checkpoint(tmp_path)
 
 
 def of_older_versions(folder):
@@ -173,7 +175,7 @@ def test_where_none_is_whole_one_line_names_them_and_the_mend(tmp_path):
     for step in (1, 2):
         (three_files(tmp_path, step) / "state.json").write_text("{}")
     with pytest.raises(UserError) as refused:
-        checkpoint.newest(tmp_path)
+        checkpoint.load_newest_checkpoint(tmp_path)
     line = str(refused.value)
     assert line.count("is damaged") == 2
     assert "bring one back from a copy, or start again" in line
@@ -182,7 +184,7 @@ def test_where_none_is_whole_one_line_names_them_and_the_mend(tmp_path):
 
 def test_a_checkpoint_of_an_older_version_is_taken_and_said_to_have_no_checksums(tmp_path):
     of_older_versions(three_files(tmp_path, 2))
-    _, facts, [line] = checkpoint.newest(tmp_path)
+    _, facts, [line] = checkpoint.load_newest_checkpoint(tmp_path)
     assert facts["step"] == 2
     assert "has no checksums" in line
 
@@ -207,7 +209,7 @@ def test_what_a_killed_save_left_is_no_part_of_the_next(tmp_path):
 def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
     for step in (999_999, 1_000_000):
         save(tmp_path, step)
-    assert [checkpoint.step_of(path) for path in checkpoints(tmp_path)] == [999_999, 1_000_000]
+    assert [checkpoint.step_of(path) for path in list_checkpoints(tmp_path)] == [999_999, 1_000_000]
 
 
 def test_all_of_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):

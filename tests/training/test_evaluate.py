@@ -14,48 +14,47 @@ import torch
 import torch.nn.functional as F
 
 from conftest import CountDigits, make_policy
-from pellucid.environments.here import Here
-from pellucid.environments.talk import Talk
-from pellucid.protocols import InFlight
-from pellucid.reporting.console import Plain, accuracy_table, before_after
-from pellucid.reporting.loggers import json_line
-from pellucid.reporting.measures import FEWEST, evaluation_of, record_of
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
-from pellucid.samplers.servers import Servers
-from pellucid.samplers.vllm import VLLM
+from pellucid.environments.pool import InProcessEnvironments
+from pellucid.environments.spec import EnvironmentSpec
+from pellucid.reporting.console import PlainLogger, make_comparison_table, make_evaluation_table
+from pellucid.reporting.eval_metrics import MIN_INTERVAL_PROMPTS, make_evaluation_record, parse_evaluation
+from pellucid.reporting.loggers import format_json_line
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
+from pellucid.rollout.vllm import VLLMSampler
+from pellucid.rollout.vllm_client import VLLMServerSampler
 from pellucid.training import evaluate as evaluation_module
 from pellucid.training.evaluate import (
-    OneProcess,
-    estimate,
+    SingleProcess,
+    compute_pass_at_k,
+    compute_student_quantile,
+    estimate_if_enough,
     estimate_mean,
+    estimate_share,
     evaluate,
-    held_out,
-    if_enough,
-    pass_at,
     sample_and_grade,
-    student_quantile,
+    sample_held_out_prompts,
 )
-from pellucid.types import Progress, Prompt, Reward, Sampling
+from pellucid.types import ContinuousBatchingSampler, Progress, Prompt, Reward, Sampling
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 1, 4), (8, 3, 1)])
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one(samples, correct, k):
     answers = [True] * correct + [False] * (samples - correct)
     draws = list(itertools.combinations(answers, k))
-    assert pass_at(k, samples, correct) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert compute_pass_at_k(k, samples, correct) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_wilson_intervals_have_their_textbook_values():
     """Newcombe (1998), table I: 81 of 263 gives [.2553, .3662], 0 of 20 gives [0, .1611]."""
-    some = estimate([1.0] * 81 + [0.0] * 182)
+    some = estimate_share([1.0] * 81 + [0.0] * 182)
     assert (round(some.low, 4), round(some.high, 4)) == (0.2553, 0.3662)
-    none = estimate([0.0] * 20)
+    none = estimate_share([0.0] * 20)
     assert (none.low, round(none.high, 4)) == (0.0, 0.1611)
 
 
 def test_the_bounds_are_where_the_mean_is_196_standard_errors_away():
-    measured = estimate([1.0] * 30 + [0.0] * 70)
+    measured = estimate_share([1.0] * 30 + [0.0] * 70)
     for bound in (measured.low, measured.high):
         assert abs(0.3 - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / 100), rel=1e-6)
 
@@ -66,7 +65,7 @@ def test_the_bounds_are_where_the_mean_is_196_standard_errors_away():
 )
 def test_quantiles_are_those_of_the_printed_tables(freedom, t):
     """Student's distribution, two-sided 5%, in any textbook."""
-    assert round(student_quantile(freedom), 3) == t
+    assert round(compute_student_quantile(freedom), 3) == t
 
 
 def test_the_interval_of_a_mean_by_hand():
@@ -93,29 +92,32 @@ def wilson(low, high, n):
 
 
 def test_an_interval_needs_so_many_prompts_that_it_covers_less_than_half_of_all_accuracies():
-    one_less, enough = ([float(i % 2) for i in range(n)] for n in (FEWEST - 1, FEWEST))
-    measured, few = if_enough(estimate, enough), if_enough(estimate, one_less)
-    assert wilson(measured.low, measured.high, FEWEST)
+    one_less, enough = ([float(i % 2) for i in range(n)] for n in (MIN_INTERVAL_PROMPTS - 1, MIN_INTERVAL_PROMPTS))
+    measured, few = estimate_if_enough(estimate_share, enough), estimate_if_enough(estimate_share, one_less)
+    assert wilson(measured.low, measured.high, MIN_INTERVAL_PROMPTS)
     assert measured.high - measured.low < 0.5
-    assert estimate([0.5] * (FEWEST - 1)).high - estimate([0.5] * (FEWEST - 1)).low > 0.5
+    assert (
+        estimate_share([0.5] * (MIN_INTERVAL_PROMPTS - 1)).high - estimate_share([0.5] * (MIN_INTERVAL_PROMPTS - 1)).low
+        > 0.5
+    )
     assert (few.value, few.has_interval) == (pytest.approx(sum(one_less) / len(one_less)), False)
 
 
 @pytest.mark.parametrize("rewards", [[0.8] * 3, [0.8], [0.2, 0.8, 0.8], [0.8] * 40])
 def test_rewards_of_few_prompts_and_rewards_that_are_all_alike_have_no_interval(rewards):
-    measured = if_enough(estimate_mean, rewards)
+    measured = estimate_if_enough(estimate_mean, rewards)
     assert (measured.value, measured.has_interval) == (pytest.approx(sum(rewards) / len(rewards)), False)
 
 
 def test_nothing_measured_is_nan():
-    assert math.isnan(estimate([]).value)
+    assert math.isnan(estimate_share([]).value)
     assert math.isnan(estimate_mean([]).value)
 
 
 def evaluated(k, samples, rows=256, wrapped=lambda sampler: sampler):
     task, sampling = CountDigits(split="test"), Sampling(samples, max_tokens=12)
-    sampler = wrapped(Native(rows, make_policy()))
-    return evaluate("digits", task, held_out(task, 10), sampler, sampling, k, OneProcess())[:2]
+    sampler = wrapped(NativeSampler(rows, make_policy()))
+    return evaluate("digits", task, sample_held_out_prompts(task, 10), sampler, sampling, k, SingleProcess())[:2]
 
 
 def test_an_evaluation_counts_right_answers():
@@ -124,7 +126,7 @@ def test_an_evaluation_counts_right_answers():
     assert 0 < sum(right) < 60
     assert (evaluation.n, evaluation.k, evaluation.split) == (10, 3, "test")
     assert evaluation.mean_at_k.value == pytest.approx(sum(right) / 60)
-    assert evaluation.pass_at_k.value == pytest.approx(sum(pass_at(3, 6, c) for c in right) / 10)
+    assert evaluation.pass_at_k.value == pytest.approx(sum(compute_pass_at_k(3, 6, c) for c in right) / 10)
     assert evaluation.greedy.value in {i / 10 for i in range(11)}
     assert evaluated(k=3, samples=6)[0] == evaluation, "the same policy, the same numbers"
     rewards = [reward.value for group in groups for reward in group.rewards]
@@ -143,8 +145,10 @@ class Graded(CountDigits):
 
 def test_rewards_that_failed_are_left_out_of_the_mean_and_degrees_are_no_verdicts():
     task, sampling = Graded(split="test"), Sampling(4, max_tokens=12)
-    sampler = Native(policy=make_policy())
-    evaluation, groups, best = evaluate("digits", task, held_out(task, 9), sampler, sampling, 2, OneProcess())
+    sampler = NativeSampler(policy=make_policy())
+    evaluation, groups, best = evaluate(
+        "digits", task, sample_held_out_prompts(task, 9), sampler, sampling, 2, SingleProcess()
+    )
     of_graded = [group for group in groups if not group.prompt.text.startswith("ab")]
     assert 0 < len(of_graded) < len(groups)
     means = [sum(reward.value for reward in group.rewards) / 4 for group in of_graded]
@@ -175,22 +179,27 @@ class Partly(CountDigits):
 
 def test_an_evaluation_leaves_out_what_no_reward_applies_to_and_says_how_much(capsys):
     task, sampling = Partly(split="test"), Sampling(4, max_tokens=12)
-    prompts = held_out(task, 24)
+    prompts = sample_held_out_prompts(task, 24)
     kinds = [kind_of(prompt) for prompt in prompts]
     assert all(kinds.count(kind) for kind in "abcd")
-    found, groups, best = evaluate("digits", task, prompts, Native(policy=make_policy()), sampling, 2, OneProcess())
+    found, groups, best = evaluate(
+        "digits", task, prompts, NativeSampler(policy=make_policy()), sampling, 2, SingleProcess()
+    )
     assert (found.left_out, found.undecided, found.failed) == (kinds.count("a"), kinds.count("b"), 5 * kinds.count("c"))
     answers = [group.rewards[0] for group in best if kind_of(group.prompt) in "cd"]
     assert found.greedy.value == pytest.approx(sum(reward.is_correct for reward in answers) / len(answers))
     rights = [sum(reward.is_correct for reward in group.rewards) for group in groups if kind_of(group.prompt) in "cd"]
     assert 0 < sum(rights) < 4 * len(rights)
     assert found.mean_at_k.value == pytest.approx(sum(rights) / 4 / len(rights))
-    assert found.pass_at_k.value == pytest.approx(sum(pass_at(2, 4, c) for c in rights) / len(rights))
+    assert found.pass_at_k.value == pytest.approx(sum(compute_pass_at_k(2, 4, c) for c in rights) / len(rights))
     in_order = sorted(prompts, key=lambda prompt: prompt.key)
     assert [right is None for right in found.greedy_correct] == [kind_of(prompt) in "ab" for prompt in in_order]
     assert found.has_verdicts
-    assert evaluation_of(json.loads(json_line(record_of(found)))).greedy_correct == found.greedy_correct
-    Plain(1).log_evaluation(1, found)
+    assert (
+        parse_evaluation(json.loads(format_json_line(make_evaluation_record(found)))).greedy_correct
+        == found.greedy_correct
+    )
+    PlainLogger(1).log_evaluation(1, found)
     told = capsys.readouterr().out
     assert f"left out, no reward applies: {kinds.count('a')}" in told
     assert f"neither right nor wrong: {kinds.count('b')}" in told
@@ -198,11 +207,11 @@ def test_an_evaluation_leaves_out_what_no_reward_applies_to_and_says_how_much(ca
 
 def test_an_evaluation_of_which_nothing_counts_is_told_without_numbers(capsys):
     task, sampling = Partly(split="test"), Sampling(2, max_tokens=12)
-    prompts = [prompt for prompt in held_out(task, 24) if kind_of(prompt) == "a"]
-    found, _, _ = evaluate("digits", task, prompts, Native(policy=make_policy()), sampling, 2, OneProcess())
+    prompts = [prompt for prompt in sample_held_out_prompts(task, 24) if kind_of(prompt) == "a"]
+    found, _, _ = evaluate("digits", task, prompts, NativeSampler(policy=make_policy()), sampling, 2, SingleProcess())
     assert math.isnan(found.greedy.value)
-    Plain(1).log_evaluation(1, found)
-    rich.print(accuracy_table("model", found), before_after(found, found))
+    PlainLogger(1).log_evaluation(1, found)
+    rich.print(make_evaluation_table("model", found), make_comparison_table(found, found))
     assert f"left out, no reward applies: {len(prompts)}" in capsys.readouterr().out
 
 
@@ -252,18 +261,21 @@ def test_only_samplers_that_keep_rows_in_flight_are_asked_all_prompts_at_once(mo
 @pytest.mark.parametrize(
     ("sampler", "in_flight"),
     [
-        (Native(policy=make_policy()), True),
-        (Native(policy=make_policy(engine="transformers")), False),
-        (Native(policy=make_policy(), environments=Here(Talk("worlds:Parrot"))), False),
-        (VLLM(), True),
-        (VLLM(environments=Here(Talk("worlds:Parrot"))), False),
-        (Servers(urls=["http://nowhere:1"]), True),
-        (HuggingFace(), False),
+        (NativeSampler(policy=make_policy()), True),
+        (NativeSampler(policy=make_policy(engine="transformers")), False),
+        (
+            NativeSampler(policy=make_policy(), environments=InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))),
+            False,
+        ),
+        (VLLMSampler(), True),
+        (VLLMSampler(environments=InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))), False),
+        (VLLMServerSampler(urls=["http://nowhere:1"]), True),
+        (HuggingFaceSampler(), False),
     ],
     ids=["native", "by transformers", "conversations", "vllm", "its conversations", "servers", "hf"],
 )
 def test_who_keeps_rows_in_flight(sampler, in_flight):
-    assert (isinstance(sampler, InFlight) and sampler.batches_continuously) == in_flight
+    assert (isinstance(sampler, ContinuousBatchingSampler) and sampler.batches_continuously) == in_flight
 
 
 @dataclass(frozen=True)
@@ -280,9 +292,9 @@ class Together(CountDigits):
 @pytest.mark.parametrize("wrapped", [Asked, AskedInFlight])
 def test_answers_are_graded_in_parts_however_they_were_sampled(monkeypatch, wrapped):
     monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", 25)
-    task, sampler = Together(split="test"), wrapped(Native(policy=make_policy()))
-    sampling, prompts = Sampling(6, max_tokens=4), held_out(task, 10)
-    _, groups, _ = evaluate("digits", task, prompts, sampler, sampling, 3, OneProcess(), Progress(7, 9, 1))
+    task, sampler = Together(split="test"), wrapped(NativeSampler(policy=make_policy()))
+    sampling, prompts = Sampling(6, max_tokens=4), sample_held_out_prompts(task, 10)
+    _, groups, _ = evaluate("digits", task, prompts, sampler, sampling, 3, SingleProcess(), Progress(7, 9, 1))
     assert task.graded == [(10, 7), (24, 7), (24, 7), (12, 7)]
     assert [[reward.value for reward in group.rewards] for group in groups] == [
         [CountDigits().reward(group.prompt, c).value for c in group.completions] for group in groups
@@ -290,7 +302,7 @@ def test_answers_are_graded_in_parts_however_they_were_sampled(monkeypatch, wrap
 
 
 def test_a_share_without_prompts_asks_nobody():
-    sampler = AskedInFlight(Native(policy=make_policy()))
+    sampler = AskedInFlight(NativeSampler(policy=make_policy()))
     assert sample_and_grade(CountDigits(), sampler, [], Sampling(6)) == []
     assert sampler.asked == []
 
@@ -350,7 +362,7 @@ def test_no_tail_is_waited_for_but_the_last(monkeypatch):
     monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", 4)
     policy = Scripted()
     prompts = [Prompt(str(i), str(length)) for i, length in enumerate([9, 1, 1, 1, 9, 1, 1, 1])]
-    groups = sample_and_grade(Lengths(), Native(4, policy), prompts, Sampling(1, temperature=0.0, max_tokens=20))
+    groups = sample_and_grade(Lengths(), NativeSampler(4, policy), prompts, Sampling(1, temperature=0.0, max_tokens=20))
     assert [group.rewards[0].value for group in groups] == [1.0] * 8
     assert policy.admitted == [4, 3, 1]
     assert policy.stepped == [1, *[2] * 7, 1]
@@ -364,9 +376,9 @@ def test_answers_stand_in_the_order_of_their_questions():
         def sample(self, step, n):
             return super().sample(step, n)[::-1]
 
-    sampler, sampling = Native(policy=make_policy()), Sampling(max_tokens=12)
+    sampler, sampling = NativeSampler(policy=make_policy()), Sampling(max_tokens=12)
     one, other = (
-        evaluate("digits", task, held_out(task, 10), sampler, sampling, 0, OneProcess())
+        evaluate("digits", task, sample_held_out_prompts(task, 10), sampler, sampling, 0, SingleProcess())
         for task in (CountDigits(split="test"), Backwards(split="test"))
     )
     assert [group.prompt for group in one[2]] == [group.prompt for group in other[2]][::-1]
@@ -375,13 +387,13 @@ def test_answers_stand_in_the_order_of_their_questions():
 
 
 def test_other_processes_answer_the_rest():
-    sampler, sampling = Native(policy=make_policy()), Sampling(4, max_tokens=12)
+    sampler, sampling = NativeSampler(policy=make_policy()), Sampling(4, max_tokens=12)
     task = CountDigits(split="test")
 
     def evaluated_by(shards):
-        return evaluate("digits", task, held_out(task, 10), sampler, sampling, 2, shards)
+        return evaluate("digits", task, sample_held_out_prompts(task, 10), sampler, sampling, 2, shards)
 
-    whole, groups, best = evaluated_by(OneProcess())
+    whole, groups, best = evaluated_by(SingleProcess())
 
     class FirstOfTwo:
         """The other process has the last four questions, and answers as this one would."""
@@ -398,7 +410,7 @@ def test_other_processes_answer_the_rest():
 
 
 def test_a_digest_knows_where_a_question_ends():
-    assert evaluation_module.digest(["1+1", "2"]) != evaluation_module.digest(["1+", "12"])
+    assert evaluation_module.digest_questions(["1+1", "2"]) != evaluation_module.digest_questions(["1+", "12"])
 
 
 def test_k_zero_is_greedy_only():
@@ -415,4 +427,4 @@ def test_held_out_prompts_are_different_ones():
         def sample(self, step, n):
             return [Prompt(f"test/0/{i}", f"question {i % 3}") for i in range(n)]
 
-    assert [p.id for p in held_out(Repeats(), 8)] == ["test/0/6", "test/0/7", "test/0/5"]
+    assert [p.id for p in sample_held_out_prompts(Repeats(), 8)] == ["test/0/6", "test/0/7", "test/0/5"]

@@ -21,12 +21,12 @@ from conftest import AT_KERNEL_SHAPE, CountDigits, OneProcessRuntime, make_polic
 from digits_task import Digits
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import ADVANTAGES
-from pellucid.algorithm.batch import collate, grades_of
+from pellucid.algorithm.batch import collate, collect_grades
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.models import compiling, fusing, kernels, lines
-from pellucid.runtimes import one_pass
-from pellucid.samplers.native import Native
-from pellucid.training import compose
+from pellucid.distributed import optimizer
+from pellucid.models import attention, fused_check, native
+from pellucid.rollout.native import NativeSampler
+from pellucid.training import build
 from pellucid.types import Sampling
 from runs import launch, train, untimed, weights
 
@@ -80,7 +80,7 @@ OF_AMX = {"multiply_rows", "sum_over_tokens"}
 @pytest.fixture
 def run(kernel_dirs, model_dir, tmp_path, monkeypatch):
     """Trains two steps; returns their metrics and the trained weights."""
-    monkeypatch.setattr(compose, "isolate_task_rewards", lambda task, *_: task)  # without a process for rewards
+    monkeypatch.setattr(build, "isolate_task_rewards", lambda task, *_: task)  # without a process for rewards
     dirs = {**kernel_dirs, "heads of 8": model_dir}
 
     def trained(model=LLAMA, **settings):
@@ -179,13 +179,13 @@ GRADIENTS = {
 @pytest.fixture(scope="module")
 def batch():
     """Rollouts of the fp32 policy, with advantages."""
-    groups = Native(policy=make_policy(LLAMA)).generate(
+    groups = NativeSampler(policy=make_policy(LLAMA)).generate(
         CountDigits().sample(0, 3), Sampling(4, max_tokens=12, seed="0/0")
     )
     groups = grpo.grade(CountDigits(), groups)
     found = collate(groups)
     return replace(
-        found, advantages=found.broadcast_to_tokens(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+        found, advantages=found.broadcast_to_tokens(ADVANTAGES["grpo"](collect_grades(groups), GRPOConfig()).flatten())
     )
 
 
@@ -200,7 +200,7 @@ def gradients(batch, dtype, model, **settings):
     if cfg.kl == "exact":
         policy.set_kl_reference(reference)
     batch = grpo.add_old_and_reference_logprobs(batch, policy, reference, runtime, cfg)
-    grpo.update(policy, batch, runtime, cfg)
+    grpo.update_policy(policy, batch, runtime, cfg)
     return runtime.gradients
 
 
@@ -216,7 +216,7 @@ def test_gradients_by_kernels_are_those_of_the_operators(name, model, batch, mon
     """To rounding, and no further from float32 than theirs."""
     exact = gradients(batch, torch.float32, model, **GRADIENTS[name])
     ours = gradients(batch, torch.bfloat16, model, **GRADIENTS[name])
-    monkeypatch.setattr(kernels, "load_kernels", lambda: (None, "switched off"))
+    monkeypatch.setattr(native, "load_kernels", lambda: (None, "switched off"))
     theirs = gradients(batch, torch.bfloat16, model, **GRADIENTS[name])
     assert distance(ours, theirs) < 0.02
     assert distance(ours, exact) < 1.1 * distance(theirs, exact)
@@ -227,20 +227,25 @@ def test_gradients_by_kernels_are_those_of_the_operators(name, model, batch, mon
 
 def functions_of_the_library():
     """The names of the functions that the sources export."""
-    sources = (path.read_text() for path in sorted(compiling.SOURCES.glob("*.cpp")))
+    sources = (path.read_text() for path in sorted(native.CPP_FOLDER.glob("*.cpp")))
     return {name for text in sources for name in re.findall(r'^extern "C" (?:void|int) (\w+)\(', text, re.MULTILINE)}
 
 
-@pytest.mark.skipif(kernels.here()[0] is None, reason=f"no compiled kernels: {kernels.here()[1]}")
+@pytest.mark.skipif(native.load_kernels()[0] is None, reason=f"no compiled kernels: {native.load_kernels()[1]}")
 def test_each_kernel_of_this_processor_runs_in_one_of_these_settings(run):
-    for ready in (kernels.here, lines.here, fusing.here, one_pass.here):
+    for ready in (
+        native.load_kernels,
+        attention.load_checked_library,
+        fused_check.load_fused_kernel,
+        optimizer.is_one_pass_available,
+    ):
         ready()  # their trials call kernels, too
-    compiling.calls.clear()
+    native.call_counts.clear()
     run()
-    assert not OF_OPERATORS & set(compiling.calls), "heads of 64 are computed by operators"
+    assert not OF_OPERATORS & set(native.call_counts), "heads of 64 are computed by operators"
     run(model="heads of 8")
     run(sampler_dtype="int8")
     exported = functions_of_the_library()
     assert exported >= OF_OPERATORS | OF_TRIALS | OF_AMX | {"step", "attention_backward"}
-    absent = OF_TRIALS | (set() if lines.here()[0].uses_amx else OF_AMX)
-    assert exported - set(compiling.calls) - absent == set()
+    absent = OF_TRIALS | (set() if attention.load_checked_library()[0].uses_amx else OF_AMX)
+    assert exported - set(native.call_counts) - absent == set()

@@ -15,16 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from conftest import OneProcessRuntime, make_policy, mostly_slow
 from pellucid.algorithm import grpo
-from pellucid.algorithm.batch import Batch, collate, concat, with_demonstrations
-from pellucid.algorithm.grpo import Scores, loss_terms
+from pellucid.algorithm.batch import Batch, append_demonstrations, collate, concat_batches
+from pellucid.algorithm.grpo import Scores, compute_loss
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.config import Config
-from pellucid.reporting import tokens
-from pellucid.runtimes.runtime import Runtime
-from pellucid.sections import LogConfig
+from pellucid.config import Config, LogConfig
+from pellucid.distributed.runtime import Runtime
+from pellucid.reporting import token_files
 from pellucid.training import run
-from pellucid.training.microscope import recorded
-from pellucid.training.seen import Seen
+from pellucid.training.token_recorder import UpdateWatcher, record_steps
 from pellucid.types import Completion, Group, Prompt, Reward
 from runs import in_two_processes, train, weights
 
@@ -33,7 +31,7 @@ RECORD = ("--log.tokens", 2, "--log.predictions", 2)
 
 
 def table(run_dir, step):
-    return pd.DataFrame(tokens.read(run_dir, step).to_pylist())
+    return pd.DataFrame(token_files.read_tokens(run_dir, step).to_pylist())
 
 
 def sequences(frame):
@@ -157,9 +155,9 @@ def test_what_the_loss_did_is_what_autograd_says_of_plain_logits(recipe, model_d
         batch = batch_of(prompt, rows, old, ref)
         plain = GRPOConfig(**{**vars(cfg), "kl_coef": 0.0, "entropy_coef": 0.0})
         [of_policy] = torch.autograd.grad(
-            loss_terms(Scores(logprobs, entropy), batch, plain)[0], logprobs, retain_graph=True
+            compute_loss(Scores(logprobs, entropy), batch, plain)[0], logprobs, retain_graph=True
         )
-        loss, metrics = loss_terms(Scores(logprobs, entropy), batch, cfg)
+        loss, metrics = compute_loss(Scores(logprobs, entropy), batch, cfg)
         of_logprobs, of_logits = torch.autograd.grad(loss, (logprobs, logits))
         close(rows.logprob_before, logprobs[0].detach())
         close(rows.logprob_start, old[0])
@@ -271,11 +269,11 @@ def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_pat
     """Where a step is recorded and predictions are due, it is predicted; after a resume, too."""
     settings = ("--evaluate.every", 0, "--log.tokens", 1, "--log.token_steps", 2, "--log.predictions", 3)
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
-    assert tokens.steps(tmp_path / "run") == [1, 2, 4, 6]
+    assert token_files.list_recorded_steps(tmp_path / "run") == [1, 2, 4, 6]
     found = [table(tmp_path / "run", step).list_predicted_steps.notna().any() for step in (1, 2, 4, 6)]
     assert found == [True, False, False, True]
     assert train("--resume", tmp_path / "run", "--algorithm.steps", 8) == 0
-    assert tokens.steps(tmp_path / "run") == [1, 2, 4, 6, 8]
+    assert token_files.list_recorded_steps(tmp_path / "run") == [1, 2, 4, 6, 8]
 
 
 @pytest.mark.slow
@@ -299,7 +297,7 @@ def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_pa
 def test_a_file_says_by_which_grid_its_log_probs_move(recipe, tmp_path, dtype):
     settings = ("--evaluate.every", 0, "--algorithm.steps", 1, "--policy.dtype", dtype)
     assert train(recipe, "--run", tmp_path / "run", *settings, "--log.tokens", 1) == 0
-    about = json.loads(tokens.read(tmp_path / "run", 1).schema.metadata[tokens.ABOUT])
+    about = json.loads(token_files.read_tokens(tmp_path / "run", 1).schema.metadata[token_files.METADATA_KEY])
     assert about["dtype"] == dtype
 
 
@@ -346,11 +344,13 @@ def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
     with monkeypatch.context() as patched:
         patched.setattr(run.grpo, "update_policy", dying)
         assert train(recipe, "--run", killed, *RECORD) == 130
-    tokens.write(killed, 900, {"step": [900], "token": [1]}, {})  # of steps that the resumed run has not taken
+    token_files.write_tokens(
+        killed, 900, {"step": [900], "token": [1]}, {}
+    )  # of steps that the resumed run has not taken
     assert train("--resume", killed) == 0
-    assert tokens.steps(killed) == tokens.steps(whole) == [1, 2, 3, 4, 5, 6]
+    assert token_files.list_recorded_steps(killed) == token_files.list_recorded_steps(whole) == [1, 2, 3, 4, 5, 6]
     for step in range(1, 7):
-        assert tokens.read(killed, step).equals(tokens.read(whole, step), check_metadata=True)
+        assert token_files.read_tokens(killed, step).equals(token_files.read_tokens(whole, step), check_metadata=True)
 
 
 @pytest.mark.slow
@@ -378,7 +378,7 @@ def test_a_process_that_records_nothing_is_not_waited_for(recipe, tmp_path):
     settings = ("--algorithm.steps", 2, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 1)
     words = ("--run", tmp_path / "two", *settings, "--policy.engine", "transformers", "--runtime.timeout", 20)
     in_two_processes("-m", "pellucid", "train", recipe, *words)
-    assert tokens.steps(tmp_path / "two") == [1, 2]
+    assert token_files.list_recorded_steps(tmp_path / "two") == [1, 2]
 
 
 # ---------------------------------------------------------------- groups made by hand
@@ -430,7 +430,7 @@ def written(tmp_path, groups, most, lr=0.3, **algorithm):
         make_policy(),
         GRPOConfig(steps=1, prompts_per_step=len(groups), group_size=3, max_length=4, **algorithm),
     )
-    runtime, state = OneProcessRuntime(policy, lr), grpo.State(kl_coef=cfg.kl_coef)
+    runtime, state = OneProcessRuntime(policy, lr), grpo.TrainingState(kl_coef=cfg.kl_coef)
     runtime.max_micro_batch_rows = 0
     runtime.rank, runtime.is_main, runtime.engine = 0, True, namedtuple("Engine", "is_lockstep")(False)
 
@@ -438,12 +438,12 @@ def written(tmp_path, groups, most, lr=0.3, **algorithm):
         batch = grpo.collate(groups)
         batch = grpo.add_old_and_reference_logprobs(batch, policy, None, runtime, cfg)
         advantages, _ = grpo.compute_advantages(groups, batch, policy, runtime, cfg)
-        grpo.update(policy, grpo.attach_advantages(batch, groups, advantages, runtime, cfg), runtime, cfg)
+        grpo.update_policy(policy, grpo.attach_advantages(batch, groups, advantages, runtime, cfg), runtime, cfg)
         state.step = 1
-        yield grpo.StepResult(1, {}, grpo.with_advantages(groups, advantages))
+        yield grpo.StepResult(1, {}, grpo.store_group_advantages(groups, advantages))
 
     config = Config(algorithm=cfg, log=LogConfig(tokens=most, predictions=1))
-    [result] = recorded(step(), config, tmp_path, Parts(policy, runtime, state))
+    [result] = record_steps(step(), config, tmp_path, Parts(policy, runtime, state))
     assert result.metrics["time/record"] > 0
     assert policy.scorer.score_hook is None
     return table(tmp_path, 1), policy
@@ -548,15 +548,15 @@ def test_of_replayed_rollouts_and_demonstrations_nothing_is_taken_for_this_step_
     """Wherever they stand among a step's rows."""
     fresh = collate([LIVE, FAILED])
     assert fresh.step_row_indices.tolist() == list(range(9))
-    joined = concat([fresh, fresh.mark_as_replayed()])
+    joined = concat_batches([fresh, fresh.mark_as_replayed()])
     given = replace(joined, demonstrations=((7, 7), (), (), ()), token_weights=joined.sampler_logprobs)
-    shown = with_demonstrations(given, torch.tensor([0, 1]))
+    shown = append_demonstrations(given, torch.tensor([0, 1]))
     assert shown.step_row_indices.tolist() == [*range(9), *[-1] * 9, -1]
     advantages = torch.ones_like(shown.sampler_logprobs)
-    watched = Seen(GRPOConfig, 2).select_rows(replace(shown, advantages=advantages))
+    watched = UpdateWatcher(GRPOConfig, 2).select_rows(replace(shown, advantages=advantages))
     assert watched.tolist() == [True] * 9 + [False] * 10
     old = replace(fresh, step_row_indices=None)  # as a checkpoint of an older version has it
-    assert concat([fresh, old.mark_as_replayed()]).step_row_indices.tolist() == [*range(9), *[-1] * 9]
+    assert concat_batches([fresh, old.mark_as_replayed()]).step_row_indices.tolist() == [*range(9), *[-1] * 9]
 
 
 @pytest.mark.slow

@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from conftest import CountDigits, OneProcessRuntime, character_tokenizer, make_policy, tiny_llama
-from pellucid.algorithm import ahead, grpo
-from pellucid.algorithm.grpo import State
+from pellucid.algorithm import async_grpo, grpo
+from pellucid.algorithm.grpo import TrainingState
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.config import Config
+from pellucid.config import Config, LogConfig
+from pellucid.distributed.runtime import Runtime
 from pellucid.policy.policy import Policy
-from pellucid.reporting import tokens
-from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.native import Native
-from pellucid.sections import LogConfig
-from pellucid.training.microscope import recorded
+from pellucid.reporting import token_files
+from pellucid.rollout.native import NativeSampler
+from pellucid.training.token_recorder import record_steps
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 from simulated_device import WHERE
 
@@ -28,7 +27,7 @@ Parts = namedtuple("Parts", "policy runtime state")
 SAMPLING = Sampling(max_tokens=6)
 
 
-class Apart(Native):
+class Apart(NativeSampler):
     """Has weights of its own, as an engine has."""
 
     def sync(self, policy, version):
@@ -36,7 +35,7 @@ class Apart(Native):
 
 
 def frame_of(run_dir, step):
-    return pd.DataFrame(tokens.read(run_dir, step).to_pylist())
+    return pd.DataFrame(token_files.read_tokens(run_dir, step).to_pylist())
 
 
 def logprobs_of(model, frame):
@@ -56,15 +55,15 @@ def logprobs_of(model, frame):
 def test_of_a_loop_that_draws_ahead_each_step_is_predicted_from_the_weights_it_starts_with(tmp_path):
     """The sampler is a step behind: what is before the update is the scorer's, and what sampled is told beside it."""
     policy, cfg = make_policy(), GRPOConfig(steps=3, group_size=4, correction="token")
-    runtime, state = OneProcessRuntime(policy, lr=0.002), State()
+    runtime, state = OneProcessRuntime(policy, lr=0.002), TrainingState()
     runtime.max_micro_batch_rows, runtime.rank, runtime.is_main = 0, 0, True
     runtime.engine = namedtuple("Engine", "is_lockstep")(False)
-    steps = ahead.train(CountDigits(), Apart(), policy, runtime, cfg, state=state, sampling=SAMPLING)
+    steps = async_grpo.train_async(CountDigits(), Apart(), policy, runtime, cfg, state=state, sampling=SAMPLING)
     config = Config(algorithm=cfg, log=LogConfig(tokens=2, token_steps=1, predictions=2))
     weights = [deepcopy(policy.model)]
-    for _ in recorded(steps, config, tmp_path, Parts(policy, runtime, state)):
+    for _ in record_steps(steps, config, tmp_path, Parts(policy, runtime, state)):
         weights.append(deepcopy(policy.model))
-    assert tokens.steps(tmp_path) == [1, 2, 3]
+    assert token_files.list_recorded_steps(tmp_path) == [1, 2, 3]
     for step in (1, 2, 3):
         frame = frame_of(tmp_path, step)
         sampled = frame[frame.kind == "sampled"]
@@ -88,10 +87,10 @@ def recorded_on(device, folder):
     torch.manual_seed(0)
     policy = Policy(tiny_llama().to(device), character_tokenizer(), torch.float32)
     cfg = GRPOConfig(steps=1, prompts_per_step=2, group_size=4, micro_batch=4)
-    runtime, state = Runtime(policy, AdamWConfig(lr=1e-3, warmup=0), total_updates=1), State()
-    steps = grpo.train(CountDigits(), Native(), policy, runtime, cfg, state=state, sampling=SAMPLING)
+    runtime, state = Runtime(policy, AdamWConfig(lr=1e-3, warmup=0), total_updates=1), TrainingState()
+    steps = grpo.train(CountDigits(), NativeSampler(), policy, runtime, cfg, state=state, sampling=SAMPLING)
     config = Config(algorithm=cfg, log=LogConfig(tokens=2, token_steps=1, predictions=0))
-    list(recorded(steps, config, folder, Parts(policy, runtime, state)))
+    list(record_steps(steps, config, folder, Parts(policy, runtime, state)))
     return frame_of(folder, 1)
 
 
@@ -112,6 +111,6 @@ def test_answers_without_a_token_are_counted(tmp_path):
     spoken, silent = (Completion(ids, (-1.0,) * len(ids), "", True) for ids in ((4, 5), ()))
     group = Group(Prompt("p", "?"), (1, 2), (silent, spoken, silent), tuple(map(Reward, (0.0, 1.0, 0.0))))
     other = replace(group, completions=(spoken,) * 3)
-    said = tokens.said_of({1: group, 4: other})
+    said = token_files.make_group_metadata({1: group, 4: other})
     assert said["silent"] == {"1": [0, 2]}
     assert said["turns"] == {}

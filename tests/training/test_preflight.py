@@ -10,13 +10,12 @@ import rich.console
 
 from conftest import EOS, make_policy
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.config import Config
-from pellucid.sections import SamplerConfig
+from pellucid.config import Config, SamplerConfig
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.training.preflight import MOST_GIVEN, cut_off, show_exchange, show_signal
-from pellucid.types import Completion, Group, Outcome, Prompt, Reward
+from pellucid.training.preflight import MAX_GIVEN_CHARACTERS, find_cut_off_warnings, show_exchange, show_signal
+from pellucid.types import Completion, ConversationOutcome, Group, Prompt, Reward
 
 HINT = '[task] name = "prefixed"'
 
@@ -65,7 +64,7 @@ def test_prefixes_are_thought_of_where_all_is_wrong_and_the_task_can_begin_the_a
 
 def talk(tokens, given, finished=True, messages=({"role": "assistant", "content": "1"},), events=None):
     logprobs = (0.0,) * len(tokens)
-    outcome = Outcome(events=events or {})
+    outcome = ConversationOutcome(events=events or {})
     return Completion(tuple(tokens), logprobs, "1", finished, given_spans=given, messages=messages, outcome=outcome)
 
 
@@ -101,7 +100,7 @@ def test_given_tokens_are_dim_and_sampled_ones_are_not(capsys, monkeypatch):
 
 
 def test_a_long_observation_lacks_its_middle_and_a_long_answer_does_not(capsys):
-    n, half = 9000, MOST_GIVEN // 2
+    n, half = 9000, MAX_GIVEN_CHARACTERS // 2
     held = talk([3, *([4] * half), *([5] * (n - 2 * half)), *([6] * half), 7], ((1, n + 1),))
     shown = "".join(exchange(capsys, held)[:-1])
     assert shown == f"12|3|{'4' * half}[{n - 2 * half:,} characters left out]{'6' * half}|7"
@@ -119,17 +118,17 @@ def test_what_is_cut_off_names_the_setting_by_which_it_was(capsys):
         "{} of 4 samples have a turn that was cut off at sampler.turn_tokens = 3: raise it, or ask for shorter turns"
     )
     length = "{} of 4 samples were cut off at sampler.max_tokens = 5, which is for all that follows the question"
-    told = list(cut_off([by_turn, at_end, by_length, whole], cfg, (EOS,)))
+    told = list(find_cut_off_warnings([by_turn, at_end, by_length, whole], cfg, (EOS,)))
     assert told[0] == turns.format("50%")
     assert told[1].startswith(length.format("25%"))
-    assert list(cut_off([whole] * 4, cfg, (EOS,))) == []
-    assert list(cut_off([at_end] * 4, cfg, (EOS,))) == [turns.format("100%")]
+    assert list(find_cut_off_warnings([whole] * 4, cfg, (EOS,))) == []
+    assert list(find_cut_off_warnings([at_end] * 4, cfg, (EOS,))) == [turns.format("100%")]
     without = Config(sampler=SamplerConfig(max_tokens=5), task=Arithmetic())
-    assert [line.split(" = ")[0] for line in cut_off([by_turn, at_end, by_length, whole], without, (EOS,))] == [
-        "50% of 4 samples were cut off at sampler.max_tokens"
-    ]
+    assert [
+        line.split(" = ")[0] for line in find_cut_off_warnings([by_turn, at_end, by_length, whole], without, (EOS,))
+    ] == ["50% of 4 samples were cut off at sampler.max_tokens"]
     alone = [Completion((1, 2, 3), (0.0,) * 3, "123", False)]
-    assert [line.split(" = ")[0] for line in cut_off(alone, cfg, (EOS,))] == [
+    assert [line.split(" = ")[0] for line in find_cut_off_warnings(alone, cfg, (EOS,))] == [
         "100% of 1 sample were cut off at sampler.max_tokens"
     ]
 

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from pellucid import __version__
-from pellucid.training import provenance
+from pellucid.training import run
 
 GIT = ["git", "-c", "user.name=n", "-c", "user.email=n@example.com", "-c", "commit.gpgsign=false"]
 
@@ -34,37 +34,37 @@ def repository(tmp_path, monkeypatch):
 
 def test_the_revision_is_that_of_the_working_folder(repository, monkeypatch):
     first = git("rev-parse", "HEAD")
-    assert provenance.git_revision() == first
+    assert run.get_git_revision() == first
     git("commit", "--quiet", "--allow-empty", "--message", "two")
-    assert provenance.git_revision() == git("rev-parse", "HEAD") != first
+    assert run.get_git_revision() == git("rev-parse", "HEAD") != first
     (repository / "deeper").mkdir()
     monkeypatch.chdir(repository / "deeper")
-    assert provenance.git_revision() == git("rev-parse", "HEAD")
+    assert run.get_git_revision() == git("rev-parse", "HEAD")
 
 
 def test_a_change_that_is_not_committed_is_told(repository):
     (repository / "recipe.toml").write_text("two")
-    assert provenance.git_revision() == git("rev-parse", "HEAD") + "-dirty"
+    assert run.get_git_revision() == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_outside_a_repository_and_without_git_there_is_no_revision(repository, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "which", lambda name: None)
-        assert provenance.git_revision() == ""
-    assert provenance.git_revision() != ""
+        assert run.get_git_revision() == ""
+    assert run.get_git_revision() != ""
     monkeypatch.chdir(tmp_path)
-    assert provenance.git_revision() == ""
+    assert run.get_git_revision() == ""
 
 
 def test_versions_are_those_that_are_installed():
-    found = provenance.versions()
+    found = run.collect_versions()
     assert (found["pellucid"], found["python"]) == (__version__, platform.python_version())
     for name in ("torch", "transformers", "accelerate"):
         assert found[name] == importlib.metadata.version(name)
 
 
 def test_all_of_it_goes_into_config_json(repository):
-    facts = provenance.facts()
+    facts = run.collect_provenance()
     assert json.loads(json.dumps(facts)) == facts
     assert facts.keys() >= {"versions", "git", "hardware"}
     assert facts["git"] == git("rev-parse", "HEAD")

@@ -11,10 +11,10 @@ import pytest
 import pellucid
 from conftest import mostly_slow, records
 from pellucid import cli
-from pellucid.machine.disk import BoundedLog
-from pellucid.reporting.run_folder import checkpoints
-from pellucid.training import compose, run
+from pellucid.reporting.run_files import list_checkpoints
+from pellucid.training import build, run
 from pellucid.types import UserError
+from pellucid.utils.files import BoundedLog
 from runs import same_run, train
 
 TASKS = Path(__file__).parents[1] / "failing_task.py"
@@ -127,7 +127,7 @@ def test_after_so_many_steps_without_a_reward_the_run_is_saved_and_can_go_on(rec
     assert f"--resume {stopped}" in told.out
     steps = records(stopped / "metrics.jsonl")
     assert [row["reward/failed"] for row in steps] == [0, 16, 16]
-    assert [path.name for path in checkpoints(stopped)] == ["step-000003"]
+    assert [path.name for path in list_checkpoints(stopped)] == ["step-000003"]
 
     judge.touch()
     assert train("--resume", stopped, "--reward.patience", 5) == 0
@@ -196,7 +196,7 @@ def test_a_reward_that_becomes_none_for_every_completion_stops_the_run_later(mod
     with pytest.raises(UserError, match="every reward of the last 2 steps failed, the last with None: no reward app"):
         mine.finish()
     assert [row["reward/no_term"] for row in records(run_dir / "metrics.jsonl") if "reward/no_term" in row] == [4, 4]
-    assert checkpoints(run_dir)
+    assert list_checkpoints(run_dir)
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_what_rewards_print_stands_in_the_run_s_log(recipe, tmp_path, capfd):
 
 def test_the_log_of_rewards_keeps_its_beginning_and_its_end(recipe, tmp_path, monkeypatch):
     """Of some 300 kB for each completion."""
-    monkeypatch.setattr(compose, "MAX_REWARD_LOG_BYTES", 2**20)
+    monkeypatch.setattr(build, "MAX_REWARD_LOG_BYTES", 2**20)
     command = of(recipe, "Broken", "--task.how", "talks a lot", "--run", tmp_path / "run", "--evaluate.every", 0)
     assert train(*command, "--algorithm.steps", 1) == 0
     log = (tmp_path / "run" / "rewards.log").read_text()

@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import mostly_slow, records
 from forked import Forked
 from pellucid import cli, config
-from pellucid.commands import line
-from pellucid.reporting.run_folder import checkpoints
-from pellucid.samplers.native import Native
-from pellucid.serve import host
-from pellucid.training import compose, run
-from pellucid.training.evaluate import greedy
+from pellucid.reporting.run_files import list_checkpoints
+from pellucid.rollout.native import NativeSampler
+from pellucid.serve import api
+from pellucid.training import build, run
+from pellucid.training.evaluate import make_greedy_sampling
 from runs import asked_to_stop, in_two_processes, same_run, train, untimed, weights
 
 
@@ -62,7 +61,7 @@ def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, c
     assert len(rollouts) == 6 * 16
     assert all(len(r["tokens"]) == len(r["logprobs"]) for r in rollouts)
     assert [e["step"] for e in records(run_dir / "evals.jsonl")] == [0, 2, 4, 6]
-    assert [p.name for p in checkpoints(run_dir)] == ["step-000006"]
+    assert [p.name for p in list_checkpoints(run_dir)] == ["step-000006"]
     assert list((run_dir / "tensorboard").iterdir())
     assert "<svg" in (run_dir / "report.html").read_text()
     AutoTokenizer.from_pretrained(run_dir / "model")
@@ -114,7 +113,7 @@ def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monke
     recipe.write_text(inside)
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3, "--algorithm.max_rounds", 2]
     whole, killed = undisturbed(recipe, *settings), tmp_path / "killed"
-    generate = Native.generate
+    generate = NativeSampler.generate
 
     def dying(self, prompts, sampling):
         if sampling.seed == f"0/{dies_in_step}":
@@ -122,12 +121,12 @@ def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monke
         return generate(self, prompts, sampling)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Native, "generate", dying)
+        patched.setattr(NativeSampler, "generate", dying)
         assert train(recipe, "--run", killed, *settings) == 130
     assert train("--resume", killed) == 0
     same_run(whole, killed)
     assert records(whole / "metrics.jsonl")[-1]["curriculum/epoch"] > 1
-    served = host.load(line.parsed(["serve", str(whole)]))
+    served = api.load_served_model(cli.parse_command_line(["serve", str(whole)]))
     assert served.task.split == "test"
     assert type(served.task.task).__name__ == "Digits", "questions of the service come in no order"
 
@@ -136,7 +135,7 @@ def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monke
 def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, undisturbed, dies_in_step):
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3]
     whole, killed = undisturbed(recipe, *settings), tmp_path / "killed"
-    generate, calls = Native.generate, []
+    generate, calls = NativeSampler.generate, []
 
     def dying(self, prompts, sampling):
         calls.append(sampling.seed)
@@ -145,7 +144,7 @@ def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkey
         return generate(self, prompts, sampling)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Native, "generate", dying)
+        patched.setattr(NativeSampler, "generate", dying)
         assert train(recipe, "--run", killed, *settings) == 130
     with (killed / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 99, "half a li')  # what a crash may leave
@@ -237,7 +236,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from pellucid import config
-from pellucid.machine import hardware
+from pellucid.utils import hardware
 from pellucid.training import compose
 
 rank, said = int(os.environ["RANK"]), []
@@ -340,8 +339,8 @@ def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
 
 def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
     """Samples of an evaluation from the likeliest token only are greedy answers."""
-    cfg = config.load(recipe, ["--evaluate.top-p", "1e-6"])
-    parts = compose.compose(cfg)
+    cfg = config.load_config(recipe, ["--evaluate.top-p", "1e-6"])
+    parts = build.build_components(cfg)
     parts.sampler.sync(parts.policy)
     prompts = parts.task.sample(0, 2)
 
@@ -349,8 +348,8 @@ def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
         groups = parts.sampler.generate(prompts, replace(sampling, n=4, seed="s"))
         return [[c.token_ids for c in g.completions] for g in groups]
 
-    of_training, of_evaluation = compose.training_sampling(cfg), compose.evaluation_sampling(cfg)
-    assert drawn(of_evaluation) == drawn(greedy(of_training)) != drawn(of_training)
+    of_training, of_evaluation = build.make_training_sampling(cfg), build.make_evaluation_sampling(cfg)
+    assert drawn(of_evaluation) == drawn(make_greedy_sampling(of_training)) != drawn(of_training)
 
 
 @pytest.mark.slow
@@ -382,7 +381,7 @@ def test_the_settings_of_a_run_can_be_changed_on_resume(recipe, tmp_path):
     assert train(recipe, "--run", run_dir, "--algorithm.steps", 2) == 0
     assert train("--resume", run_dir, "--algorithm.steps", 4) == 0
     assert [s["step"] for s in records(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert config.load(run_dir / "config.json").algorithm.steps == 4
+    assert config.load_config(run_dir / "config.json").algorithm.steps == 4
 
 
 @pytest.mark.slow
@@ -423,7 +422,7 @@ def test_the_optimizer_may_move_at_a_resume(recipe, tmp_path, monkeypatch, here,
     assert train(recipe, "--run", stayed, *settings, f"--optimizer.{here}") == 0
     killed_in_step(4, monkeypatch, recipe, "--run", moved, *settings, f"--optimizer.{here}")
     assert train("--resume", moved, f"--optimizer.{there}") == 0
-    assert config.load(moved / "config.json").optimizer.offload is (there == "offload")
+    assert config.load_config(moved / "config.json").optimizer.offload is (there == "offload")
     for name, tensor in weights(stayed).items():
         torch.testing.assert_close(weights(moved)[name], tensor, rtol=1e-5, atol=1e-6)
 

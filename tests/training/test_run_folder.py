@@ -18,11 +18,13 @@ import pytest
 from conftest import records
 from forked import Forked
 from pellucid import config
-from pellucid.models.decoding import DecodeBatch
+from pellucid.models.decode import DecodeBatch
 from pellucid.policy.policy import Policy
-from pellucid.reporting.run_folder import checkpoints
-from pellucid.samplers.native import Native
-from pellucid.training import changes, checkpoint, chronicle, claim, room, run
+from pellucid.reporting.run_files import list_checkpoints
+from pellucid.rollout.native import NativeSampler
+from pellucid.training import checkpoint, memory, run
+from pellucid.training import run_dir as changes
+from pellucid.training import run_dir as claim
 from pellucid.types import UserError
 from runs import asked_to_stop, same_run, train
 
@@ -61,14 +63,14 @@ def short_run(recipe, tmp_path, undisturbed):
 
 
 def dying_in(monkeypatch, step):
-    generate = Native.generate
+    generate = NativeSampler.generate
 
     def dying(self, prompts, sampling):
         if sampling.seed == f"0/{step - 1}":
             raise KeyboardInterrupt
         return generate(self, prompts, sampling)
 
-    monkeypatch.setattr(Native, "generate", dying)
+    monkeypatch.setattr(NativeSampler, "generate", dying)
 
 
 # ---------------------------------------------------------------- one holder
@@ -78,7 +80,7 @@ def dying_in(monkeypatch, step):
 def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_nothing(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     first = endless(recipe, run_dir)
-    until(lambda: checkpoints(run_dir), first)
+    until(lambda: list_checkpoints(run_dir), first)
     for arguments in (["--resume", run_dir, "--algorithm.steps", 1], [recipe, "--run", run_dir]):
         assert train(*arguments) == 2
         [line] = capsys.readouterr().err.splitlines()
@@ -95,7 +97,7 @@ def test_the_reward_process_does_not_keep_the_lock(recipe, tmp_path):
     """It may live on for a moment, or hang in a reward, when its parent is killed."""
     run_dir = tmp_path / "run"
     first = endless(recipe, run_dir)
-    until(lambda: checkpoints(run_dir), first)
+    until(lambda: list_checkpoints(run_dir), first)
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(first.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -111,13 +113,13 @@ def files_of(pid):
 
 
 def test_a_lock_is_asked_for_by_the_process_that_writes_alone(monkeypatch):
-    assert claim.first_process()
+    assert claim.is_first_process()
     for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         with monkeypatch.context() as patched:
             patched.setenv(name, "1")
-            assert not claim.first_process()
+            assert not claim.is_first_process()
             patched.setenv(name, "0")
-            assert claim.first_process()
+            assert claim.is_first_process()
 
 
 # ---------------------------------------------------------------- what may change at a resume
@@ -233,7 +235,7 @@ def test_a_run_of_an_older_version_resumes(short_run):
     settings = json.loads((run_dir / "config.json").read_text())
     del settings["digests"], settings["log"]["rollouts"]
     (run_dir / "config.json").write_text(json.dumps(settings))
-    for folder in checkpoints(run_dir):
+    for folder in list_checkpoints(run_dir):
         (folder / "SHA256SUMS").unlink()
         facts = json.loads((folder / "state.json").read_text())
         del facts["checksums"]
@@ -242,9 +244,9 @@ def test_a_run_of_an_older_version_resumes(short_run):
 
 
 def test_every_setting_is_either_free_at_a_resume_or_not():
-    assert "algorithm.steps".startswith(changes.FREE)
+    assert "algorithm.steps".startswith(changes.CHANGEABLE_SETTINGS)
     for key in ("task.digits", "algorithm.group_size", "sampler.temperature", "evaluate.n", "policy.model"):
-        assert not key.startswith(changes.FREE), key
+        assert not key.startswith(changes.CHANGEABLE_SETTINGS), key
 
 
 # ---------------------------------------------------------------- before the first checkpoint
@@ -258,7 +260,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(recipe, tmp_pa
         dying_in(patched, 2)
         assert train(recipe, "--run", died) == 130
     assert records(died / "metrics.jsonl")
-    assert not checkpoints(died)
+    assert not list_checkpoints(died)
     assert train(*([recipe, "--run", died] if again == "train" else ["--resume", died])) == 0
     same_run(whole, died)
 
@@ -321,7 +323,7 @@ def refused_before_the_model(recipe, run_dir, monkeypatch, capsys, *settings):
 
 def test_room_on_the_disk_is_checked_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "free")(200_000)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage)
     line = refused_before_the_model(recipe, tmp_path / "run", monkeypatch, capsys)
     assert "and 3 checkpoints, and 0.0 GB are free: make room" in line
 
@@ -345,17 +347,17 @@ LEFT = {
 @pytest.mark.parametrize("what", LEFT)
 def test_what_is_left_of_a_finished_run_is_what_was_said(recipe, tmp_path, monkeypatch, what):
     settings, names = LEFT[what]
-    run_dir, most, save = tmp_path / "run", [], checkpoint.save
+    run_dir, most, save = tmp_path / "run", [], checkpoint.write_checkpoint
 
     def saved(*arguments):
         most.append(arguments[1])
         return save(*arguments)
 
     monkeypatch.setattr(checkpoint, "write_checkpoint", saved)
-    cfg = config.resolved(config.load(recipe, settings))
-    said = room.of_run(cfg, room.memory.from_name(cfg.policy.model, cfg.policy.lora), run_dir)
+    cfg = config.resolve_config(config.load_config(recipe, settings))
+    said = memory.plan_disk(cfg, memory.memory.from_name(cfg.policy.model, cfg.policy.lora), run_dir)
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
-    assert [path.name for path in checkpoints(run_dir)] == names
+    assert [path.name for path in list_checkpoints(run_dir)] == names
     assert said.final_checkpoints == len(names)
     assert said.max_checkpoints == min(3, len(most))
     assert 0 <= sizes(run_dir) - said.final_gb < 50e-6, "headers apart"
@@ -381,7 +383,7 @@ def test_a_finished_run_gives_its_room_back_later(recipe, tmp_path):
     assert short(recipe, run_dir) == 0
     model = (run_dir / "model" / "model.safetensors").read_bytes()
     assert train("--resume", run_dir, "--checkpoint.keep_finished", "none") == 0
-    assert not checkpoints(run_dir)
+    assert not list_checkpoints(run_dir)
     assert (run_dir / "model" / "model.safetensors").read_bytes() == model
 
 
@@ -392,9 +394,9 @@ def test_what_a_stop_has_saved_goes_when_a_run_without_checkpoints_is_finished(r
     assert train(recipe, "--run", whole, "--checkpoint.every", 0) == 0
     with asked_to_stop(monkeypatch):
         assert train(recipe, "--run", run_dir, "--checkpoint.every", 0) == 130
-    assert [path.name for path in checkpoints(run_dir)] == ["step-000001"]
+    assert [path.name for path in list_checkpoints(run_dir)] == ["step-000001"]
     assert train("--resume", run_dir) == 0
-    assert not checkpoints(run_dir)
+    assert not list_checkpoints(run_dir)
     same_run(whole, run_dir)
 
 
@@ -438,7 +440,7 @@ def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_
 @pytest.mark.slow
 def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "free")(7e9)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage)
     assert short(recipe, tmp_path / "run") == 0
     before = " ".join(capsys.readouterr().out.partition("step 1/2")[0].split())
     assert "disk up to 0.0 GB of 7 GB free; left at the end: 0.0 GB, the model and the newest checkpoint" in before
@@ -446,17 +448,17 @@ def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_pat
 
 def test_rooms_by_hand():
     """A model of 0.5 GB, 1.6 GB of a checkpoint."""
-    of_two = room.Room(
+    of_two = memory.DiskPlan(
         model_gb=0.5, checkpoint_gb=1.6, max_checkpoints=1, final_checkpoints=1, replaced_gb=0.0, free_gb=12.3
     )
     told = "up to 2.1 GB of 12 GB free; left at the end: 2.1 GB, the model and the newest checkpoint"
     assert of_two.describe(True) == told
-    bare = room.Room(
+    bare = memory.DiskPlan(
         model_gb=0.5, checkpoint_gb=1.6, max_checkpoints=0, final_checkpoints=0, replaced_gb=0.0, free_gb=12.3
     )
     told = "up to 0.5 GB of 12 GB free, 1.6 more where it is stopped; left at the end: 0.5 GB, the model"
     assert bare.describe(False) == told
-    again = room.Room(
+    again = memory.DiskPlan(
         model_gb=1.0, checkpoint_gb=3.0, max_checkpoints=3, final_checkpoints=2, replaced_gb=7.0, free_gb=2.0
     )
     assert again.needed_gb == 3.0
@@ -470,13 +472,13 @@ def test_rooms_by_hand():
 def test_the_room_that_is_asked_for_is_what_is_written(recipe, tmp_path, settings):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
-    cfg = config.resolved(config.load(recipe, settings))
-    model = room.memory.from_name(cfg.policy.model, cfg.policy.lora)
-    written = sum(p.stat().st_size for p in checkpoints(run_dir)[-1].glob("*.safetensors"))
-    headers = 8_000 * len(list(checkpoints(run_dir)[-1].glob("*.safetensors")))
-    assert 0 <= written - room.checkpoint_bytes(model, cfg) < headers
+    cfg = config.resolve_config(config.load_config(recipe, settings))
+    model = memory.memory.from_name(cfg.policy.model, cfg.policy.lora)
+    written = sum(p.stat().st_size for p in list_checkpoints(run_dir)[-1].glob("*.safetensors"))
+    headers = 8_000 * len(list(list_checkpoints(run_dir)[-1].glob("*.safetensors")))
+    assert 0 <= written - memory.count_checkpoint_bytes(model, cfg) < headers
     saved = [p.stat().st_size for name in ("model", "adapter") for p in (run_dir / name).glob("*.safetensors")]
-    assert 0 <= sum(saved) - room.saved_bytes(model, cfg) < 8_000 * len(saved)
+    assert 0 <= sum(saved) - memory.count_model_bytes(model, cfg) < 8_000 * len(saved)
 
 
 @pytest.mark.parametrize(
@@ -511,7 +513,7 @@ def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypat
     def failing(_):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(chronicle, "write_report", failing)
+    monkeypatch.setattr(run, "write_report", failing)
     assert short(recipe, tmp_path / "run") == 0
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert "! report.html could not be shown (ZeroDivisionError: division by zero)" in capsys.readouterr().out
@@ -561,7 +563,7 @@ def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recip
     with asked_to_stop(monkeypatch, signal.SIGTERM):
         assert train(recipe, "--run", stopped, *settings) == 130
     assert [row["step"] for row in records(stopped / "evals.jsonl")] == [0]
-    assert [path.name for path in checkpoints(stopped)] == ["step-000001"]
+    assert [path.name for path in list_checkpoints(stopped)] == ["step-000001"]
     assert train("--resume", stopped) == 0
     same_run(whole, stopped)
 
@@ -585,7 +587,7 @@ def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_pa
         patched.setattr(run, "evaluate", signalled)
         assert train(recipe, "--run", stopped, *settings) == 130
     assert [row["step"] for row in records(stopped / "evals.jsonl")] == list(range(step))
-    assert checkpoint.step_of(checkpoints(stopped)[-1]) == step
+    assert checkpoint.step_of(list_checkpoints(stopped)[-1]) == step
     assert not (stopped / "model").exists()
     assert train("--resume", stopped) == 0
     same_run(whole, stopped)
@@ -598,7 +600,7 @@ def test_a_request_while_rows_of_an_evaluation_are_in_flight_waits_for_none_of_t
     """In the third token of the evaluation behind step 4, while other rows wait for a place."""
     settings = ["--evaluate.every", 1, "--checkpoint.every", 4, "--sampler.rows", 4]
     whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
-    decode, step, calls = Native._decode, DecodeBatch.step, []
+    decode, step, calls = NativeSampler._decode, DecodeBatch.step, []
 
     def signalled(batch, *arguments):
         calls.append(batch)
@@ -615,7 +617,7 @@ def test_a_request_while_rows_of_an_evaluation_are_in_flight_waits_for_none_of_t
                 patched.setattr(DecodeBatch, "step", signalled)
             return decode(sampler, contexts, sampling, seeds)
 
-        patched.setattr(Native, "_decode", watched)
+        patched.setattr(NativeSampler, "_decode", watched)
         assert train(recipe, "--run", stopped, *settings) == 130
     assert len(calls) == 3
     assert [row["step"] for row in records(stopped / "evals.jsonl")] == list(range(4))
@@ -638,7 +640,7 @@ def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save_file", signalled)
         assert train(recipe, "--run", stopped) == 130
-    assert [path.name for path in checkpoints(stopped)] == ["step-000002"]
+    assert [path.name for path in list_checkpoints(stopped)] == ["step-000002"]
     assert f"go on with: pellucid train --resume {stopped}" in capsys.readouterr().err
     assert train("--resume", stopped) == 0
     same_run(whole, stopped)

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import records
 from forked import ran
-from pellucid.config import SECTIONS
-from pellucid.flags import fields_of, kinds_of
+from pellucid.config import SECTIONS, get_field_types, list_type_alternatives
 from runs import answered
 
 BASE = {
@@ -119,7 +118,7 @@ def values_of(name: str, kind: Any, default: Any) -> list[Any]:
         return EXAMPLES[name]
     if name in NUMBERS:
         return [NUMBERS[name]]
-    kinds = kinds_of(kind)
+    kinds = list_type_alternatives(kind)
     choices = [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
     if choices:
         return [value for value in choices if value != default]
@@ -139,7 +138,7 @@ SETTINGS = {
     for section, cls in SECTIONS.items()
     if section != "task"
     for fields in [{field.name: field.default for field in dataclasses.fields(cls)}]
-    for key, kind in fields_of(cls).items()
+    for key, kind in get_field_types(cls).items()
 }
 TRIED = [name for name, values in SETTINGS.items() if values]
 COMBINED = sorted({(name, value) for name in TRIED if name not in NEEDS for value in SETTINGS[name]}, key=str)

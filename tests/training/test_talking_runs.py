@@ -7,8 +7,8 @@ import json
 import pytest
 
 from conftest import byte_tokenizer, records, tiny_llama_of
-from pellucid.environments.stage import Stage
-from pellucid.reporting import tokens
+from pellucid.environments.pool import EnvironmentPool
+from pellucid.reporting import token_files
 from runs import answered, same_run, train
 from worlds import CHAT
 
@@ -75,11 +75,11 @@ def test_what_was_said_in_a_conversation_is_recorded_token_by_token(recipe, tmp_
     run = tmp_path / "run"
     settings = ("--log.tokens", 2, "--log.token_steps", 1, "--evaluate.every", 0, "--algorithm.steps", 2)
     assert train(recipe, "--run", run, *settings) == 0
-    assert tokens.steps(run) == [1, 2]
+    assert token_files.list_recorded_steps(run) == [1, 2]
     said = {(each["step"], i % 8): each for i, each in enumerate(records(run / "rollouts.jsonl"))}
     for step in (1, 2):
-        table = tokens.read(run, step)
-        rows, about = table.to_pylist(), tokens.about_of(table)
+        table = token_files.read_tokens(run, step)
+        rows, about = table.to_pylist(), token_files.get_token_metadata(table)
         assert about["silent"] == {}
         for i in range(8):
             group, number = divmod(i, 4)
@@ -99,7 +99,7 @@ def test_a_run_killed_in_the_middle_of_a_conversation_resumes_to_the_same_bits(r
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = ["--sampler.name", sampler, "--policy.deterministic"]
     assert train(recipe, "--run", whole, *settings) == 0
-    tell, told = Stage.send_turn, []
+    tell, told = EnvironmentPool.send_turn, []
 
     def dying(self, number, said):
         told.append(number)
@@ -108,7 +108,7 @@ def test_a_run_killed_in_the_middle_of_a_conversation_resumes_to_the_same_bits(r
         tell(self, number, said)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Stage, "send_turn", dying)
+        patched.setattr(EnvironmentPool, "send_turn", dying)
         assert train(recipe, "--run", killed, *settings) == 130
     assert train("--resume", killed) == 0
     same_run(whole, killed)

@@ -10,36 +10,36 @@ import pytest
 import torch
 
 from pellucid import config
-from pellucid.samplers import vllm_engine
-from pellucid.samplers.native import Native
-from pellucid.samplers.vllm import VLLM
+from pellucid.rollout import vllm
+from pellucid.rollout.native import NativeSampler
+from pellucid.rollout.vllm import VLLMSampler
 from pellucid.training import preflight
-from pellucid.training.compose import pick_sampler
+from pellucid.training.build import pick_sampler
 from pellucid.types import UserError
 
 DECODED: Any = SimpleNamespace(decoder=object(), adapter=None, dtype=torch.float32)
 
 
 def settings_of(*words):
-    return config.load(None, ["--sampler.name", "vllm", *words])
+    return config.load_config(None, ["--sampler.name", "vllm", *words])
 
 
 def test_settings_reach_the_sampler():
     sampler = pick_sampler(settings_of("--sampler.rows", "7", "--sampler.cache-gb", "1.5"), DECODED, None)
-    assert isinstance(sampler, VLLM)
+    assert isinstance(sampler, VLLMSampler)
     assert (sampler.rows, sampler.cache_gb, sampler.deterministic, sampler.adapter) == (7, 1.5, False, "merged")
     for words in ([], ["--sampler.urls", "http://localhost:1"]):
         settings = settings_of("--sampler.adapter", "request", "--policy.lora", "4", *words)
         assert pick_sampler(settings, DECODED, None).adapter == "request"
     assert pick_sampler(settings_of("--policy.deterministic"), DECODED, None).deterministic
-    assert isinstance(pick_sampler(config.load(None), DECODED, None), Native)
+    assert isinstance(pick_sampler(config.load_config(None), DECODED, None), NativeSampler)
 
 
 def test_an_adapter_by_itself_is_refused_where_there_is_none():
     with pytest.raises(UserError, match=r"give policy\.lora"):
         pick_sampler(settings_of("--sampler.adapter", "request"), DECODED, None)
     with pytest.raises(UserError, match='adapter = "request" is for name = "vllm", not "native"'):
-        config.load(None, ["--sampler.adapter", "request", "--policy.lora", "4"])
+        config.load_config(None, ["--sampler.adapter", "request", "--policy.lora", "4"])
 
 
 def test_a_step_ahead_is_refused_where_it_cannot_be_right():
@@ -50,7 +50,7 @@ def test_a_step_ahead_is_refused_where_it_cannot_be_right():
         with pytest.raises(UserError, match=says):
             pick_sampler(settings_of(*words), DECODED, None)
     assert settings_of("--sampler.ahead", "1").algorithm.correction == "token"
-    assert isinstance(pick_sampler(settings_of("--sampler.ahead", "1"), DECODED, None), VLLM)
+    assert isinstance(pick_sampler(settings_of("--sampler.ahead", "1"), DECODED, None), VLLMSampler)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,8 @@ def test_what_it_cannot_do_is_refused(words, says):
         pick_sampler(settings_of(*words), DECODED, None)
     assert "\n" not in str(raised.value)
     assert isinstance(
-        pick_sampler(replace(settings_of(*words), sampler=config.load(None).sampler), DECODED, None), Native
+        pick_sampler(replace(settings_of(*words), sampler=config.load_config(None).sampler), DECODED, None),
+        NativeSampler,
     )
 
 
@@ -80,9 +81,9 @@ def test_several_processes_are_refused(monkeypatch):
 
 
 def test_a_missing_library_is_found_before_anything_is_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="make vllm"):
-        preflight.check(settings_of(), tmp_path)
+        preflight.run_preflight_checks(settings_of(), tmp_path)
 
 
 def test_a_cache_without_room_is_refused():

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pellucid.algorithm.alone import group_advantages, policy_loss
+    from pellucid.algorithm.standalone import group_advantages, policy_loss
 
 __all__ = ["group_advantages", "policy_loss"]
 
@@ -24,4 +24,4 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module("pellucid.algorithm.alone"), name)  # it imports torch
+        return getattr(importlib.import_module("pellucid.algorithm.standalone"), name)  # it imports torch

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.machine.plugins import function_of
 from pellucid.types import UserError
+from pellucid.utils.plugins import load_function
 
 
 class Grades(NamedTuple):
@@ -33,13 +33,13 @@ class Grades(NamedTuple):
     """[P, K] of the terms."""
 
 
-def zero_variance(rewards: Tensor, min_reward_range: float = 0.0) -> Tensor:
+def is_zero_variance(rewards: Tensor, min_reward_range: float = 0.0) -> Tensor:
     """[..., 1]: groups without signal, max - min <= spread, up to float64 rounding: 0.1 + 0.2 is the reward 0.3."""
     low, high = rewards.aminmax(dim=-1, keepdim=True)
     return high - low <= min_reward_range + 1e-9 * torch.maximum(low.abs(), high.abs())
 
 
-def leveled(grades: Grades, silent: Tensor) -> Grades:
+def equalize_rewards(grades: Grades, silent: Tensor) -> Grades:
     """The groups of a mask [P, 1] with equal rewards, for members that look beyond one group."""
     means = grades.rewards.mean(-1, keepdim=True)
     return grades._replace(
@@ -47,18 +47,18 @@ def leveled(grades: Grades, silent: Tensor) -> Grades:
     )
 
 
-def less_mean(rewards: Tensor) -> Tensor:
-    return (rewards - rewards.mean(-1, keepdim=True)).masked_fill(zero_variance(rewards), 0.0)
+def subtract_mean(rewards: Tensor) -> Tensor:
+    return (rewards - rewards.mean(-1, keepdim=True)).masked_fill(is_zero_variance(rewards), 0.0)
 
 
-def standardized(rewards: Tensor, correction: int = 0) -> Tensor:
+def standardize(rewards: Tensor, correction: int = 0) -> Tensor:
     std = rewards.std(-1, correction=correction, keepdim=True)
-    return less_mean(rewards) / std.masked_fill(zero_variance(rewards), 1.0)
+    return subtract_mean(rewards) / std.masked_fill(is_zero_variance(rewards), 1.0)
 
 
-def leave_one_out(rewards: Tensor) -> Tensor:
+def subtract_leave_one_out_mean(rewards: Tensor) -> Tensor:
     size = rewards.shape[-1]
-    return less_mean(rewards) * (size / (size - 1))
+    return subtract_mean(rewards) * (size / (size - 1))
 
 
 # ---------------------------------------------------------------- within a group
@@ -66,22 +66,22 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
 def grpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """(r - mean) / std with the population std (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
-    return standardized(grades.rewards)
+    return standardize(grades.rewards)
 
 
 def grpo_sample_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """(r - mean) / std with the sample std, as TRL has it: sqrt(1 - 1/G) times `grpo`."""
-    return standardized(grades.rewards, correction=1)
+    return standardize(grades.rewards, correction=1)
 
 
 def centered(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """r - mean (Dr. GRPO, arXiv 2503.20783). The mean includes r itself: (1 - 1/G) of the unbiased gradient."""
-    return less_mean(grades.rewards)
+    return subtract_mean(grades.rewards)
 
 
 def rloo(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """r - mean of the others (arXiv 2402.14740), an unbiased baseline: G / (G - 1) times `centered`."""
-    return leave_one_out(grades.rewards)
+    return subtract_leave_one_out_mean(grades.rewards)
 
 
 def maxrl(grades: Grades, cfg: GRPOConfig) -> Tensor:
@@ -92,15 +92,15 @@ def maxrl(grades: Grades, cfg: GRPOConfig) -> Tensor:
     if bool((grades.rewards < 0).any()):
         raise UserError('advantage = "maxrl" divides by the mean reward: give no negative rewards, or use "grpo"')
     mean = grades.rewards.mean(-1, keepdim=True)
-    return less_mean(grades.rewards) / mean.masked_fill(zero_variance(grades.rewards), 1.0)
+    return subtract_mean(grades.rewards) / mean.masked_fill(is_zero_variance(grades.rewards), 1.0)
 
 
-def raw(grades: Grades, cfg: GRPOConfig) -> Tensor:
+def raw_rewards(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """r: no baseline, unbiased and noisy."""
     return grades.rewards
 
 
-def top(grades: Grades, cfg: GRPOConfig) -> Tensor:
+def top_rewards(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """r where it is the highest of its group, ties included, else 0 (CS336, lecture 17)."""
     return grades.rewards * (grades.rewards == grades.rewards.amax(-1, keepdim=True))
 
@@ -111,7 +111,7 @@ def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
     A term of large spread cannot drown the others, as it does where the sum is standardised. Terms that cancel, but for
     rounding, add up to 0: the std of the batch would make something of nothing.
     """
-    terms = standardized(grades.parts.mT) * grades.weights[:, :, None]  # [P, K, G]
+    terms = standardize(grades.parts.mT) * grades.weights[:, :, None]  # [P, K, G]
     advantages, size = terms.sum(1), terms.abs().sum(1)
     advantages = advantages.masked_fill(advantages.abs() <= 1e-9 * size, 0.0)
     std = advantages.std(correction=0)  # their mean is 0 already
@@ -121,26 +121,26 @@ def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 # ---------------------------------------------------------------- across groups
 
 
-def batch(grades: Grades, cfg: GRPOConfig) -> Tensor:
+def batch_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """(r - mean of the group) / std of all rewards of the step: no group is blown up for being nearly dead."""
     everything = grades.rewards.flatten()
-    std = everything.std(correction=0).masked_fill(zero_variance(everything)[0], 1.0)
-    return less_mean(grades.rewards) / std
+    std = everything.std(correction=0).masked_fill(is_zero_variance(everything)[0], 1.0)
+    return subtract_mean(grades.rewards) / std
 
 
-def difficulty(grades: Grades, cfg: GRPOConfig) -> Tensor:
+def difficulty_weighted(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """`grpo` times clip(1 + mean of the batch - mean of the group, 0.5, 2): hard prompts weigh more (mathgrpo)."""
     means = grades.rewards.mean(-1, keepdim=True)
-    return standardized(grades.rewards) * (1 + means.mean() - means).clamp(0.5, 2.0)
+    return standardize(grades.rewards) * (1 + means.mean() - means).clamp(0.5, 2.0)
 
 
-def lead(grades: Grades, cfg: GRPOConfig) -> Tensor:
+def grpo_lead(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """`grpo` times w(p) where positive and w(1 - p) where negative, p the share of right answers.
 
     w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))) (GRPO-LEAD, arXiv 2504.09696, section 3.3).
     """
     right = grades.correct.mean(-1, keepdim=True).nan_to_num(0.5)
-    advantages = standardized(grades.rewards)
+    advantages = standardize(grades.rewards)
     return advantages * torch.where(advantages > 0, logistic_weight(right), logistic_weight(1 - right))
 
 
@@ -153,8 +153,8 @@ def dgpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
     sum |A| of a group is then G whatever its accuracy, but for the weights, whose mean over live groups is 1.
     """
-    live = ~zero_variance(grades.rewards)
-    deviations = less_mean(grades.rewards)
+    live = ~is_zero_variance(grades.rewards)
+    deviations = subtract_mean(grades.rewards)
     size = deviations.abs().mean(-1, keepdim=True).masked_fill(~live, 1.0)
     hardness = (-grades.rewards.mean(-1, keepdim=True) / 2.0).masked_fill(~live, -torch.inf)
     weights = hardness.softmax(0).nan_to_num(0.0) * live.sum()
@@ -176,7 +176,7 @@ def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
     same = buckets[:, :, None] == buckets[:, None, :]
     size = same.sum(-1).double()
     share = (size / (size + cfg.length_shrinkage)).masked_fill(size < cfg.length_min_cell, 0.0)
-    return within_cells(grades.rewards, same, share)
+    return standardize_within_cells(grades.rewards, same, share)
 
 
 def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
@@ -187,37 +187,37 @@ def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
     mean, std = grades.lengths.mean(), grades.lengths.std(correction=0)
     buckets = (grades.lengths >= mean - std).long() + (grades.lengths > mean + std).long()
     same = buckets[:, :, None] == buckets[:, None, :]
-    return within_cells(grades.rewards, same, torch.ones_like(grades.rewards))
+    return standardize_within_cells(grades.rewards, same, torch.ones_like(grades.rewards))
 
 
-def within_cells(rewards: Tensor, same: Tensor, share: Tensor) -> Tensor:
+def standardize_within_cells(rewards: Tensor, same: Tensor, share: Tensor) -> Tensor:
     """(r - mean) / std, both `share` of the cell's and the rest of the group's. same: [P, G, G] bool, share: [P, G]."""
     own = rewards[:, None, :].expand(same.shape)  # [P, G, G]: the siblings of each completion
     size = same.sum(-1)
     mean = (own * same).sum(-1) / size
     std = (((own - mean[:, :, None]) ** 2 * same).sum(-1) / size).sqrt()
-    equal = zero_variance(torch.where(same, own, rewards[:, :, None]))[:, :, 0]
+    equal = is_zero_variance(torch.where(same, own, rewards[:, :, None]))[:, :, 0]
     std = std.masked_fill(equal, 0.0)
     group_mean, group_std = rewards.mean(-1, keepdim=True), rewards.std(-1, correction=0, keepdim=True)
     baseline = share * mean + (1 - share) * group_mean
     scale = share * std + (1 - share) * group_std
-    silent = zero_variance(rewards) | (equal & (share == 1))
+    silent = is_zero_variance(rewards) | (equal & (share == 1))
     return ((rewards - baseline) / scale.masked_fill(silent, 1.0)).masked_fill(silent, 0.0)
 
 
-Advantage = Callable[[Grades, GRPOConfig], Tensor]
+AdvantageFunction = Callable[[Grades, GRPOConfig], Tensor]
 
-ADVANTAGES: dict[str, Advantage] = {
+ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
     "grpo_sample_std": grpo_sample_std,
     "centered": centered,
     "rloo": rloo,
-    "batch": batch,
+    "batch": batch_std,
     "maxrl": maxrl,
-    "raw": raw,
-    "top": top,
-    "difficulty": difficulty,
-    "lead": lead,
+    "raw": raw_rewards,
+    "top": top_rewards,
+    "difficulty": difficulty_weighted,
+    "lead": grpo_lead,
     "dgpo": dgpo,
     "length_grouped": length_grouped,
     "length_grouped_literal": length_grouped_literal,
@@ -225,15 +225,15 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-def advantage_of(name: str) -> Advantage:
+def get_advantage_function(name: str) -> AdvantageFunction:
     """One of ADVANTAGES, or the user's own; UserError where `file.py:function` leads to none."""
-    return ADVANTAGES[name] if name in ADVANTAGES else function_of(name, "advantage")
+    return ADVANTAGES[name] if name in ADVANTAGES else load_function(name, "advantage")
 
 
-def advantages_of(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
+def compute_advantages_from_grades(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
     """[P, G], from the task's grades of a step and the rewards [P, G] that were made of them."""
     if not cfg.min_reward_range:
-        return advantage_of(cfg.advantage)(grades._replace(rewards=shaped), cfg)
-    silent = zero_variance(grades.rewards, cfg.min_reward_range)
-    leveled_out = leveled(grades._replace(rewards=shaped), silent)
-    return advantage_of(cfg.advantage)(leveled_out, cfg).masked_fill(silent, 0.0)
+        return get_advantage_function(cfg.advantage)(grades._replace(rewards=shaped), cfg)
+    silent = is_zero_variance(grades.rewards, cfg.min_reward_range)
+    leveled_out = equalize_rewards(grades._replace(rewards=shaped), silent)
+    return get_advantage_function(cfg.advantage)(leveled_out, cfg).masked_fill(silent, 0.0)

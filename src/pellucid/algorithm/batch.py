@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.algorithm.advantages import Grades
-from pellucid.algorithm.sampling_mask import SamplingMask, collated
+from pellucid.algorithm.sampling_mask import SamplingMask, collate_masks
 from pellucid.types import Completion, Group, Reward
 
 
@@ -171,17 +171,17 @@ def collate(groups: Sequence[Group]) -> Batch:
     completions = [*(c for _, c in rollouts), *(b for _, _, b in branches)]
     words, spans = (None, None)
     if completions[0].sampling_mask:
-        words, spans = collated([c.sampling_mask for c in completions])
-    mask = mask_of([len(c.token_ids) for c in completions])
+        words, spans = collate_masks([c.sampling_mask for c in completions])
+    mask = make_length_mask([len(c.token_ids) for c in completions])
     return Batch(
         prompt_ids=tuple(g.prompt_ids for g in groups),
         demonstrations=tuple(g.demonstration for g in groups),
         prompt_indices=torch.tensor([*(p for p, _ in rollouts), *(p for p, _, _ in branches)]),
-        response_ids=padded([c.token_ids for c in completions], torch.long),
+        response_ids=pad_sequences([c.token_ids for c in completions], torch.long),
         response_mask=mask,
-        action_mask=mask & ~given_of(completions, mask.shape[1]),
+        action_mask=mask & ~make_given_mask(completions, mask.shape[1]),
         finished=torch.tensor([c.finished for c in completions]),
-        sampler_logprobs=padded([c.logprobs for c in completions], torch.float32),
+        sampler_logprobs=pad_sequences([c.logprobs for c in completions], torch.float32),
         sampling_mask_words=words,
         sampling_mask_spans=spans,
         rollout_indices=torch.tensor([*range(len(rollouts)), *(i for _, i, _ in branches)]) if branches else None,
@@ -189,7 +189,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     )
 
 
-def given_of(completions: Sequence[Completion], width: int) -> Tensor:
+def make_given_mask(completions: Sequence[Completion], width: int) -> Tensor:
     """[B, width] bool: tokens that were given."""
     given = torch.zeros(len(completions), width, dtype=torch.bool)
     for row, completion in zip(given, completions, strict=True):
@@ -198,7 +198,7 @@ def given_of(completions: Sequence[Completion], width: int) -> Tensor:
     return given
 
 
-def with_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
+def append_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
     """The batch, and behind it a row of given tokens for each of these prompts [n] that has a demonstration.
 
     Their tokens have likelihood weight 1; everything else is 0 in the new rows.
@@ -208,10 +208,10 @@ def with_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
     if not shown:
         return batch
     responses = [batch.demonstrations[p] for p in shown]
-    mask = mask_of([len(ids) for ids in responses])
+    mask = make_length_mask([len(ids) for ids in responses])
     new = {
         "prompt_indices": torch.tensor(shown),
-        "response_ids": padded(responses, torch.long),
+        "response_ids": pad_sequences(responses, torch.long),
         "response_mask": mask,
         "likelihood_weights": mask.to(batch.sampler_logprobs),
         "step_row_indices": torch.full((len(shown),), -1),
@@ -219,18 +219,18 @@ def with_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
     old = {name: x for name, x in batch.get_tensors().items() if name != "sampling_mask_words"}
     nothing = {name: x.new_zeros(len(shown), *x.shape[1:]) for name, x in old.items()}
     width = max(batch.response_mask.shape[1], mask.shape[1])
-    return replace(batch, **{name: joined([x, (nothing | new)[name]], width) for name, x in old.items()})
+    return replace(batch, **{name: concat_rows([x, (nothing | new)[name]], width) for name, x in old.items()})
 
 
-def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+def pad_sequences(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
 
 
-def mask_of(lengths: Sequence[int]) -> Tensor:
+def make_length_mask(lengths: Sequence[int]) -> Tensor:
     return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 
-def concat(batches: Sequence[Batch]) -> Batch:
+def concat_batches(batches: Sequence[Batch]) -> Batch:
     first, *rest = batches
     if not rest:
         return first
@@ -241,14 +241,18 @@ def concat(batches: Sequence[Batch]) -> Batch:
         first = batches[0]
     width = max(b.response_mask.shape[1] for b in batches)
     columns = {name: [b.get_tensors()[name] for b in batches] for name in first.get_tensors()}
-    tensors = {name: joined(x, width) for name, x in columns.items()}
-    tensors["prompt_indices"] = torch.cat(moved(columns["prompt_indices"], [len(b.prompt_ids) for b in batches]))
+    tensors = {name: concat_rows(x, width) for name, x in columns.items()}
+    tensors["prompt_indices"] = torch.cat(
+        offset_indices(columns["prompt_indices"], [len(b.prompt_ids) for b in batches])
+    )
     if "rollout_indices" in columns:
         sizes = [int(x.max()) + 1 for x in columns["rollout_indices"]]
-        tensors["rollout_indices"] = torch.cat(moved(columns["rollout_indices"], sizes))
+        tensors["rollout_indices"] = torch.cat(offset_indices(columns["rollout_indices"], sizes))
     if "sampling_mask_words" in columns:
-        moved_spans = moved(columns["sampling_mask_spans"], [len(words) for words in columns["sampling_mask_words"]])
-        tensors["sampling_mask_spans"] = stacked(moved_spans, width)
+        moved_spans = offset_indices(
+            columns["sampling_mask_spans"], [len(words) for words in columns["sampling_mask_words"]]
+        )
+        tensors["sampling_mask_spans"] = concat_token_rows(moved_spans, width)
     return replace(
         first,
         prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids),
@@ -257,49 +261,49 @@ def concat(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def joined(tensors: Sequence[Tensor], width: int) -> Tensor:
+def concat_rows(tensors: Sequence[Tensor], width: int) -> Tensor:
     """Rows [b, ...] end to end, those of tokens [b, t, ...] padded on the right to [B, width, ...]."""
-    return torch.cat(list(tensors)) if tensors[0].dim() == 1 else stacked(tensors, width)
+    return torch.cat(list(tensors)) if tensors[0].dim() == 1 else concat_token_rows(tensors, width)
 
 
-def moved(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def offset_indices(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     """Shift indices into lists of these sizes to indices into their concatenation."""
     return [x + sum(sizes[:i]) for i, x in enumerate(indices)]
 
 
-def stacked(tensors: Sequence[Tensor], width: int) -> Tensor:
+def concat_token_rows(tensors: Sequence[Tensor], width: int) -> Tensor:
     """[b, t, ...] each -> [B, width, ...], padded on the right."""
     return torch.cat([F.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.shape[1])) for x in tensors])
 
 
-def task_rewards(groups: Sequence[Group]) -> Tensor:
+def collect_task_rewards(groups: Sequence[Group]) -> Tensor:
     """[P, G] float64. A reward that failed counts as the mean of its siblings; 0 where all did."""
     known = [[math.nan if r.failed else r.value for r in g.rewards] for g in groups]
-    return like_siblings(torch.tensor(known, dtype=torch.float64)).nan_to_num(0.0)
+    return fill_with_sibling_mean(torch.tensor(known, dtype=torch.float64)).nan_to_num(0.0)
 
 
-def like_siblings(known: Tensor) -> Tensor:
+def fill_with_sibling_mean(known: Tensor) -> Tensor:
     """Replace values [P, G, ...] that are not finite by the mean of their group's others; NaN where there is none."""
     known = known.masked_fill(~known.isfinite(), torch.nan)
     return torch.where(known.isnan(), known.nanmean(1, keepdim=True), known)
 
 
-def grades_of(groups: Sequence[Group]) -> Grades:
+def collect_grades(groups: Sequence[Group]) -> Grades:
     """The Grades of one step's groups. A reward term that failed or does not apply counts as its siblings' mean."""
 
     def each(value: Callable[[Completion, Reward], Any]) -> Tensor:
         rows = [[value(*pair) for pair in zip(g.completions, g.rewards, strict=True)] for g in groups]
         return torch.tensor(rows, dtype=torch.float64)
 
-    rewards = task_rewards(groups)
+    rewards = collect_task_rewards(groups)
     names = list({name: None for g in groups for r in g.rewards for name in r.parts})
     terms = each(lambda _, r: [math.nan if r.failed else r.parts.get(name, math.nan) for name in names])  # [P, G, K]
     known = [{name: weight for r in g.rewards for name, weight in r.weights.items()} for g in groups]
     weights = [[of_group.get(name, 1.0) for name in names] or [1.0] for of_group in known]
     return Grades(
         rewards=rewards,
-        correct=like_siblings(each(lambda _, r: r.is_correct if r.is_judged else math.nan)),
+        correct=fill_with_sibling_mean(each(lambda _, r: r.is_correct if r.is_judged else math.nan)),
         lengths=each(lambda c, _: sum(sequence.length for sequence in (c, *c.branches))),
-        parts=like_siblings(terms).nan_to_num(0.0) if names else rewards[..., None],
+        parts=fill_with_sibling_mean(terms).nan_to_num(0.0) if names else rewards[..., None],
         weights=torch.tensor(weights, dtype=torch.float64),
     )

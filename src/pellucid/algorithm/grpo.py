@@ -24,15 +24,41 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pellucid.algorithm import diagnostics, kl, shaping
-from pellucid.algorithm.advantages import Grades, advantages_of, zero_variance
-from pellucid.algorithm.batch import Batch, collate, concat, grades_of, stacked, task_rewards, with_demonstrations
-from pellucid.algorithm.kl import KL
-from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_difficulty, clip_metrics, objective_of
+from pellucid.algorithm import kl, shaping
+from pellucid.algorithm import metrics as diagnostics
+from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades, is_zero_variance
+from pellucid.algorithm.batch import (
+    Batch,
+    append_demonstrations,
+    collate,
+    collect_grades,
+    collect_task_rewards,
+    concat_batches,
+    concat_token_rows,
+)
+from pellucid.algorithm.kl import KL_ESTIMATORS
+from pellucid.algorithm.metrics import MetricTotals, StageClock
+from pellucid.algorithm.objectives import (
+    AGGREGATES,
+    ObjectiveInputs,
+    compute_clip_high_by_difficulty,
+    compute_clip_metrics,
+    get_objective_function,
+)
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.algorithm.totals import Clock, Totals
-from pellucid.protocols import Sampler, Task, grade, stateful_task
-from pellucid.types import ROUND, DataError, Group, Progress, Prompt, Sampling, equal_rewards
+from pellucid.types import (
+    ROUND_STRIDE,
+    DataError,
+    Group,
+    Progress,
+    Prompt,
+    Sampler,
+    Sampling,
+    Task,
+    as_stateful_task,
+    get_equal_rewards,
+    grade_groups,
+)
 
 T = TypeVar("T")
 
@@ -95,7 +121,7 @@ class Runtime(Protocol):
 
 
 @dataclass
-class State:
+class TrainingState:
     """What one step leaves to the next, besides weights and optimizer state. A checkpoint saves it."""
 
     step: int = 0
@@ -122,34 +148,34 @@ def train(
     runtime: Runtime,
     cfg: GRPOConfig,
     reference: Reference | None = None,
-    state: State | None = None,
+    state: TrainingState | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
 ) -> Iterator[StepResult]:
     """Train, and yield after each step. The caller may then evaluate, save `policy` and `state`, or stop."""
-    state = state or State()
+    state = state or TrainingState()
     state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
     sampler.sync(policy, state.step)
     for step in range(state.step, cfg.steps):
-        clock = Clock()
+        clock = StageClock()
         cfg = replace(cfg, kl_coef=state.kl_coef)
         # 1. Generate: G completions of each prompt, from the current policy. 2. Reward: the task grades every one.
-        groups, drawn = rollout(task, sampler, sampling, runtime, step, cfg, clock)
+        groups, drawn = collect_rollouts(task, sampler, sampling, runtime, step, cfg, clock)
         # 3. Advantage: how much better each completion did than its siblings.
         fresh = add_old_and_reference_logprobs(collate(groups), policy, reference, runtime, cfg)
         advantages, changed = compute_advantages(groups, fresh, policy, runtime, cfg)  # [P, G]
-        batch = replay(state, step, attach_advantages(fresh, groups, advantages, runtime, cfg), cfg)
+        batch = append_replayed_batches(state, step, attach_advantages(fresh, groups, advantages, runtime, cfg), cfg)
         clock.record_lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
-        metrics = update(policy, batch, runtime, cfg)
+        metrics = update_policy(policy, batch, runtime, cfg)
         sampler.sync(policy, step + 1)
         clock.record_lap("update")
         finish_step(state, step, reference, policy, metrics, cfg)
-        metrics |= drawn | changed | kl.cost(*charged(fresh), cfg, runtime.gather) | clock.get_times()
-        yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
+        metrics |= drawn | changed | kl.compute_kl_cost(*get_charged_kl(fresh), cfg, runtime.gather) | clock.get_times()
+        yield StepResult(state.step, metrics, runtime.gather(store_group_advantages(groups, advantages)))
 
 
-def rollout(
-    task: Task, sampler: Sampler, sampling: Sampling, runtime: Runtime, step: int, cfg: GRPOConfig, clock: Clock
+def collect_rollouts(
+    task: Task, sampler: Sampler, sampling: Sampling, runtime: Runtime, step: int, cfg: GRPOConfig, clock: StageClock
 ) -> tuple[Sequence[Group], dict[str, float]]:
     """Graded groups of the step's prompts, this process's share, and metrics of how they were come by.
 
@@ -160,25 +186,31 @@ def rollout(
     live: list[Group] = []
     spare: list[Group] = []
     for number in range(cfg.max_rounds):
-        prompts = task.sample(step + number * ROUND, cfg.prompts_per_step)
-        prompts = prompts[: prompts_wanted(len(live), len(spare), runtime.world_size, cfg)]
+        prompts = task.sample(step + number * ROUND_STRIDE, cfg.prompts_per_step)
+        prompts = prompts[: count_missing_prompts(len(live), len(spare), runtime.world_size, cfg)]
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
-        groups = generate(sampler, runtime, prompts, replace(sampling, n=cfg.group_size, seed=seed))
+        groups = generate_groups(sampler, runtime, prompts, replace(sampling, n=cfg.group_size, seed=seed))
         clock.record_lap("generate")
-        groups = grade(task, groups, Progress(step, cfg.steps, cfg.prompts_per_step))
+        groups = grade_groups(task, groups, Progress(step, cfg.steps, cfg.prompts_per_step))
         clock.record_lap("reward")
         if cfg.max_rounds == 1:
-            return groups, observed(task, step, groups, runtime, cfg)
+            return groups, notify_stateful_task(task, step, groups, runtime, cfg)
         for group in runtime.gather(groups):
-            (spare if bool(zero_variance(task_rewards([group]), cfg.min_reward_range)) else live).append(group)
+            (spare if bool(is_zero_variance(collect_task_rewards([group]), cfg.min_reward_range)) else live).append(
+                group
+            )
         if len(live) >= cfg.prompts_per_step:
             break
     drawn = live + spare
     kept = runtime.shard(drawn[: cfg.prompts_per_step])
-    return kept, cost_of(drawn, len(spare)) | observed(task, step, runtime.shard(drawn), runtime, cfg)
+    return kept, compute_sampling_metrics(drawn, len(spare)) | notify_stateful_task(
+        task, step, runtime.shard(drawn), runtime, cfg
+    )
 
 
-def generate(sampler: Sampler, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[Group]:
+def generate_groups(
+    sampler: Sampler, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling
+) -> Sequence[Group]:
     """Sample this process's share of the prompts. DataError in all processes where one of them raises it.
 
     So all of them know that the step is over, and can save the run together.
@@ -194,25 +226,27 @@ def generate(sampler: Sampler, runtime: Runtime, prompts: Sequence[Prompt], samp
     return groups
 
 
-def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
+def compute_sampling_metrics(drawn: Sequence[Group], dead: int) -> dict[str, float]:
     """Metrics of how many groups were drawn to fill the batch, and of the tokens of all their sequences."""
     tokens = sum(s.length for group in drawn for c in group.completions for s in (c, *c.branches))
     return {"groups/drawn": len(drawn), "groups/drawn_dead": dead / len(drawn), "tokens": float(tokens)}
 
 
-def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
+def notify_stateful_task(
+    task: Task, step: int, groups: Sequence[Group], runtime: Runtime, cfg: GRPOConfig
+) -> dict[str, float]:
     """Show the groups of all processes to a stateful task, in every process alike; return its metrics."""
-    watching = stateful_task(task)
+    watching = as_stateful_task(task)
     if not watching:
         return {}
     shown = [
-        replace(group, is_zero_variance=bool(equal_rewards(group, cfg.min_reward_range)))
+        replace(group, is_zero_variance=bool(get_equal_rewards(group, cfg.min_reward_range)))
         for group in runtime.gather(groups)
     ]
     return dict(watching.observe(step, shown))
 
 
-def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> int:
+def count_missing_prompts(live: int, spare: int, processes: int, cfg: GRPOConfig) -> int:
     """How many prompts to draw next: enough for the missing live groups, by the share of live ones seen so far."""
     missing = cfg.prompts_per_step - live
     expected = math.ceil(missing * (live + spare) / max(live, 1)) if live + spare else missing
@@ -223,17 +257,17 @@ def compute_advantages(
     groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages [P, G] of this process's groups, compared with those of all processes, and `effect/*` metrics."""
-    grades = grades_of(runtime.gather(groups))
-    shaped = torch.stack(runtime.gather(list(shape(grades_of(groups), batch, policy, cfg))))
-    advantages = advantages_of(grades, shaped, cfg)
-    penalty = kl.penalty(*charged(batch), cfg)
-    changed = diagnostics.on_advantages(grades, shaped, advantages, cfg) | diagnostics.of_penalty(
-        penalty, runtime.gather
-    )
+    grades = collect_grades(runtime.gather(groups))
+    shaped = torch.stack(runtime.gather(list(shape_rewards(collect_grades(groups), batch, policy, cfg))))
+    advantages = compute_advantages_from_grades(grades, shaped, cfg)
+    penalty = kl.compute_kl_penalty(*get_charged_kl(batch), cfg)
+    changed = diagnostics.compute_advantage_effects(
+        grades, shaped, advantages, cfg
+    ) | diagnostics.compute_kl_penalty_effect(penalty, runtime.gather)
     return torch.stack(list(runtime.shard(list(advantages)))) - penalty, changed
 
 
-def charged(batch: Batch) -> tuple[Tensor | None, Tensor]:
+def get_charged_kl(batch: Batch) -> tuple[Tensor | None, Tensor]:
     """The KL that rewards are charged with, and what of it counts."""
     return (None, batch.action_mask) if batch.kl is None else batch.sum_by_rollout(batch.kl)
 
@@ -244,8 +278,12 @@ def attach_advantages(
     """Batch with advantages [B, T] and, where set, clip_high [B]. Branches stand beside their completions."""
     clip_high = None
     if cfg.clip_difficulty:
-        mean = grades_of(runtime.gather(groups)).correct.nanmean()
-        clip_high = clip_high_by_difficulty(grades_of(groups).correct, mean, cfg).flatten().to(batch.sampler_logprobs)
+        mean = collect_grades(runtime.gather(groups)).correct.nanmean()
+        clip_high = (
+            compute_clip_high_by_difficulty(collect_grades(groups).correct, mean, cfg)
+            .flatten()
+            .to(batch.sampler_logprobs)
+        )
     of_rows = advantages.flatten().to(batch.sampler_logprobs)
     if batch.rollout_indices is not None:
         rollouts, beside = batch.rollout_indices.sort(stable=True)
@@ -254,43 +292,45 @@ def attach_advantages(
     return replace(batch, advantages=batch.broadcast_to_tokens(of_rows), clip_high=clip_high)
 
 
-def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
+def update_policy(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
     """Take cfg.inner_steps optimizer steps on the rollouts. Return the mean of each metric over trained tokens."""
-    totals = Totals()
+    totals = MetricTotals()
     for _ in range(cfg.epochs):
         for minibatch in batch.split_into_minibatches(cfg.minibatches):
-            weighted = with_weights(minibatch, runtime, cfg)
-            accumulate = partial(gradients, policy, weighted, totals, runtime, cfg)
+            weighted = attach_token_weights(minibatch, runtime, cfg)
+            accumulate = partial(accumulate_gradients, policy, weighted, totals, runtime, cfg)
             totals = runtime.compute_within_memory(accumulate, cfg.micro_batch or len(minibatch))
             totals.step_metrics.append(runtime.step())
     return totals.compute_means(runtime.gather)
 
 
-def gradients(policy: Policy, batch: Batch, totals: Totals, runtime: Runtime, cfg: GRPOConfig, rows: int) -> Totals:
+def accumulate_gradients(
+    policy: Policy, batch: Batch, totals: MetricTotals, runtime: Runtime, cfg: GRPOConfig, rows: int
+) -> MetricTotals:
     """Add up the gradients of one optimizer step over micro-batches of `rows` rows. Return the grown totals."""
     totals = deepcopy(totals)
     for micro_batch in runtime.accumulate(batch.split_into_chunks(rows)):
-        loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
+        loss, metrics = compute_loss(policy.score(micro_batch), micro_batch, cfg)
         runtime.backward(loss)
         totals.add_tokens(metrics)
     return totals
 
 
-def with_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
+def attach_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
     """Batch with weights and, where cfg.prefix_coef asks for them, demonstrations with likelihood_weights.
 
     Rows that add nothing to the gradient, such as those of dead groups, are dropped.
     """
-    weighted = with_gradient(replace(batch, token_weights=weights_of(batch, runtime, cfg)), cfg)
+    weighted = drop_rows_without_gradient(replace(batch, token_weights=compute_token_weights(batch, runtime, cfg)), cfg)
     if not cfg.prefix_coef:
         return weighted
-    shown = with_demonstrations(weighted, batch.prompt_indices.unique())
+    shown = append_demonstrations(weighted, batch.prompt_indices.unique())
     assert shown.likelihood_weights is not None
     tokens = runtime.sum(shown.likelihood_weights.sum())
     return replace(shown, likelihood_weights=cfg.prefix_coef * shown.likelihood_weights / tokens.clamp(min=1))
 
 
-def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
+def compute_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
     """Weight [B, T] of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
     mask = batch.action_mask & batch.finished[:, None] if cfg.overlong_filter else batch.action_mask
     count, lengths = batch.count_rollouts(mask)
@@ -298,7 +338,7 @@ def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
     return AGGREGATES[cfg.aggregate](mask, rollouts.clamp(min=1), tokens.clamp(min=1), cfg, lengths)
 
 
-def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
+def drop_rows_without_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
     """Drop rows that add nothing to the gradient, such as those of dead groups; keep one, as all processes step."""
     assert batch.advantages is not None and batch.token_weights is not None
     live = batch.token_weights.any(-1)
@@ -307,7 +347,7 @@ def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
     return batch if bool(live.all()) else batch.select_rows(live if bool(live.any()) else slice(1))
 
 
-def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, a sum over tokens, and metrics: each [N] of the N tokens that it speaks of.
 
     The loss is -sum of weights * (objective - kl_coef * KL + entropy_coef * entropy) + likelihood_weights * log pi.
@@ -316,20 +356,26 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
     logprobs, entropy, exact_kl = scores
     now = logprobs.detach()
     old_logprobs = now if batch.old_logprobs is None else batch.old_logprobs
-    importance_weights = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.action_mask, cfg)
+    importance_weights = shaping.compute_importance_weights(
+        old_logprobs, batch.sampler_logprobs, batch.action_mask, cfg
+    )
 
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
-    tokens = Tokens(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.action_mask, clip_high)
-    outcome = objective_of(cfg.objective)(tokens, cfg)
+    tokens = ObjectiveInputs(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.action_mask, clip_high)
+    outcome = get_objective_function(cfg.objective)(tokens, cfg)
     value = importance_weights * outcome.value  # [B, T]
     value = value if batch.loss_mask is None else value * batch.loss_mask
-    metrics = clip_metrics(outcome, batch.action_mask)
+    metrics = compute_clip_metrics(outcome, batch.action_mask)
     metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
-    metrics |= {"sampler/corrected": shaping.cut(importance_weights, cfg)} if cfg.correction != "none" else {}
+    metrics |= (
+        {"sampler/corrected": shaping.find_corrected_tokens(importance_weights, cfg)}
+        if cfg.correction != "none"
+        else {}
+    )
     if cfg.kl_coef:
-        estimate = estimated_kl(scores, batch.ref_logprobs, old_logprobs, cfg)
-        metrics |= kl.metrics(now, batch.ref_logprobs) if exact_kl is None else {"kl": exact_kl.detach()}
-        metrics |= diagnostics.of_loss_kl(now, batch.ref_logprobs, exact_kl, cfg)
+        estimate = estimate_kl(scores, batch.ref_logprobs, old_logprobs, cfg)
+        metrics |= kl.compute_kl_metrics(now, batch.ref_logprobs) if exact_kl is None else {"kl": exact_kl.detach()}
+        metrics |= diagnostics.compute_kl_loss_effect(now, batch.ref_logprobs, exact_kl, cfg)
         value = value - cfg.kl_coef * estimate if cfg.kl_in == "loss" else value
     if cfg.entropy_coef:
         value = value + cfg.entropy_coef * entropy
@@ -343,31 +389,31 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
     return losses.sum(), metrics | {"loss": losses.detach()[batch.response_mask]}
 
 
-def estimated_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tensor, cfg: GRPOConfig) -> Tensor:
+def estimate_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tensor, cfg: GRPOConfig) -> Tensor:
     """[B, T] KL(pi, reference), by the estimator of cfg.kl."""
     if scores.kl is not None:
         return scores.kl
     assert ref_logprobs is not None
-    return KL[cfg.kl](scores.logprobs, ref_logprobs, old_logprobs)
+    return KL_ESTIMATORS[cfg.kl](scores.logprobs, ref_logprobs, old_logprobs)
 
 
 # ---------------------------------------------------------------- between the stages
 
 
-def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
+def shape_rewards(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
     """Rewards [P, G] after shaping, as they are compared."""
     rewards = grades.rewards
     if cfg.similarity != "none":
         completions = batch if batch.rollout_indices is None else batch.select_rows(slice(rewards.numel()))
         chunks = completions.split_into_chunks(cfg.micro_batch)
         states = [policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in chunks]
-        rewards = shaping.SIMILARITY[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
+        rewards = shaping.SIMILARITY_SHAPERS[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
     if cfg.overlong_cache:
-        rewards = shaping.overlong(rewards, batch.compute_rollout_lengths().view_as(rewards), cfg)
-    return kl.in_raw_reward(rewards, *charged(batch), cfg)
+        rewards = shaping.penalize_overlong(rewards, batch.compute_rollout_lengths().view_as(rewards), cfg)
+    return kl.subtract_kl_from_rewards(rewards, *get_charged_kl(batch), cfg)
 
 
-def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
+def store_group_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
     return [replace(g, advantages=tuple(row)) for g, row in zip(groups, advantages.tolist(), strict=True)]
 
 
@@ -377,22 +423,22 @@ def add_old_and_reference_logprobs(
     """Batch with old_logprobs, ref_logprobs, kl and acts, each only where the settings need it."""
     charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
     if reference is not None and cfg.kl_coef and cfg.kl != "exact":
-        batch = replace(batch, ref_logprobs=score_detached(batch, reference, runtime, cfg).logprobs)
+        batch = replace(batch, ref_logprobs=score_without_gradient(batch, reference, runtime, cfg).logprobs)
     if not (cfg.is_off_policy or charged or cfg.entropy_share < 1):
         return batch
-    scores = score_detached(batch, policy, runtime, cfg)
+    scores = score_without_gradient(batch, policy, runtime, cfg)
     batch = replace(batch, old_logprobs=scores.logprobs)
     if charged:
-        batch = replace(batch, kl=estimated_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
+        batch = replace(batch, kl=estimate_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
     if cfg.entropy_share < 1:
         entropies = torch.cat(runtime.gather([scores.entropy[batch.action_mask].cpu()]))
-        least = shaping.highest(entropies, cfg.entropy_share).to(scores.entropy)
+        least = shaping.find_entropy_threshold(entropies, cfg.entropy_share).to(scores.entropy)
         batch = replace(batch, loss_mask=batch.action_mask & (scores.entropy >= least))
     return batch
 
 
 @torch.no_grad()
-def score_detached(batch: Batch, policy: Policy | Reference, runtime: Runtime, cfg: GRPOConfig) -> Scores:
+def score_without_gradient(batch: Batch, policy: Policy | Reference, runtime: Runtime, cfg: GRPOConfig) -> Scores:
     """Scores of a batch without gradient, computed a micro-batch at a time."""
 
     def scored(rows: int) -> list[Scores]:
@@ -402,24 +448,31 @@ def score_detached(batch: Batch, policy: Policy | Reference, runtime: Runtime, c
     logprobs, entropy, exact_kl = zip(*parts, strict=True)
     width = batch.response_mask.shape[1]
     return Scores(
-        stacked(logprobs, width), stacked(entropy, width), None if exact_kl[0] is None else stacked(exact_kl, width)
+        concat_token_rows(logprobs, width),
+        concat_token_rows(entropy, width),
+        None if exact_kl[0] is None else concat_token_rows(exact_kl, width),
     )
 
 
-def replay(state: State, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
+def append_replayed_batches(state: TrainingState, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
     """This step's batch joined with those of earlier steps that are less than cfg.max_staleness steps old."""
     fresh = [(then, kept) for then, kept in state.replay_buffer if step - then < cfg.max_staleness]
     state.replay_buffer = [(step, batch), *fresh] if cfg.max_staleness > 1 else []
-    return concat([batch, *(kept.mark_as_replayed() for _, kept in fresh)])
+    return concat_batches([batch, *(kept.mark_as_replayed() for _, kept in fresh)])
 
 
 def finish_step(
-    state: State, step: int, reference: Reference | None, policy: Policy, metrics: dict[str, float], cfg: GRPOConfig
+    state: TrainingState,
+    step: int,
+    reference: Reference | None,
+    policy: Policy,
+    metrics: dict[str, float],
+    cfg: GRPOConfig,
 ) -> None:
     state.step = step + 1
     if reference is None or not cfg.kl_coef:
         return
     metrics["kl_coef"] = cfg.kl_coef
-    state.kl_coef = kl.adapted(cfg.kl_coef, metrics["kl"], cfg)
+    state.kl_coef = kl.adapt_kl_coef(cfg.kl_coef, metrics["kl"], cfg)
     if cfg.reference_every and state.step % cfg.reference_every == 0:
         reference.update_weights(policy.weights(), cfg.reference_decay)

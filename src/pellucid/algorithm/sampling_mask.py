@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-WORD = 32
+WORD_BITS = 32
 """Bits."""
 
 
@@ -38,49 +38,52 @@ class SamplingMask(NamedTuple):
     def unpack_ids(self, vocabulary: int) -> tuple[Tensor, Tensor]:
         """[N, K] ids of the tokens, ascending, behind them 0; and [N, K] bool, which of them are there."""
         words, (start, end) = self.words, self.spans.unbind(-1)
-        width, whole = bit_words(vocabulary), end == start
+        width, whole = count_bitmap_words(vocabulary), end == start
         as_bits = whole | (end - start == width)
-        runs = words[(start[as_bits, None] + places(width, words)).clamp(max=len(words) - 1)]
-        bits = unpacked(runs)[:, :vocabulary] | whole[as_bits, None]
+        runs = words[(start[as_bits, None] + arange_like(width, words)).clamp(max=len(words) - 1)]
+        bits = unpack_bits(runs)[:, :vocabulary] | whole[as_bits, None]
         counts = (end - start).masked_scatter(as_bits, bits.sum(-1))
-        place = places(int(counts.max()) if len(counts) else 1, words)
+        place = arange_like(int(counts.max()) if len(counts) else 1, words)
         there = place < counts[:, None]
         ids = words[(start[:, None] + place).clamp(max=len(words) - 1)].long()
         row, ids_of_bits = bits.nonzero(as_tuple=True)
         before = counts[as_bits].cumsum(0) - counts[as_bits]
-        ids[as_bits.nonzero()[:, 0][row], places(len(row), words) - before[row]] = ids_of_bits
+        ids[as_bits.nonzero()[:, 0][row], arange_like(len(row), words) - before[row]] = ids_of_bits
         return ids.masked_fill_(~there, 0), there
 
 
-def masks_of(allowed: Tensor) -> list[Tensor]:
+def pack_masks(allowed: Tensor) -> list[Tensor]:
     """Words of each row of [B, V] bool, on the CPU."""
     row, ids = allowed.nonzero(as_tuple=True)
     runs = ids.to("cpu", torch.int32).split(row.bincount(minlength=len(allowed)).tolist())
-    return [run if len(run) < bit_words(allowed.shape[-1]) else packed(allowed[i]).cpu() for i, run in enumerate(runs)]
+    return [
+        run if len(run) < count_bitmap_words(allowed.shape[-1]) else pack_bits(allowed[i]).cpu()
+        for i, run in enumerate(runs)
+    ]
 
 
-def collated(masks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+def collate_masks(masks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     """words [M] and spans [B, T, 2] of rows of tokens; behind the end of a row spans are empty."""
     lengths = pad_sequence([torch.tensor([len(run) for run in row]) for row in masks], batch_first=True)
     ends = lengths.flatten().cumsum(0).view_as(lengths)
     return torch.cat([run for row in masks for run in row]), torch.stack([ends - lengths, ends], -1)
 
 
-def bit_words(vocabulary: int) -> int:
-    return -(-vocabulary // WORD)
+def count_bitmap_words(vocabulary: int) -> int:
+    return -(-vocabulary // WORD_BITS)
 
 
-def packed(bits: Tensor) -> Tensor:
+def pack_bits(bits: Tensor) -> Tensor:
     """[V] bool -> [V / 32] int32"""
-    bits = F.pad(bits.to(torch.uint8), (0, -len(bits) % WORD)).unflatten(0, (-1, 8))
-    return (bits << places(8, bits).to(torch.uint8)).sum(-1, dtype=torch.uint8).view(torch.int32)
+    bits = F.pad(bits.to(torch.uint8), (0, -len(bits) % WORD_BITS)).unflatten(0, (-1, 8))
+    return (bits << arange_like(8, bits).to(torch.uint8)).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
-def unpacked(words: Tensor) -> Tensor:
+def unpack_bits(words: Tensor) -> Tensor:
     """[m, W] int32 -> [m, 32 W] bool"""
     eights = words.contiguous().view(torch.uint8)[..., None]
-    return (eights >> places(8, eights).to(torch.uint8) & 1).bool().flatten(1)
+    return (eights >> arange_like(8, eights).to(torch.uint8) & 1).bool().flatten(1)
 
 
-def places(n: int, like: Tensor) -> Tensor:
+def arange_like(n: int, like: Tensor) -> Tensor:
     return torch.arange(n, device=like.device)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pellucid.machine.plugins import did_you_mean
+from pellucid.utils.plugins import did_you_mean
 
-Advantage = Literal[
+AdvantageName = Literal[
     "grpo",
     "grpo_sample_std",
     "centered",
@@ -25,12 +25,12 @@ Advantage = Literal[
     "length_grouped_literal",
     "gdpo",
 ]
-Objective = Literal[
+ObjectiveName = Literal[
     "ppo_clip", "importance_weighted", "reinforce", "dcpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo"
 ]
-KLEstimator = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
+KLEstimatorName = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 
-NOT_NEGATIVE = (
+NON_NEGATIVE_SETTINGS = (
     "minutes",
     "micro_batch",
     "max_length",
@@ -48,11 +48,19 @@ NOT_NEGATIVE = (
     "min_reward_range",
     "overlong_cache",
 )
-DUAL_CLIP = ("ppo_clip", "dcpo", "gspo", "gspo_token")
-AT_LEAST_1 = ("steps", "prompts_per_step", "epochs", "minibatches", "max_rounds", "max_staleness", "length_buckets")
+DUAL_CLIP_OBJECTIVES = ("ppo_clip", "dcpo", "gspo", "gspo_token")
+POSITIVE_SETTINGS = (
+    "steps",
+    "prompts_per_step",
+    "epochs",
+    "minibatches",
+    "max_rounds",
+    "max_staleness",
+    "length_buckets",
+)
 
 
-def refuse_unknown(key: str, name: str, known: Sequence[str]) -> None:
+def check_function_name(key: str, name: str, known: Sequence[str]) -> None:
     """ValueError for what is neither a known name nor a function of the user's own."""
     if name not in known and ":" not in name:
         raise ValueError(
@@ -85,7 +93,7 @@ class GRPOConfig:
     micro_batch: int = 0
     """Rows in one forward pass, to bound memory; 0 means a whole minibatch. Never changes the gradient."""
 
-    advantage: Advantage | str = "grpo"
+    advantage: AdvantageName | str = "grpo"
     """How a completion compares with its siblings; or your own, "path/to/file.py:function"."""
     min_reward_range: float = 0.0
     """A group whose task rewards differ by no more is dead: a small length term must not become the whole signal."""
@@ -96,7 +104,7 @@ class GRPOConfig:
     length_shrinkage: float = 4.0
     """A bucket of n counts for n / (n + length_shrinkage), the whole group for the rest."""
 
-    objective: Objective | str = "ppo_clip"
+    objective: ObjectiveName | str = "ppo_clip"
     """What is maximised for each token; or your own, "path/to/file.py:function"."""
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -120,7 +128,7 @@ class GRPOConfig:
     """The length of a response that overlong_cache and aggregate = "constant" reckon with, in tokens; 0 means
     sampler.max_tokens, which is the one that bounds sampling."""
 
-    kl: KLEstimator = "k1"
+    kl: KLEstimatorName = "k1"
     kl_in: Literal["reward", "raw_reward", "loss"] = "reward"
     """reward: norm(R) - kl_coef * (K - mean K of the others). raw_reward: norm(R - kl_coef * K). loss: per token."""
     kl_coef: float = 0.0
@@ -159,16 +167,16 @@ class GRPOConfig:
     """Of the samples; and of the task, unless task.seed says otherwise."""
 
     def __post_init__(self) -> None:
-        refuse_unknown("advantage", self.advantage, get_args(Advantage))
-        refuse_unknown("objective", self.objective, get_args(Objective))
-        for name in AT_LEAST_1:
+        check_function_name("advantage", self.advantage, get_args(AdvantageName))
+        check_function_name("objective", self.objective, get_args(ObjectiveName))
+        for name in POSITIVE_SETTINGS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.group_size < 2:
             raise ValueError(
                 f"group_size = {self.group_size} must be at least 2: a completion is compared with siblings"
             )
-        for name in NOT_NEGATIVE:
+        for name in NON_NEGATIVE_SETTINGS:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if self.prompts_per_step % self.minibatches:
@@ -187,7 +195,7 @@ class GRPOConfig:
         for name, limit in {"clip_cap": self.clip_cap, "correction_cap": self.correction_cap}.items():
             if not limit > 1:
                 raise ValueError(f"{name} = {limit} must be above 1, where the ratio starts")
-        if self.dual_clip and self.objective not in DUAL_CLIP:
+        if self.dual_clip and self.objective not in DUAL_CLIP_OBJECTIVES:
             raise ValueError(f'dual_clip has no use with objective = "{self.objective}": set 0')
         if 0 < self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"dual_clip = {self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}, or 0")

@@ -14,7 +14,7 @@ from pellucid.algorithm.settings import GRPOConfig
 # ---------------------------------------------------------------- rewards: [P, G] -> [P, G]
 
 
-def smooth(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
+def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     """(1 - mix) r + mix * sum over siblings of softmax(cosine / temperature) r: near a right answer is nearly right.
 
     states: [P, G, D]. The group's mean is taken off first, since all answers to one prompt point the same way. A reward
@@ -28,7 +28,7 @@ def smooth(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     return (1 - cfg.similarity_mix) * rewards + cfg.similarity_mix * neighbours
 
 
-def diversity(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
+def discount_similar_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     """r / sum over the group, itself included, of max(cosine, 0) (DRA-GRPO, arXiv 2505.09655): the common counts less.
 
     What is above the group's lowest reward is divided, so that a negative reward is not mended by being common.
@@ -39,10 +39,10 @@ def diversity(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     return floor + (rewards - floor) / alike.clamp(min=1.0)
 
 
-SIMILARITY = {"smooth": smooth, "diversity": diversity}
+SIMILARITY_SHAPERS = {"smooth": smooth_rewards, "diversity": discount_similar_rewards}
 
 
-def overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tensor:
+def penalize_overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tensor:
     """Less 0 to 1 over the last overlong_cache tokens before max_length (DAPO, arXiv 2503.14476, equation 13)."""
     if not cfg.overlong_cache:
         return rewards
@@ -53,7 +53,7 @@ def overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tensor:
 # ---------------------------------------------------------------- tokens: [B, T]
 
 
-def sampler_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+def compute_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
     """[B, T] weights that make up for the sampler's arithmetic, w = pi_old / pi_sampler.
 
     token: min(w, cap) (truncated importance sampling, Yao et al. 2025). sequence: the product over the response, or 0
@@ -72,12 +72,12 @@ def sampler_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
     return (mean.abs() <= limit).to(gap).expand(gap.shape)
 
 
-def cut(weights: Tensor, cfg: GRPOConfig) -> Tensor:
+def find_corrected_tokens(weights: Tensor, cfg: GRPOConfig) -> Tensor:
     """Where the correction took something away: a weight held at the cap, or a response left out."""
     return weights >= cfg.correction_cap if cfg.correction == "token" else weights == 0
 
 
-def highest(entropy: Tensor, share: float) -> Tensor:
+def find_entropy_threshold(entropy: Tensor, share: float) -> Tensor:
     """The lowest of the highest `share` of all entropies, [N] -> []; tokens from there on are trained on."""
     count = max(1, round(share * len(entropy)))
     return entropy.topk(count).values[-1]

@@ -18,8 +18,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["Chat"]
-CHAT = "pellucid_chat"
-sys.modules[CHAT] = sys.modules[__name__]  # verifiers finds a harness by a module's name, which has no dots
+HARNESS_MODULE = "pellucid_chat"
+sys.modules[HARNESS_MODULE] = sys.modules[__name__]  # verifiers finds a harness by a module's name, which has no dots
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
@@ -31,8 +31,8 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self,
         ctx: vf.ModelContext,
-        trace: vf.Trace,  # noqa: ARG002 - the interception records what is asked
-        runtime: vf.Runtime,  # noqa: ARG002 - there is none: it runs here
+        trace: vf.Trace,
+        runtime: vf.Runtime,
         endpoint: str,
         secret: str,
         mcp_urls: dict[str, str],
@@ -66,10 +66,10 @@ class Episode:
     """verifiers' own table `[env]`, as JSON."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return loaded, (self.env_json,)
+        return load_episode, (self.env_json,)
 
     def __call__(self, row: Mapping[str, Any], client: openai.OpenAI) -> float:
-        return asyncio.run(self._run(environment(self.env_json), row["task"], str(client.base_url)))
+        return asyncio.run(self._run(load_environment(self.env_json), row["task"], str(client.base_url)))
 
     async def _run(self, env: vf.Env, data: Mapping[str, Any], url: str) -> float:
         kind = type(env.taskset).task_type()
@@ -89,21 +89,21 @@ class Episode:
         return fmean(trace.reward for trace in episode.traces if trace.agent.trainable)
 
 
-def loaded(env_json: str) -> Episode:
+def load_episode(env_json: str) -> Episode:
     """Return an episode, its environment being loaded before any time is counted."""
-    environment(env_json)
+    load_environment(env_json)
     return Episode(env_json)
 
 
 @cache
-def environment(env_json: str) -> vf.Env:
+def load_environment(env_json: str) -> vf.Env:
     """Return the environment of a table `[env]` in JSON. What no one says of a seat: it is here, and played by Chat."""
     asked = json.loads(env_json)
     taskset = asked.get("taskset", {}).get("id", "")
     kind = vf.env_config_type(taskset, asked.get("id", ""))
     ours: dict[str, Any] = {"runtime": {"type": "subprocess"}}
     if vf.default_harness_id(taskset) == "bash":  # it brings none of its own
-        ours["harness"] = {"id": CHAT}
+        ours["harness"] = {"id": HARNESS_MODULE}
     for name, seat in kind.model_fields.items():
         if isinstance(seat.default, vf.AgentConfig):
             unsaid = {key: value for key, value in ours.items() if key not in seat.default.model_fields_set}

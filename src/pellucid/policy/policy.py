@@ -14,32 +14,44 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
-from pellucid.models import fusing
-from pellucid.models.decoder import PLAIN, Decoder, compiled
-from pellucid.models.decoding import DecodeBatch
-from pellucid.models.fallback import FallbackDecodeBatch
-from pellucid.models.family import fallback_reason, longest
-from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
-from pellucid.policy import pretrained
-from pellucid.policy.access import USUAL, Access
-from pellucid.policy.head import Head
-from pellucid.policy.lora import merged, name_base, put_on
-from pellucid.policy.model import (
+from pellucid.models import fused_check
+from pellucid.models.decode import DecodeBatch
+from pellucid.models.decoder import (
+    EAGER_LAYER_FUNCTIONS,
+    Decoder,
+    compile_layer_functions,
+    find_fallback_reason,
+    get_context_length,
+)
+from pellucid.models.hf_decode import FallbackDecodeBatch
+from pellucid.models.linear import POLICY_MISMATCH, ShardedModule, gather_full_tensor
+from pellucid.policy import load
+from pellucid.policy.chat_template import (
+    RENDER_ERRORS,
+    ChatTemplate,
+    encode_prefix,
+    encode_question,
+    find_token_fault,
+    format_template_error,
+)
+from pellucid.policy.load import (
+    DEFAULT_ACCESS,
+    ModelAccess,
     add_adapter,
-    copied,
-    describe,
-    end_of_answer,
-    eos_ids,
-    has_own_code,
-    move,
-    narrowed,
+    cast_matrices,
+    copy_model,
+    find_eos_ids,
+    has_custom_code,
+    is_quantized,
+    move_to_device,
+    pick_end_token,
+    save_config,
     silence_dropout,
 )
-from pellucid.policy.quantized import is_quantized
-from pellucid.policy.scorer import Hidden, Scorer, check_head
-from pellucid.policy.template import RAISED, Template, ids_fault, prefix_ids, question_ids, raised
-from pellucid.policy.texts import without_end
-from pellucid.policy.token_bytes import TokenBytes
+from pellucid.policy.logprobs import LMHead
+from pellucid.policy.lora import add_matching_adapter, merge_adapter_weights, set_base_name
+from pellucid.policy.scorer import HiddenStateModel, Scorer, check_lm_head
+from pellucid.policy.text import TokenBytes, strip_eos
 from pellucid.types import DataError, Prompt, UserError
 
 CPU = torch.device("cpu")
@@ -67,14 +79,14 @@ class Policy:
         self.device = model.device
         """Where it computes; an engine may keep its parameters elsewhere meanwhile."""
         self.decoder = None if self.find_fallback_reason() else Decoder(model.config, model, dtype)
-        pieces = compiled() if engine == "compiled" else PLAIN
+        pieces = compile_layer_functions() if engine == "compiled" else EAGER_LAYER_FUNCTIONS
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
-        self.sharded_modules: Sequence[Gatherable] = ()
+        self.sharded_modules: Sequence[ShardedModule] = ()
         """What an engine has sharded: all parameters."""
-        self.eos_ids = eos_ids(model, tokenizer)
-        self.end_id = end_of_answer(tokenizer, self.eos_ids)
-        self.context_length = longest(model.config.get_text_config())
+        self.eos_ids = find_eos_ids(model, tokenizer)
+        self.end_id = pick_end_token(tokenizer, self.eos_ids)
+        self.context_length = get_context_length(model.config.get_text_config())
         self.vocabulary_size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
         """The number of tokens that it has embeddings of."""
         self._inference_copy: PreTrainedModel | None = None
@@ -91,7 +103,7 @@ class Policy:
             return self.scorer.embed(batch, layer)
         return self.module(self.scorer.embed, batch, layer)
 
-    def set_kl_reference(self, reference: Hidden) -> None:
+    def set_kl_reference(self, reference: HiddenStateModel) -> None:
         """Let `score` also compute the exact KL to this reference from now on."""
         self.scorer.reference = reference
 
@@ -101,7 +113,7 @@ class Policy:
         for name, p in self.weights().items():
             p.lerp_(weights[name].to(p), 1 - decay)
 
-    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, Head]:
+    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]:
         """The states [N, D] that response tokens are predicted from, row by row, and the head that reads them."""
         return self.module(self.scorer.compute_hidden_states, batch)
 
@@ -109,11 +121,11 @@ class Policy:
         """Why this model is computed by transformers and not by our decoder; empty where our decoder does."""
         if self.engine == "transformers":
             return "policy.engine"
-        if has_own_code(self.model):
+        if has_custom_code(self.model):
             return "code of its own"
         if self.adapter is not None:
             return "an adapter on a 4-bit base" if self._load_base else "an adapter"
-        return fallback_reason(self.model.config)
+        return find_fallback_reason(self.model.config)
 
     def create_decode_batch(self, rows: int, int8: bool = False) -> DecodeBatch | FallbackDecodeBatch:
         """An empty DecodeBatch with room for `rows` rows, of the weights as they are now.
@@ -122,7 +134,7 @@ class Policy:
         """
         if self.decoder:
             self.gather()
-            return DecodeBatch(self.decoder, rows, fusing.maker(self.decoder, int8))
+            return DecodeBatch(self.decoder, rows, fused_check.select_fused_decoder(self.decoder, int8))
         twin = self._inference_copy if self.sharded_modules else None  # `gather` has brought it up to date
         return FallbackDecodeBatch(twin or self.get_inference_model(), rows)
 
@@ -138,16 +150,16 @@ class Policy:
         """
         named = f"prompt {prompt.id}: " if prompt.id else ""
         try:
-            ids = question_ids(self.tokenizer, prompt)
-        except RAISED as error:
-            raise DataError(f"{named}{raised(error)}") from error
-        if fault := ids_fault(ids, self.vocabulary_size):
+            ids = encode_question(self.tokenizer, prompt)
+        except RENDER_ERRORS as error:
+            raise DataError(f"{named}{format_template_error(error)}") from error
+        if fault := find_token_fault(ids, self.vocabulary_size):
             raise DataError(f"{named}{fault}")
         return ids
 
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of the prefix; none where there is none."""
-        return prefix_ids(self.tokenizer, prompt)
+        return encode_prefix(self.tokenizer, prompt)
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         """Return the text of tokens; of all of them, or without special ones and an end of sequence behind the others.
@@ -155,7 +167,7 @@ class Policy:
         Not every tokenizer flags each of its end-of-sequence tokens as special.
         """
         if not special:
-            token_ids = without_end(token_ids, self.eos_ids)
+            token_ids = strip_eos(token_ids, self.eos_ids)
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     @cached_property
@@ -168,7 +180,7 @@ class Policy:
         if self.decoder:
             self.decoder.disable_cast_copies()
             return list(self.decoder.layers)
-        self._inference_copy = copied(self.model, self.dtype)
+        self._inference_copy = copy_model(self.model, self.dtype)
         kinds = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in kinds]
 
@@ -178,7 +190,7 @@ class Policy:
             layers = [(layer, list(layer.parameters())) for layer in self.blocks()]
             of_layers = {id(p) for _, parameters in layers for p in parameters}
             return [(self.scorer, [p for p in self.model.parameters() if id(p) not in of_layers]), *layers]
-        self._inference_copy = copied(self.model, self.dtype, share=False)  # what is there is emptied in place
+        self._inference_copy = copy_model(self.model, self.dtype, share=False)  # what is there is emptied in place
         return [(self.scorer, list(cast(nn.Module, self.model.get_output_embeddings()).parameters()))]
 
     @property
@@ -214,10 +226,10 @@ class Policy:
         ):
             return self.model
         if self._inference_copy is None:
-            self._inference_copy = copied(self.model, self.dtype)
+            self._inference_copy = copy_model(self.model, self.dtype)
         for mine, master in zip(self._inference_copy.parameters(), self.model.parameters(), strict=True):
             if mine is not master and (master.requires_grad or not self.sharded_modules):
-                mine.copy_(whole(master))
+                mine.copy_(gather_full_tensor(master))
         return self._inference_copy
 
     def trainable(self) -> dict[str, Tensor]:
@@ -233,7 +245,7 @@ class Policy:
         """Load what `masters` gave. UserError where the tensors are another model's."""
         masters = self.masters()
         if masters.keys() != tensors.keys():
-            raise UserError(OTHER_POLICY)
+            raise UserError(POLICY_MISMATCH)
         for name, p in self.trainable().items():
             p.copy_(masters[name].copy_(tensors[name]))
 
@@ -247,7 +259,7 @@ class Policy:
 
         dtype: the dtype of the saved weights; None is the dtype that the model was loaded in.
         """
-        describe(self.model, folder, dtype)
+        save_config(self.model, folder, dtype)
         self.tokenizer.save_pretrained(folder)
 
     def save(
@@ -260,7 +272,7 @@ class Policy:
         """
         with self._hold_masters():
             model = merged_model or (self.build_merged_model(self.masters(), CPU) if self.adapter else self.model)
-            model = model if dtype == torch.float32 else copied(model, dtype)
+            model = model if dtype == torch.float32 else copy_model(model, dtype)
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -276,9 +288,11 @@ class Policy:
         Where processes share the parameters, `gather` has been called in all of them, and this in one.
         """
         if self._load_base:
-            return merged(put_on(self._load_base()[0], self.adapter), masters)
+            return merge_adapter_weights(add_matching_adapter(self._load_base()[0], self.adapter), masters)
         computing = self._inference_copy if self.sharded_modules else None
-        return merged(copied(computing or self.model, torch.float32, share=False, device=device), masters)
+        return merge_adapter_weights(
+            copy_model(computing or self.model, torch.float32, share=False, device=device), masters
+        )
 
     @contextmanager
     def _hold_masters(self) -> Iterator[None]:
@@ -293,7 +307,7 @@ class Policy:
                 p.data = rounded[name]
 
 
-def load(
+def load_policy(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -305,8 +319,8 @@ def load(
     offload_masters: bool = False,
     lora_alpha: float = 0.0,
     lora_targets: Sequence[str] = (),
-    template: Template = pretrained.OWN,
-    access: Access = USUAL,
+    template: ChatTemplate = load.DEFAULT_TEMPLATE,
+    access: ModelAccess = DEFAULT_ACCESS,
     load_in_4bit: bool = False,
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
@@ -314,29 +328,56 @@ def load(
     narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
     in_4bit: the matrices of the base as 4-bit numbers.
     """
-    read = partial(pretrained.load, name, dtype if lora_rank else torch.float32, template, access)
+    read = partial(load.load_pretrained, name, dtype if lora_rank else torch.float32, template, access)
     model, tokenizer = read(device if load_in_4bit else None)
-    check_head(model)
+    check_lm_head(model)
     adapter = add_adapter(model, lora_rank, lora_alpha, lora_targets) if lora_rank else None
     if adapter:
-        name_base(adapter, name, access.revision)
-    masters = narrowed(model, dtype, device) if offload_masters else None
-    move(model, device)
-    base = partial(pretrained.load, name, torch.float32, template, access) if load_in_4bit else None
+        set_base_name(adapter, name, access.revision)
+    masters = cast_matrices(model, dtype, device) if offload_masters else None
+    move_to_device(model, device)
+    base = partial(load.load_pretrained, name, torch.float32, template, access) if load_in_4bit else None
     facts = (entropy_grad, gradient_checkpointing, adapter, engine, masters, base)
     return Policy(model, tokenizer, dtype, temperature, *facts)
 
 
-def load_frozen(
+def load_frozen_policy(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
     temperature: float,
     engine: str = "auto",
-    template: Template = pretrained.OWN,
-    access: Access = USUAL,
+    template: ChatTemplate = load.DEFAULT_TEMPLATE,
+    access: ModelAccess = DEFAULT_ACCESS,
 ) -> Policy:
     """A reference or a model to evaluate: no gradient."""
-    model, tokenizer = pretrained.load(name, torch.float32, template, access)
-    move(model, device).requires_grad_(False)
+    model, tokenizer = load.load_pretrained(name, torch.float32, template, access)
+    move_to_device(model, device).requires_grad_(False)
     return Policy(model, tokenizer, dtype, temperature, engine=engine)
+
+
+# ---------------------------------------------------------------- adapter
+# The reference of a policy that trains an adapter.
+
+
+LORA_REFERENCE_ERROR = (
+    "algorithm.reference_every: the reference of a LoRA policy is its base, which stays as it is: set 0"
+)
+
+
+class LoraReference:
+    """The reference of a LoRA policy: the same model without its adapter, frozen by nature."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.device = policy, policy.device
+
+    def score(self, batch: Batch) -> Scores:
+        with self.policy.adapter.disable_adapter():
+            return self.policy.score(batch)
+
+    def update_weights(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        raise UserError(LORA_REFERENCE_ERROR)
+
+    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]:
+        with self.policy.adapter.disable_adapter():
+            return self.policy.scorer.compute_hidden_states(batch)  # asked from within the policy's own forward pass

@@ -11,25 +11,29 @@ from transformers import PreTrainedModel
 
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
-from pellucid.models.decoder import Decoder, Pieces
-from pellucid.models.family import longest
-from pellucid.models.packed import hidden_states
-from pellucid.models.trial import APART, FAULTS, HALF, apart, said
-from pellucid.policy.examined import Examined, examined
-from pellucid.policy.head import Head
-from pellucid.policy.logprobs import Reading, token_logprobs
+from pellucid.models.decoder import Decoder, LayerFunctions, get_context_length
+from pellucid.models.hf_decode import (
+    HALF_PRECISION_TOLERANCE,
+    LOGIT_TOLERANCES,
+    MODEL_ERRORS,
+    format_error_line,
+    measure_relative_difference,
+)
+from pellucid.models.score import compute_hidden_states
+from pellucid.policy.logprobs import LMHead, ScoreContext, compute_token_logprobs
+from pellucid.policy.token_stats import TokenStatistics, compute_token_statistics
 from pellucid.types import UserError
 
 T = TypeVar("T")
-Watcher = Callable[[Batch, Scores, Tensor, Reading], None]
+ScoreHook = Callable[[Batch, Scores, Tensor, ScoreContext], None]
 """Is shown what the loss is made of: a micro-batch with its weights, its scores, the hidden states [N, D] of its N
 scored tokens, all without gradient, and how they were read."""
 
 
-class Hidden(Protocol):
+class HiddenStateModel(Protocol):
     """A model whose distributions can be compared with the policy's."""
 
-    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, Head]: ...
+    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]: ...
 
 
 class Scorer(nn.Module):
@@ -48,7 +52,7 @@ class Scorer(nn.Module):
         temperature: float,
         entropy_grad: bool,
         gradient_checkpointing: bool,
-        pieces: Pieces,
+        pieces: LayerFunctions,
     ) -> None:
         super().__init__()
         self.decoder, self.dtype, self.device = decoder, dtype, model.device
@@ -59,8 +63,8 @@ class Scorer(nn.Module):
         self.temperature, self.entropy_grad = temperature, entropy_grad
         self.gradient_checkpointing = gradient_checkpointing
         self.pieces = pieces
-        self.reference: Hidden | None = None
-        self.score_hook: Watcher | None = None
+        self.reference: HiddenStateModel | None = None
+        self.score_hook: ScoreHook | None = None
         if gradient_checkpointing:
             # transformers renamed it on the way to 6.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -74,34 +78,34 @@ class Scorer(nn.Module):
         scored, reference = batch.scored_mask, self.compute_ref_hidden_states(batch)
         (hidden, head), tokens = self.compute_hidden_states(batch), batch.response_ids[scored].to(self.device)
         among = batch.get_sampling_mask(self.device)
-        flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
+        flat = compute_token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
         # Taken to the CPU in one piece: what is made of them there, to the last metric, waits for no device.
-        scores = Scores(*(scattered(x, scored) for x in torch.stack(flat).to(scored.device)))
+        scores = Scores(*(scatter_to_mask(x, scored) for x in torch.stack(flat).to(scored.device)))
         if self.score_hook and batch.token_weights is not None and torch.is_grad_enabled():
-            reading = Reading(head, self.temperature, self.entropy_grad, *(reference or (None, None)), among)
+            reading = ScoreContext(head, self.temperature, self.entropy_grad, *(reference or (None, None)), among)
             still = Scores(*(x.detach() for x in scores if x is not None))
             self.score_hook(batch, still, hidden.detach(), reading)
         return scores
 
-    def examine(self, batch: Batch) -> Examined:
+    def examine(self, batch: Batch) -> TokenStatistics:
         """What the distributions of the response tokens look like, row by row."""
         (hidden, head), tokens = (
             self.compute_hidden_states(batch),
             batch.response_ids[batch.scored_mask].to(self.device),
         )
-        reading = Reading(head, self.temperature, False, None, None, batch.get_sampling_mask(self.device))
-        return examined(hidden, tokens, reading)
+        reading = ScoreContext(head, self.temperature, False, None, None, batch.get_sampling_mask(self.device))
+        return compute_token_statistics(hidden, tokens, reading)
 
-    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, Head]:
+    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]:
         """The states [N, D] that the N scored tokens of a batch are predicted from, and the head that reads them."""
         if self.decoder is None:
-            return self.compute_hidden_states_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
-        hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
-        return hidden, Head(*head)
+            return self.compute_hidden_states_by_transformers(batch).to(self.dtype), get_lm_head(self.model, self.dtype)
+        hidden, head = compute_hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
+        return hidden, LMHead(*head)
 
     def compute_hidden_states_by_transformers(self, batch: Batch) -> Tensor:
-        input_ids, starts = whole_sequences(batch)
-        if input_ids.shape[1] > (most := longest(self.model.config.get_text_config())):
+        input_ids, starts = join_sequences(batch)
+        if input_ids.shape[1] > (most := get_context_length(self.model.config.get_text_config())):
             raise UserError(f"a row of {input_ids.shape[1]} tokens is longer than what this model reads, {most}")
         # transformers recomputes activations only in train mode; dropout is silenced in both.
         self.model.train(self.gradient_checkpointing)
@@ -113,7 +117,7 @@ class Scorer(nn.Module):
         return hidden[row.to(hidden.device), (starts[row] + t - 1).to(hidden.device)]
 
     @torch.no_grad()
-    def compute_ref_hidden_states(self, batch: Batch) -> tuple[Tensor, Head] | None:
+    def compute_ref_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead] | None:
         if self.reference is None:
             return None
         hidden, head = self.reference.compute_hidden_states(batch)
@@ -123,7 +127,7 @@ class Scorer(nn.Module):
 
     def embed(self, batch: Batch, layer: int) -> Tensor:
         """[B, D]: the output of a layer at the sampled tokens, averaged."""
-        input_ids, starts = whole_sequences(batch)
+        input_ids, starts = join_sequences(batch)
         self.model.eval()
         with self.autocast():
             output = self.model.base_model(
@@ -138,12 +142,12 @@ class Scorer(nn.Module):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
 
 
-def scattered(flat: Tensor, mask: Tensor) -> Tensor:
+def scatter_to_mask(flat: Tensor, mask: Tensor) -> Tensor:
     """Spread values [N] over the true places of a mask [B, T]; 0 elsewhere."""
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
-def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
+def join_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
     """Prompt and response of each row joined and padded on the right, [B, S]; where each response starts, [B]."""
     prompts = [torch.tensor(ids, device=batch.response_mask.device) for ids in batch.prompt_ids]
     lengths = batch.response_mask.sum(-1).tolist()
@@ -157,35 +161,37 @@ def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True), starts
 
 
-def head_of(model: PreTrainedModel, dtype: torch.dtype) -> Head:
+def get_lm_head(model: PreTrainedModel, dtype: torch.dtype) -> LMHead:
     config: Any = model.config.get_text_config()
     output: Any = model.get_output_embeddings()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     bias = None if getattr(output, "bias", None) is None else output.bias.to(dtype)
     softcap = getattr(config, "final_logit_softcapping", None) or 0.0
-    return Head(output.weight.detach().to(dtype), output.weight, bias, scale, softcap)
+    return LMHead(output.weight.detach().to(dtype), output.weight, bias, scale, softcap)
 
 
-def check_head(model: PreTrainedModel) -> None:
+def check_lm_head(model: PreTrainedModel) -> None:
     """UserError where the architecture does something to its logits that `head_of` does not know, reads what is still
     to come, or cannot be scored at all.
     """
     kind = type(model).__name__
     try:
-        fault = head_fault(model)
-    except FAULTS as error:
-        fault = f"cannot be scored here ({said(error)})"
+        fault = find_lm_head_fault(model)
+    except MODEL_ERRORS as error:
+        fault = f"cannot be scored here ({format_error_line(error)})"
     if fault:
         raise UserError(f"policy.model: {kind} {fault}: not supported")
 
 
 @torch.no_grad()
-def head_fault(model: PreTrainedModel) -> str:
+def find_lm_head_fault(model: PreTrainedModel) -> str:
     """In fp32 behind the output layer, whatever the dtype of the weights: a soft-cap in bf16 is off by 1%."""
-    ids, head = torch.arange(1, 5, device=model.device)[None], head_of(model, model.dtype)
+    ids, head = torch.arange(1, 5, device=model.device)[None], get_lm_head(model, model.dtype)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     begun = model.base_model(input_ids=ids[:, :2], use_cache=False).last_hidden_state[0]
-    if apart(begun.float(), hidden[:2].float()) > APART.get(model.dtype, HALF):
+    if measure_relative_difference(begun.float(), hidden[:2].float()) > LOGIT_TOLERANCES.get(
+        model.dtype, HALF_PRECISION_TOLERANCE
+    ):
         return "reads tokens that are still to come, and is no causal language model"
     ours = head.compute_logits(hidden.to(model.dtype))
     product, output = head._replace(scale=1.0, softcap=0.0), cast(nn.Module, model.get_output_embeddings())

@@ -6,30 +6,31 @@ transformers cannot read them, call_forms.py looks for them. What is no call rem
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from pellucid.policy.call_forms import FAULTS, MARKS, THINK, find, one_line
-from pellucid.policy.literal import specials
-from pellucid.policy.texts import without_end
-from pellucid.protocols import Said
-from pellucid.types import Message
+from pellucid.policy.chat_template import get_special_tokens
+from pellucid.policy.text import strip_eos
+from pellucid.types import Message, PolicyTurn
 
-Tools = Sequence[Mapping[str, Any]]
+ToolSchemas = Sequence[Mapping[str, Any]]
 
 
-def read(
+def parse_turn(
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     context: Sequence[int],
-    tools: Tools,
+    tools: ToolSchemas,
     eos_ids: Collection[int] = (),
     cut_characters: int = 0,
-) -> Said:
+) -> PolicyTurn:
     """Return the message that was sampled as `ids`, its end included, behind the token ids `context`.
 
     Without tools no call is looked for.
@@ -38,33 +39,35 @@ def read(
         eos_ids: the ends of sequence, which a tokenizer may not flag as special.
         cut: the number of characters to leave out at the end: a stop string, and what its last token has after it.
     """
-    whole, ids = ids, without_end(ids, eos_ids)
-    content = without_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
+    whole, ids = ids, strip_eos(ids, eos_ids)
+    content = strip_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
     if not tools:
-        return Said({"role": "assistant", "content": content})
-    known, fault = read_by_template(tokenizer, whole, context, tools, eos_ids, cut_characters)
+        return PolicyTurn({"role": "assistant", "content": content})
+    known, fault = parse_by_response_template(tokenizer, whole, context, tools, eos_ids, cut_characters)
     if known:
         return known
     names = {str(tool.get("function", tool).get("name")) for tool in tools}
-    if found := find(
-        without_tail(marked_text(tokenizer, ids), cut_characters), begins_in_thought(tokenizer, context), names
+    if found := find_calls(
+        strip_tail(decode_with_call_markers(tokenizer, ids), cut_characters),
+        ends_with_think_tag(tokenizer, context),
+        names,
     ):
-        return said({"role": "assistant", "content": found.text}, found.calls, found.faults)
-    return Said({"role": "assistant", "content": content}, (fault,) if fault else ())
+        return build_turn({"role": "assistant", "content": found.text}, found.calls, found.faults)
+    return PolicyTurn({"role": "assistant", "content": content}, (fault,) if fault else ())
 
 
-def without_tail(text: str, characters: int) -> str:
+def strip_tail(text: str, characters: int) -> str:
     return text[: len(text) - characters] if characters else text
 
 
-def read_by_template(
+def parse_by_response_template(
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     context: Sequence[int],
-    tools: Tools,
+    tools: ToolSchemas,
     eos_ids: Collection[int] = (),
     cut_characters: int = 0,
-) -> tuple[Said | None, str]:
+) -> tuple[PolicyTurn | None, str]:
     """Return what transformers reads, or why it cannot; neither where the tokenizer does not say how."""
     takes = signature(tokenizer.parse_response).parameters
     # Before 5.13 it was a schema, and what stands before an answer did not count.
@@ -73,50 +76,52 @@ def read_by_template(
     told = {"prefix": list(context), "tools": [dict(tool) for tool in tools]}
     # An answer that is cut ends before its last token, so that it is given as text.
     sampled: Any = (
-        without_tail(str(tokenizer.decode(list(without_end(ids, eos_ids)))), cut_characters)
+        strip_tail(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
         if cut_characters
         else list(ids)
     )
     try:
         message: Any = tokenizer.parse_response(sampled, **{name: told[name] for name in told if name in takes})
-    except FAULTS as error:
-        return None, one_line(error)
+    except PARSE_ERRORS as error:
+        return None, format_one_line(error)
     calls = message.pop("tool_calls", None) or ()
-    content = (message.get("content") or "").removesuffix("" if cut_characters else end_of(tokenizer, ids, eos_ids))
-    return said({**message, "role": "assistant", "content": content}, calls), ""
+    content = (message.get("content") or "").removesuffix(
+        "" if cut_characters else get_end_text(tokenizer, ids, eos_ids)
+    )
+    return build_turn({**message, "role": "assistant", "content": content}, calls), ""
 
 
-def end_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos_ids: Collection[int]) -> str:
+def get_end_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos_ids: Collection[int]) -> str:
     """Return the text of the last token where that is special, or an end of sequence."""
     last = str(tokenizer.decode(list(ids[-1:]), skip_special_tokens=False))
-    return last if last in specials(tokenizer) or without_end(ids, eos_ids) != ids else ""
+    return last if last in get_special_tokens(tokenizer) or strip_eos(ids, eos_ids) != ids else ""
 
 
-def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decode_with_call_markers(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return the text without special tokens, save those that mark calls."""
-    unmarked: Any = tokenizer.convert_tokens_to_ids(list(specials(tokenizer) - MARKS))
+    unmarked: Any = tokenizer.convert_tokens_to_ids(list(get_special_tokens(tokenizer) - CALL_MARKERS))
     left_out = set(unmarked)
     return str(tokenizer.decode([id for id in ids if id not in left_out], skip_special_tokens=False))
 
 
-def begins_in_thought(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> bool:
-    return str(tokenizer.decode(list(context[-8:]), skip_special_tokens=False)).rstrip().endswith(THINK)
+def ends_with_think_tag(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> bool:
+    return str(tokenizer.decode(list(context[-8:]), skip_special_tokens=False)).rstrip().endswith(THINK_OPEN)
 
 
-def said(message: Message, calls: Sequence[Any], faults: Sequence[str] = ()) -> Said:
+def build_turn(message: Message, calls: Sequence[Any], faults: Sequence[str] = ()) -> PolicyTurn:
     """Return the message with those of its calls that can be read."""
     readable: list[dict[str, Any]] = []
     unreadable = list(faults)
     for value in calls:
         try:
-            readable.append(function_of(value))
-        except FAULTS as error:
-            unreadable.append(one_line(error))
+            readable.append(parse_function(value))
+        except PARSE_ERRORS as error:
+            unreadable.append(format_one_line(error))
     numbered = [{"id": f"call_{i}", "type": "function", "function": call} for i, call in enumerate(readable)]
-    return Said({**message, "tool_calls": numbered} if numbered else message, tuple(unreadable))
+    return PolicyTurn({**message, "tool_calls": numbered} if numbered else message, tuple(unreadable))
 
 
-def function_of(value: Any) -> dict[str, Any]:
+def parse_function(value: Any) -> dict[str, Any]:
     """Return the name and the arguments of a call. ValueError where it does not have them."""
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict):
@@ -126,16 +131,216 @@ def function_of(value: Any) -> dict[str, Any]:
         raise ValueError("no name")
     try:
         arguments = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
-        name, arguments = json.loads(as_json([name, {} if arguments is None else arguments]))
-    except FAULTS as error:
+        name, arguments = json.loads(dump_strict_json([name, {} if arguments is None else arguments]))
+    except PARSE_ERRORS as error:
         raise ValueError(f"{name}: arguments are not JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise ValueError(f"{name}: arguments are no object: {arguments}")
     return {"name": name, "arguments": arguments}
 
 
-def as_json(value: Any) -> str:
+def dump_strict_json(value: Any) -> str:
     """ValueError for numbers that JSON does not have, and for half a character."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text
+
+
+# ---------------------------------------------------------------- call_forms
+# Calls of tools in a text, in the forms that models share: Hermes, Llama 3, Mistral, plain JSON, Python.
+
+
+TOOL_CALL_OPEN, TOOL_CALL_CLOSE, PYTHON_TAG, MISTRAL_TAG = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+)
+CALL_MARKERS = frozenset((TOOL_CALL_OPEN, TOOL_CALL_CLOSE, PYTHON_TAG, MISTRAL_TAG))
+CALL_START_PATTERN = re.compile("|".join(map(re.escape, (TOOL_CALL_OPEN, PYTHON_TAG, MISTRAL_TAG))))
+CALL_END_PATTERN = re.compile(rf"{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|$")
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+CODE_FENCE = "```"
+JSON_VALUE_PATTERN = re.compile(r"[\s;]*(?=[\[{])")
+NAMED_CALL_PATTERN = re.compile(r'[\[\s]*\{.*?"name"\s*:\s*"([^"]*)"', re.DOTALL)
+PYTHONIC_CALL_PATTERN = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
+"""How a list of calls in Python's form begins."""
+JSON_CONSTANTS = {"true": True, "false": False, "null": None}
+PARSE_ERRORS = (ValueError, TypeError, KeyError, RecursionError)
+"""What is raised for values that cannot be read."""
+JSON_DECODER = json.JSONDecoder()
+MAX_UNREADABLE_CALLS = 100
+"""After so many unreadable calls the rest of a turn is text: each one costs a look at all of it."""
+
+
+class ParsedCalls(NamedTuple):
+    """The calls of a text."""
+
+    calls: tuple[Any, ...]
+    """JSON values, whether or not they have what a call must have."""
+    faults: tuple[str, ...] = ()
+    """Of what was marked as a call and is no JSON what is wrong with it, in a line."""
+    text: str = ""
+    """What else it says."""
+
+
+def find_calls(text: str, thinking: bool, names: set[str]) -> ParsedCalls | None:
+    """Return the calls of a text, of tools of these names or others; None where it has none.
+
+    thinking: whether it begins inside a thought. What is written in thoughts is no call.
+    """
+    thought, spoken = "", text
+    if thinking or text.lstrip().startswith(THINK_OPEN):
+        before, end, spoken = text.partition(THINK_CLOSE)
+        thought = before + end
+    found = parse_bare_calls(spoken.strip(), names) or parse_marked_calls(spoken)
+    return found and found._replace(text=join_texts(thought, found.text))
+
+
+def join_texts(*texts: str) -> str:
+    return "\n".join(filter(None, (text.strip() for text in texts)))
+
+
+def format_one_line(value: Any) -> str:
+    """Return the beginning of a text as one line, without half characters, which cannot be encoded."""
+    return " ".join(str(value)[:1000].split())[:200].encode(errors="backslashreplace").decode()
+
+
+def parse_marked_calls(text: str) -> ParsedCalls | None:
+    """Return the calls behind marks; None where there is no mark."""
+    kept: list[str] = []
+    calls: list[Any] = []
+    faults: list[str] = []
+    at = 0
+    while len(faults) < MAX_UNREADABLE_CALLS and (mark := CALL_START_PATTERN.search(text, at)):
+        kept.append(text[at : mark.start()])
+        values, fault, at = (parse_enclosed_calls if mark[0] == TOOL_CALL_OPEN else parse_json_sequence)(
+            text, mark.end()
+        )
+        calls += values
+        faults += filter(None, [fault])
+    return ParsedCalls(tuple(calls), tuple(faults), join_texts(*kept, text[at:])) if kept else None
+
+
+def parse_enclosed_calls(text: str, at: int) -> tuple[list[Any], str, int]:
+    """Read calls as `sequence` does, up to a closing tag; where that is missing, the text goes on behind the JSON."""
+    values, fault, rest = parse_json_sequence(text, at)
+    end = CALL_END_PATTERN.search(text, at if fault else rest)
+    assert end is not None
+    if fault:
+        return values, fault, end.end()
+    if end[0] and text[rest : end.start()].strip():
+        return [], f"not JSON: behind it stands {format_one_line(text[rest : end.start()])}", end.end()
+    return values, "", end.end() if end[0] else rest
+
+
+def parse_json_sequence(text: str, at: int) -> tuple[list[Any], str, int]:
+    """Read the JSON values that stand at a place of a text, one behind the other or in a list, with semicolons or not.
+
+    Returns:
+        The values, what is wrong with the one after them, and where the rest of the text begins.
+    """
+    values: list[Any] = []
+    end = at
+    try:
+        while start := JSON_VALUE_PATTERN.match(text, end):
+            value, end = JSON_DECODER.raw_decode(text, start.end())
+            values += value if isinstance(value, list) else [value]
+    except PARSE_ERRORS as error:
+        return values, f"not JSON: {format_one_line(error)}", len(text)
+    if end > at:
+        return values, "", end
+    return [], f"not JSON: {format_one_line(text[at : at + 1000]) or 'nothing'}", len(text)
+
+
+def parse_bare_calls(text: str, names: set[str]) -> ParsedCalls | None:
+    """Return the calls of a text that is nothing but calls; None where it is something else.
+
+    What is not quite JSON, or Python, is a call where it begins as one of a tool that there is.
+    """
+    body = strip_fence(text)
+    if name := find_pythonic_name(body):
+        return parse_pythonic_calls(body, name in names)
+    if not body.startswith(("[", "{")):
+        return None
+    values, fault, rest = parse_json_sequence(body, 0)
+    calls = [value for value in values if is_call(value, names)]
+    if fault:
+        begun = NAMED_CALL_PATTERN.match(body)
+        return ParsedCalls(tuple(calls), (fault,)) if begun and begun[1] in names else None
+    return ParsedCalls(tuple(values)) if values and not body[rest:].strip() and calls == values else None
+
+
+def strip_fence(text: str) -> str:
+    """Return what stands in a fence of three backticks, on lines of its own, where that is the whole text."""
+    if not (len(text) >= 2 * len(CODE_FENCE) and text.startswith(CODE_FENCE) and text.endswith(CODE_FENCE)):
+        return text
+    inside = text[len(CODE_FENCE) : -len(CODE_FENCE)].removeprefix("json")
+    before = inside[: len(inside) - len(inside.lstrip())]
+    after = inside[len(inside.rstrip()) :]
+    return inside.strip() if "\n" in before and "\n" in after else text
+
+
+def find_pythonic_name(text: str) -> str:
+    """Return the name of the first call where a text is a list of calls in Python's form; else nothing."""
+    begun = PYTHONIC_CALL_PATTERN.match(text)
+    end = text.removesuffix("]").rstrip().removesuffix(",").rstrip()
+    return begun[1] if begun and text.endswith("]") and end.endswith(")") and len(end) > begun.end() else ""
+
+
+def is_call(value: Any, names: set[str]) -> bool:
+    """Return whether a JSON value is a call even where nothing marks it as one."""
+    if isinstance(value, dict) and "function" in value:
+        return value.keys() <= {"id", "type", "function"} and is_function(value["function"], names)
+    return is_function(value, names)
+
+
+def is_function(value: Any, names: set[str]) -> bool:
+    """Return whether a JSON value is a name with arguments, and nothing else.
+
+    Without arguments it is one only if `names`, those of the tools, have its name.
+    """
+    if not isinstance(value, dict) or "function" in value:
+        return False
+    arguments = value.get("arguments", value.get("parameters"))
+    known = {"id", "type", "name", "arguments", "parameters"}
+    name = value.get("name")
+    if not isinstance(name, str) or not value.keys() <= known:
+        return False
+    return name in names if arguments is None else isinstance(arguments, dict | str)
+
+
+def parse_pythonic_calls(text: str, is_known_tool: bool) -> ParsedCalls | None:
+    """Return the calls of a list in Python's form; where one cannot be read, why not, or None if it is no tool's."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of backslashes that mean nothing to it
+            tree = ast.parse(text, mode="eval").body
+        return ParsedCalls(tuple(parse_python_call(node) for node in getattr(tree, "elts", ())))
+    except (SyntaxError, MemoryError, *PARSE_ERRORS) as error:
+        return ParsedCalls((), (f"no calls: {format_one_line(error)}",)) if is_known_tool else None
+
+
+def parse_python_call(node: ast.expr) -> dict[str, Any]:
+    """ValueError where a node is no call, or has other arguments than literals with names."""
+    if not isinstance(node, ast.Call):
+        raise ValueError(f"{ast.unparse(node)} is none")
+    if node.args or not all(keyword.arg for keyword in node.keywords):
+        raise ValueError(f"{ast.unparse(node)} has arguments without names")
+    arguments = {keyword.arg: evaluate_literal(keyword.value) for keyword in node.keywords}
+    return {"name": ast.unparse(node.func), "arguments": arguments}
+
+
+def evaluate_literal(node: ast.expr | None) -> Any:
+    """Return the value of a literal, in which the words of JSON may stand."""
+    if isinstance(node, ast.Name) and node.id in JSON_CONSTANTS:
+        return JSON_CONSTANTS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [evaluate_literal(element) for element in node.elts]
+    if isinstance(node, ast.Dict):
+        return {
+            evaluate_literal(key): evaluate_literal(value) for key, value in zip(node.keys, node.values, strict=True)
+        }
+    if node is None:
+        raise ValueError("** takes no arguments apart")
+    return ast.literal_eval(node)

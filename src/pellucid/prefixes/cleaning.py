@@ -5,47 +5,49 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_FENCE = re.compile(r"```(?:[A-Za-z][\w+-]*[ \t]*(?=\n))?")
-_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning|answer)\s*>", re.IGNORECASE)
+_CODE_FENCE = re.compile(r"```(?:[A-Za-z][\w+-]*[ \t]*(?=\n))?")
+_REASONING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning|answer)\s*>", re.IGNORECASE)
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>]*\|>|</?s>")
 _END_OF_THINKING = re.compile(r"</(?:think|thinking|thought|reasoning)\s*>", re.IGNORECASE)
-_ANSWER = re.compile(r"<answer\s*>.*", re.IGNORECASE | re.DOTALL)
+_ANSWER_BLOCK = re.compile(r"<answer\s*>.*", re.IGNORECASE | re.DOTALL)
 _LABEL = re.compile(
     r"^(?:[ \t#>*_-]*(?:my )?(?:(?:thinking|thought|reasoning)(?: process)?|thoughts|chain of thought"
     r"|first (?:one or two )?sentences?|prefix|思考过程|思考|思路|推理)[ \t]*[*_]*[:：][*_]*\s*)+",
     re.IGNORECASE | re.MULTILINE,
 )
-_CLOSING = "\"'”’)\\]」』）》"
+_CLOSING_MARKS = "\"'”’)\\]」』）》"
 # No operator may follow a boundary: "5! = 120" and "5! + 1" are one sentence each.
 # A run of points is tried at its beginning alone, or a model that writes a million of them would take hours.
-_BOUNDARY = re.compile(rf"(?<![.!?])[.!?]+[{_CLOSING}]*(?=\s+[^\s=+*/<>^-]|\s*$)|[。！？]+[{_CLOSING}]*")
+_SENTENCE_END = re.compile(
+    rf"(?<![.!?])[.!?]+[{_CLOSING_MARKS}]*(?=\s+[^\s=+*/<>^-]|\s*$)|[。！？]+[{_CLOSING_MARKS}]*"
+)
 _ABBREVIATION = re.compile(r"(?<![^\s(])(?:e\.g|i\.e|vs|cf|approx|Mr|Mrs|Ms|Dr|St|Fig|Eq)\.$")
-_LONGEST_ABBREVIATION = 7
-_NUMBER_OF_A_LIST = re.compile(r"\s*\d+\.")
+_MAX_ABBREVIATION_CHARS = 7
+_LIST_NUMBER = re.compile(r"\s*\d+\.")
 
 
-def thinking(text: str) -> str:
+def extract_thinking(text: str) -> str:
     """Return the thinking before the answer, where tags separate them: a prefix must not give the answer away.
 
     Where the thinking is empty, return the text behind it.
 
     Example: thinking("<think>3 and 4.</think><answer>7</answer>") == "<think>3 and 4."
     """
-    pieces = _END_OF_THINKING.split(_ANSWER.sub("", text))
-    return next((piece for piece in pieces if clean(piece)), "")
+    pieces = _END_OF_THINKING.split(_ANSWER_BLOCK.sub("", text))
+    return next((piece for piece in pieces if clean_text(piece)), "")
 
 
-def clean(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return the text as one line without tags, special tokens, code fences and labels.
 
     Example: clean("**Thinking:** <think>First,\\n 3 < 4.</think>") == "First, 3 < 4."
     """
     writable = text.encode(errors="ignore").decode()  # JSON can hold a lone surrogate, a file cannot
-    unfenced = _TAG.sub(" ", _FENCE.sub(" ", _SPECIAL_TOKEN.sub(" ", writable)))
+    unfenced = _REASONING_TAG.sub(" ", _CODE_FENCE.sub(" ", _SPECIAL_TOKEN.sub(" ", writable)))
     return " ".join(_LABEL.sub("", unfenced).split())
 
 
-def first_sentences(text: str, n: int) -> str:
+def take_first_sentences(text: str, n: int) -> str:
     """Return the first n sentences, or the whole text where it has no more.
 
     Points in numbers, abbreviations and the numbers of a list end no sentence.
@@ -53,10 +55,10 @@ def first_sentences(text: str, n: int) -> str:
     Example: first_sentences("Pi is 3.14. Square it. Done.", 2) == "Pi is 3.14. Square it."
     """
     start = 0
-    for boundary in _BOUNDARY.finditer(text):
+    for boundary in _SENTENCE_END.finditer(text):
         end = boundary.end()
-        abbreviated = _ABBREVIATION.search(text, max(start, end - _LONGEST_ABBREVIATION), end)
-        if abbreviated or _NUMBER_OF_A_LIST.fullmatch(text, start, end):
+        abbreviated = _ABBREVIATION.search(text, max(start, end - _MAX_ABBREVIATION_CHARS), end)
+        if abbreviated or _LIST_NUMBER.fullmatch(text, start, end):
             continue
         start, n = end, n - 1
         if n == 0:
@@ -64,7 +66,7 @@ def first_sentences(text: str, n: int) -> str:
     return text
 
 
-def first_tokens(text: str, n: int, tokenizer: Any) -> str:
+def take_first_tokens(text: str, n: int, tokenizer: Any) -> str:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) <= n:
         return text

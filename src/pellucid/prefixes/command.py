@@ -15,26 +15,25 @@ from typing import Annotated, Any
 from rich.progress import Progress
 from tyro.conf import Positional, Suppress, arg
 
-from pellucid import config, recipes
+from pellucid import config
 from pellucid.config import Config
-from pellucid.machine.harmless import harmless
-from pellucid.machine.imports import uncollected
-from pellucid.machine.interrupts import INTERRUPTED
-from pellucid.machine.locks import locked
-from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
+from pellucid.prefixes.cleaning import clean_text, extract_thinking, take_first_sentences, take_first_tokens
 from pellucid.prefixes.journal import Journal
-from pellucid.prefixes.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
-from pellucid.protocols import with_split
-from pellucid.tasks.prefixed import SOURCES
-from pellucid.tasks.wrappers import innermost, seeded
-from pellucid.training.evaluate import held_out
-from pellucid.types import Prompt, Sampling, UserError
+from pellucid.prefixes.teacher import Teacher, TeacherEndpoint, UnansweredError, build_messages, check_base_url
+from pellucid.tasks.prefixed import PREFIX_SOURCES
+from pellucid.tasks.wrappers import get_innermost_task, with_seed
+from pellucid.training.evaluate import sample_held_out_prompts
+from pellucid.types import Prompt, Sampling, UserError, with_split
+from pellucid.utils.files import hold_lock
+from pellucid.utils.hardware import pause_garbage_collection
+from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS
+from pellucid.utils.text import escape_controls
 
-ROWS = 64
+STUDENT_BATCH_ROWS = 64
 """How many prefixes a student decodes between two writes to the journal."""
-EVERY = 10
+PROGRESS_INTERVAL_SECONDS = 10
 """Seconds between two lines of progress where there is no terminal."""
-LEAST = {
+MIN_VALUES = {
     "n": 1,
     "per_question": 1,
     "workers": 1,
@@ -45,7 +44,7 @@ LEAST = {
     "sentences": 1,
     "truncate_tokens": 0,
 }
-Read = Callable[[str], str]
+PrefixExtractor = Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -87,20 +86,20 @@ class Prefixes:
     settings: Suppress[tuple[str, ...]] = ()
 
     def __call__(self) -> int:
-        check(self)
-        cfg = config.load(recipes.find(self.recipe), self.settings)
+        check_options(self)
+        cfg = config.load_config(config.find_recipe(self.recipe), self.settings)
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        writing = locked(self.output.with_name(f".{self.output.name}.lock"), f"writes {self.output}")
+        writing = hold_lock(self.output.with_name(f".{self.output.name}.lock"), f"writes {self.output}")
         try:
             with writing:
-                return collect(cfg, self)
+                return collect_prefixes(cfg, self)
         except KeyboardInterrupt:
-            print(harmless(f"stopped; nothing is lost: the same command goes on with {self.output}"), flush=True)
-            os._exit(INTERRUPTED)  # a normal exit would wait for every request under way
+            print(escape_controls(f"stopped; nothing is lost: the same command goes on with {self.output}"), flush=True)
+            os._exit(INTERRUPTED_EXIT_STATUS)  # a normal exit would wait for every request under way
 
 
-def check(options: Prefixes) -> None:
-    for name, least in LEAST.items():
+def check_options(options: Prefixes) -> None:
+    for name, least in MIN_VALUES.items():
         if not least <= getattr(options, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
     if not 0 < options.timeout < float("inf"):
@@ -109,21 +108,25 @@ def check(options: Prefixes) -> None:
         raise UserError("nobody is there to ask: name --teacher MODEL, --student MODEL, or both")
     if options.output.is_dir():
         raise UserError(f"--output {options.output} is a folder: name a file in it")
-    checked(options.base_url)
+    check_base_url(options.base_url)
 
 
 # ---------------------------------------------------------------- the whole
 
 
-def collect(cfg: Config, options: Prefixes) -> int:
-    sources = [source for source in SOURCES if getattr(options, source)]
-    prompts = questions(seeded(cfg.task, cfg.algorithm.seed), options.n)
-    journal = Journal(options.output, settings_of(cfg, options))
+def collect_prefixes(cfg: Config, options: Prefixes) -> int:
+    sources = [source for source in PREFIX_SOURCES if getattr(options, source)]
+    prompts = sample_questions(with_seed(cfg.task, cfg.algorithm.seed), options.n)
+    journal = Journal(options.output, get_prefix_settings(cfg, options))
     missing = journal.list_missing(prompts, sources, options.per_question)
     if not missing and not journal.has_journal:
-        print(harmless(f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"))
+        print(
+            escape_controls(
+                f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"
+            )
+        )
         return 0
-    complaints = ask_all(cfg, options, prompts, journal, len(missing)) if missing else []
+    complaints = request_missing_prefixes(cfg, options, prompts, journal, len(missing)) if missing else []
     journal.write_output(prompts)
     if missing := journal.list_missing(prompts, sources, options.per_question):
         raise UserError(
@@ -131,29 +134,31 @@ def collect(cfg: Config, options: Prefixes) -> int:
             " command asks for those alone"
         )
     journal.path.unlink()
-    print(harmless(f"prefixes {options.output}"))
+    print(escape_controls(f"prefixes {options.output}"))
     return 0
 
 
-def ask_all(cfg: Config, options: Prefixes, prompts: Sequence[Prompt], journal: Journal, missing: int) -> list[str]:
+def request_missing_prefixes(
+    cfg: Config, options: Prefixes, prompts: Sequence[Prompt], journal: Journal, missing: int
+) -> list[str]:
     """Ask for all missing prefixes. Return why some are still missing."""
-    read = reader(cfg, options)
+    read = make_prefix_extractor(cfg, options)
     # Both are made ready before either is asked: an error found later would cost the time of the first.
-    teacher = Teacher(endpoint_of(options), read) if options.teacher else None
+    teacher = Teacher(make_endpoint(options), read) if options.teacher else None
     student = load_student(cfg, options) if options.student else None
     print(f"asks for {missing} prefixes of {len(prompts)} questions, {len(journal.texts)} are there", flush=True)
-    with journal.open(), progress(missing) as advance:
+    with journal.open(), show_progress(missing) as advance:
         complaints = ask_teacher(teacher, options, prompts, journal, advance) if teacher else []
         complaints += ask_student(student, options, prompts, journal, read, advance) if student else []
     return complaints
 
 
-def questions(task: Any, n: int) -> list[Prompt]:
+def sample_questions(task: Any, n: int) -> list[Prompt]:
     """Return up to n different questions from the train split of the innermost task."""
-    return held_out(with_split(innermost(task), "train"), n)
+    return sample_held_out_prompts(with_split(get_innermost_task(task), "train"), n)
 
 
-def settings_of(cfg: Config, options: Prefixes) -> dict[str, Any]:
+def get_prefix_settings(cfg: Config, options: Prefixes) -> dict[str, Any]:
     """Return the settings that decide what a prefix is.
 
     How many prefixes are wanted and the endpoint's address may change between two runs with the same output.
@@ -162,11 +167,11 @@ def settings_of(cfg: Config, options: Prefixes) -> dict[str, Any]:
     names += [] if options.truncate_tokens else ["sentences"]
     settings = {name: getattr(options, name) for name in names}
     tokenizer = {"tokenizer": options.student or cfg.policy.model} if options.truncate_tokens else {}
-    return {"recipe": str(options.recipe), "task": config.dump(cfg)["task"], **settings, **tokenizer}
+    return {"recipe": str(options.recipe), "task": config.dump_config(cfg)["task"], **settings, **tokenizer}
 
 
-def endpoint_of(options: Prefixes) -> Endpoint:
-    return Endpoint(
+def make_endpoint(options: Prefixes) -> TeacherEndpoint:
+    return TeacherEndpoint(
         base_url=options.base_url,
         model=options.teacher,
         key_env=options.key_env,
@@ -178,18 +183,18 @@ def endpoint_of(options: Prefixes) -> Endpoint:
     )
 
 
-def reader(cfg: Config, options: Prefixes) -> Read:
+def make_prefix_extractor(cfg: Config, options: Prefixes) -> PrefixExtractor:
     """Return the function that makes a prefix of what a model wrote; its result is empty where there is none."""
     if not options.truncate_tokens:
-        return lambda text: first_sentences(clean(thinking(text)), options.sentences)
-    with uncollected():
-        from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds: not every run needs it
+        return lambda text: take_first_sentences(clean_text(extract_thinking(text)), options.sentences)
+    with pause_garbage_collection():
+        from pellucid.policy import load  # noqa: PLC0415 - torch takes seconds: not every run needs it
 
     name = options.student or cfg.policy.model
     if note := cfg.policy.get_access(name).format_warning(name):
-        print(harmless(f"! {note}"), flush=True)
-    tokenizer = pretrained.tokenizer(name, cfg.policy.get_access(name))
-    return lambda text: first_tokens(clean(thinking(text)), options.truncate_tokens, tokenizer)
+        print(escape_controls(f"! {note}"), flush=True)
+    tokenizer = load.load_tokenizer(name, cfg.policy.get_access(name))
+    return lambda text: take_first_tokens(clean_text(extract_thinking(text)), options.truncate_tokens, tokenizer)
 
 
 # ---------------------------------------------------------------- the two sources
@@ -224,10 +229,10 @@ def ask_teacher(
 
 
 def load_student(cfg: Config, options: Prefixes) -> Any:
-    with uncollected():
+    with pause_garbage_collection():
         from pellucid.prefixes import student  # noqa: PLC0415 - as in reader
 
-    return student.load(cfg, options.student)
+    return student.load_student_sampler(cfg, options.student)
 
 
 def ask_student(
@@ -235,7 +240,7 @@ def ask_student(
     options: Prefixes,
     prompts: Sequence[Prompt],
     journal: Journal,
-    extract_prefix: Read,
+    extract_prefix: PrefixExtractor,
     advance: Callable[[], None],
 ) -> list[str]:
     """Ask the student for its missing prefixes. Return why some are still missing.
@@ -244,11 +249,11 @@ def ask_student(
     """
     size = options.per_question
     sampling = Sampling(size, options.temperature, options.max_tokens)
-    prompts, complaints = fitting(student, prompts, sampling)
-    at_once = max(1, ROWS // size)
+    prompts, complaints = select_fitting_prompts(student, prompts, sampling)
+    at_once = max(1, STUDENT_BATCH_ROWS // size)
     for start in range(0, len(prompts), at_once):
         batch = prompts[start : start + at_once]
-        asked = [replace(prompt, id=prompt.key, text=messages_of(prompt)) for prompt in batch]
+        asked = [replace(prompt, id=prompt.key, text=build_messages(prompt)) for prompt in batch]
         for attempt in range(options.retries + 1):
             missing = set(journal.list_missing(batch, ["student"], size))
             if not missing:
@@ -264,17 +269,19 @@ def ask_student(
     return complaints
 
 
-def fitting(student: Any, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[Prompt], list[str]]:
+def select_fitting_prompts(
+    student: Any, prompts: Sequence[Prompt], sampling: Sampling
+) -> tuple[list[Prompt], list[str]]:
     """Return the questions that leave the student room for an answer, and a complaint for each prefix of the others."""
     longest = student.policy.context_length - sampling.max_tokens
-    lengths = [len(student.policy.encode(replace(prompt, text=messages_of(prompt)))) for prompt in prompts]
+    lengths = [len(student.policy.encode(replace(prompt, text=build_messages(prompt)))) for prompt in prompts]
     fits = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= longest]
     said = f"a question of {max(lengths)} tokens is too long for the student: lower --max-tokens, or name another"
     return fits, [said] * (len(prompts) - len(fits)) * sampling.n
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
+def show_progress(total: int) -> Iterator[Callable[[], None]]:
     """Show progress, a bar on a terminal, a line now and then in a file. Yield the function that counts one prefix."""
     if sys.stdout.isatty():
         with Progress() as bar:
@@ -286,7 +293,7 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
     def advance() -> None:
         nonlocal done, shown
         done += 1
-        if time.monotonic() - shown >= EVERY:
+        if time.monotonic() - shown >= PROGRESS_INTERVAL_SECONDS:
             shown = time.monotonic()
             print(f"{done} of {total}", flush=True)
 

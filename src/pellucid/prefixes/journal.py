@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from pellucid.machine.disk import write_whole
-from pellucid.tasks.prefixed import SOURCES
+from pellucid.tasks.prefixed import PREFIX_SOURCES
 from pellucid.types import Prompt, UserError
+from pellucid.utils.files import write_file_atomically
 
-Slot = tuple[str, str, int]
+PrefixKey = tuple[str, str, int]
 """The question, the source, and the number of a prefix."""
 
 
@@ -28,7 +28,7 @@ class Journal:
         self.settings = json.loads(json.dumps(settings))
         self.answers: dict[str, str] = {}
         """The gold answer to each question that has a prefix."""
-        self.texts: dict[Slot, str] = {}
+        self.texts: dict[PrefixKey, str] = {}
         self.lock, self.file = threading.Lock(), None
         self.has_journal = self.load_journal()
         if not self.has_journal:
@@ -69,7 +69,7 @@ class Journal:
             held = json.loads(self.output.read_text(encoding="utf-8"))
             recipe = held["recipe"]
             for row in held["questions"]:
-                for source in SOURCES:
+                for source in PREFIX_SOURCES:
                     for index, text in enumerate(row[source]):
                         self.store((row["question"], source, index), row["answer"], text)
         except (ValueError, KeyError, TypeError) as error:
@@ -77,10 +77,10 @@ class Journal:
         if recipe != self.settings["recipe"]:
             raise UserError(f"{self.output} holds the prefixes of {recipe}: choose another --output, or remove it")
 
-    def store(self, key: Slot, answer: str, text: str) -> None:
+    def store(self, key: PrefixKey, answer: str, text: str) -> None:
         self.answers[key[0]], self.texts[key] = answer, text
 
-    def list_missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[Slot]:
+    def list_missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[PrefixKey]:
         wanted = ((p.key, source, index) for p in prompts for source in sources for index in range(n))
         return [slot for slot in wanted if slot not in self.texts]
 
@@ -89,18 +89,18 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.has_journal:
             lines = [{"settings": self.settings}, *(self.make_entry(slot) for slot in self.texts)]
-            write_whole(self.path, "".join(map(as_line, lines)))
+            write_file_atomically(self.path, "".join(map(format_line, lines)))
         self.file = self.path.open("a", encoding="utf-8")
         return self.file
 
-    def add(self, key: Slot, answer: str, text: str) -> None:
+    def add(self, key: PrefixKey, answer: str, text: str) -> None:
         with self.lock:
             assert self.file is not None, "open the journal before adding to it"
             self.store(key, answer, text)
-            self.file.write(as_line(self.make_entry(key)))
+            self.file.write(format_line(self.make_entry(key)))
             self.file.flush()
 
-    def make_entry(self, key: Slot) -> dict[str, Any]:
+    def make_entry(self, key: PrefixKey) -> dict[str, Any]:
         question, source, index = key
         answer, text = self.answers[question], self.texts[key]
         return {"question": question, "source": source, "index": index, "answer": answer, "text": text}
@@ -109,14 +109,14 @@ class Journal:
         """Write the output: first these questions in their order, then others that an earlier run asked."""
         answers = {prompt.key: prompt.answer for prompt in prompts}
         rows: dict[str, dict[str, Any]] = {
-            question: {"question": question, "answer": answer, **{source: [] for source in SOURCES}}
+            question: {"question": question, "answer": answer, **{source: [] for source in PREFIX_SOURCES}}
             for question, answer in (answers | self.answers | answers).items()
         }
         for (question, source, _), text in sorted(self.texts.items(), key=lambda entry: entry[0][2]):
             rows[question][source].append(text)
         held = {"recipe": self.settings["recipe"], "questions": list(rows.values())}
-        write_whole(self.output, json.dumps(held, ensure_ascii=False, indent=1) + "\n")
+        write_file_atomically(self.output, json.dumps(held, ensure_ascii=False, indent=1) + "\n")
 
 
-def as_line(entry: Mapping[str, Any]) -> str:
+def format_line(entry: Mapping[str, Any]) -> str:
     return json.dumps(entry, ensure_ascii=False) + "\n"

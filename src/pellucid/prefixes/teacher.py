@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pellucid.machine import endpoint as endpoints
-from pellucid.machine.endpoint import Names, first_cause, unreachable
-from pellucid.machine.extras import extra
 from pellucid.types import Message, Prompt, UserError
+from pellucid.utils import endpoint as endpoints
+from pellucid.utils.endpoint import SettingNames, describe_unreachable, find_first_cause
+from pellucid.utils.plugins import import_extra
 
 INSTRUCTION = (
     "Write only the first one or two sentences of your thinking about this question. Do not solve it, do not give the"
     " answer, and write no labels and no headings."
 )
-NAMES = Names("--base-url", "--teacher", "--key-env")
-CLIENT_WAITS = 120
+SETTING_NAMES = SettingNames("--base-url", "--teacher", "--key-env")
+MAX_CLIENT_WAIT_SECONDS = 120
 """The most seconds that the official client waits; it gives up where an endpoint asks for more."""
-LONGEST_WAIT = 600
+MAX_WAIT_SECONDS = 600
 """The most seconds that we wait where an endpoint asks for it with Retry-After."""
 
 
@@ -30,7 +30,7 @@ class UnansweredError(Exception):
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class TeacherEndpoint:
     base_url: str
     model: str
     key_env: str
@@ -48,16 +48,16 @@ class Endpoint:
 
     def get_key(self) -> str:
         """Return the key. UserError where there is none, except on the loopback, which needs none."""
-        return endpoints.key_of(self.base_url, self.key_env)
+        return endpoints.get_api_key(self.base_url, self.key_env)
 
 
-def checked(base_url: str) -> str:
-    if mistake := endpoints.mistake_in(base_url, NAMES):
+def check_base_url(base_url: str) -> str:
+    if mistake := endpoints.find_address_mistake(base_url, SETTING_NAMES):
         raise UserError(mistake)
     return base_url
 
 
-def messages_of(prompt: Prompt) -> tuple[Message, ...]:
+def build_messages(prompt: Prompt) -> tuple[Message, ...]:
     """Return the messages of a prompt, with the instruction behind the question."""
     whole = prompt.text if not isinstance(prompt.text, str) else ({"role": "user", "content": prompt.text},)
     *before, last = whole
@@ -67,12 +67,12 @@ def messages_of(prompt: Prompt) -> tuple[Message, ...]:
 class Teacher:
     """A teacher for many threads. `read` makes a prefix of an answer; where it finds none, the model is asked again."""
 
-    def __init__(self, endpoint: Endpoint, extract_prefix: Callable[[str], str]) -> None:
+    def __init__(self, endpoint: TeacherEndpoint, extract_prefix: Callable[[str], str]) -> None:
         self.endpoint, self.extract_prefix, self.key = endpoint, extract_prefix, endpoint.get_key()
-        self.openai = extra("openai", "teacher", "--teacher")
-        self.rate_limiter = Pace(endpoint.per_minute)
+        self.openai = import_extra("openai", "teacher", "--teacher")
+        self.rate_limiter = RateLimiter(endpoint.per_minute)
         if endpoint.is_loopback:
-            endpoints.reach(endpoint.base_url, NAMES)
+            endpoints.check_reachable(endpoint.base_url, SETTING_NAMES)
         self.client = self.openai.OpenAI(
             api_key=self.key,
             base_url=endpoint.base_url,
@@ -81,15 +81,15 @@ class Teacher:
             http_client=self.openai.DefaultHttpxClient(
                 event_hooks={
                     "request": [self.rate_limiter.wait_for_turn],
-                    "response": [self.rate_limiter.check_stopped, endpoints.guard],
+                    "response": [self.rate_limiter.check_stopped, endpoints.limit_answer],
                 }
             ),
-            default_headers=endpoints.UNCOMPRESSED,
+            default_headers=endpoints.UNCOMPRESSED_HEADERS,
         )
 
     def ask(self, prompt: Prompt) -> str:
         """Return a prefix. UnansweredError where this request failed for good, UserError where every request would."""
-        messages, complaint = messages_of(prompt), ""
+        messages, complaint = build_messages(prompt), ""
         for _ in range(self.endpoint.retries + 1):
             try:
                 if text := self.extract_prefix(self.request_answer(messages)):
@@ -97,7 +97,7 @@ class Teacher:
                 complaint = "the answer is empty"
             except self.openai.APIStatusError as error:
                 complaint = self.explain_status_error(error)
-                self.rate_limiter.wait(long_wait(error, complaint))
+                self.rate_limiter.wait(parse_retry_after(error, complaint))
             except self.openai.APIConnectionError as error:
                 raise self.make_connection_error(error) from None
             except RecursionError:
@@ -115,26 +115,26 @@ class Teacher:
             max_tokens=endpoint.max_tokens,
         )
         try:
-            return endpoints.without_key(endpoints.text_of(answer.choices[0].message.content), self.key)
+            return endpoints.remove_key(endpoints.extract_message_text(answer.choices[0].message.content), self.key)
         except (AttributeError, IndexError, KeyError, TypeError):  # the client returns whatever JSON it received
             return ""
 
     def explain_status_error(self, error: Any) -> str:
         """Return why a request failed, without the key, which endpoints quote. UserError where every request would."""
         e = self.endpoint
-        if refusal := endpoints.refusal_of_all(error, e.base_url, e.model, e.key_env, NAMES):
+        if refusal := endpoints.find_permanent_refusal(error, e.base_url, e.model, e.key_env, SETTING_NAMES):
             raise UserError(refusal)
-        return endpoints.complaint_of(error, self.key)
+        return endpoints.describe_error(error, self.key)
 
     def make_connection_error(self, error: Exception) -> Exception:
         if isinstance(error, self.openai.APITimeoutError):
             return UnansweredError(f"no answer within {self.endpoint.timeout:g} s")
-        cause = first_cause(error)
+        cause = find_first_cause(error)
         if isinstance(cause, endpoints.RefusedAnswerError):
-            why = endpoints.redacted(str(cause), self.key)
+            why = endpoints.redact_and_shorten(str(cause), self.key)
             return UserError(why) if cause.is_permanent else UnansweredError(why)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
-            return UserError(unreachable(self.endpoint.base_url, cause, NAMES))
+            return UserError(describe_unreachable(self.endpoint.base_url, cause, SETTING_NAMES))
         return UnansweredError("the connection was dropped")
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Teacher:
         self.client.close()
 
 
-class Pace:
+class RateLimiter:
     """Space the starts of requests evenly. Once stopped, none starts and none waits."""
 
     def __init__(self, per_minute: float) -> None:
@@ -167,12 +167,12 @@ class Pace:
             raise UnansweredError("stopped")
 
 
-def long_wait(error: Any, complaint: str) -> float:
+def parse_retry_after(error: Any, complaint: str) -> float:
     """Return the seconds of a Retry-After that is too long for the official client. UnansweredError for any other."""
     try:
         seconds = float(error.response.headers.get("retry-after", "0"))
     except ValueError:  # Retry-After can be a date
         seconds = 0.0
-    if not CLIENT_WAITS < seconds <= LONGEST_WAIT:
+    if not MAX_CLIENT_WAIT_SECONDS < seconds <= MAX_WAIT_SECONDS:
         raise UnansweredError(complaint)
     return seconds

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
+import time
+from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
 
 import rich.box
 import rich.console
@@ -20,26 +25,41 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.machine.harmless import harmless
-from pellucid.reporting.charts import counted
-from pellucid.reporting.conversations import fault_shares
-from pellucid.reporting.loggers import DRAWING
-from pellucid.reporting.measures import (
-    REWARDS,
-    TOO_FEW,
-    about_intervals,
-    between,
-    dead_share,
-    have_verdicts,
-    labelled,
-    measures,
-    without_correctness,
-    worth_showing,
+from pellucid.reporting.charts import (
+    draw_chart,
+    draw_evaluation_charts,
+    escape_text,
+    format_count,
+    join_charts,
+    make_series,
 )
-from pellucid.types import Estimate, Evaluation, Group, Reward, state_correctness
+from pellucid.reporting.conversations import (
+    count_turns,
+    describe_tool_use,
+    format_fault_shares,
+    format_messages,
+    get_tool_events,
+)
+from pellucid.reporting.eval_metrics import (
+    REWARD_MEASURES,
+    TOO_FEW_PROMPTS,
+    compare_intervals,
+    describe_intervals,
+    drop_correctness,
+    format_measure_name,
+    get_measures,
+    get_zero_variance_share,
+    have_verdicts,
+    make_evaluation_record,
+    select_measures,
+)
+from pellucid.reporting.loggers import DISPLAY_ERRORS
+from pellucid.rewards.answers import split_thought
+from pellucid.types import Completion, Estimate, Evaluation, Group, Reward, rewards_are_verdicts
+from pellucid.utils.text import escape_controls
 
-STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
-WARNINGS = {
+STAGE_COLORS = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
+WARNING_LABELS = {
     "reward/failed": "failed rewards",
     "reward/no_term": "completions that no reward is meant for",
     "skipped": "skipped updates",
@@ -47,24 +67,24 @@ WARNINGS = {
     "idle": "updates without a gradient",
 }
 TREND_STEPS = 40
-BAR_CELLS = 40
+BAR_WIDTH_CELLS = 40
 
 
-def terminal(total_steps: int, first_step: int = 0) -> Console | Plain:
+def make_screen_logger(total_steps: int, first_step: int = 0) -> ConsoleLogger | PlainLogger:
     """A live display where a person watches, plain lines where a file does."""
-    return Console(total_steps, first_step) if sys.stdout and sys.stdout.isatty() else Plain(total_steps)
+    return ConsoleLogger(total_steps, first_step) if sys.stdout and sys.stdout.isatty() else PlainLogger(total_steps)
 
 
-class Screen:
+class ScreenLogger:
     """Shows a run without calling answers right or wrong once its rewards have been a matter of degree."""
 
     has_continuous_rewards = False
 
     def adapt_metrics(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the metrics of a step as they are shown."""
-        if not state_correctness(reward for group in groups for reward in group.rewards):
+        if not rewards_are_verdicts(reward for group in groups for reward in group.rewards):
             self.has_continuous_rewards = True
-        return without_correctness(metrics) if self.has_continuous_rewards else metrics
+        return drop_correctness(metrics) if self.has_continuous_rewards else metrics
 
     def adapt_evaluation(self, evaluation: Evaluation) -> Evaluation:
         """Return an evaluation as it is shown."""
@@ -72,7 +92,7 @@ class Screen:
         return replace(evaluation, has_verdicts=not self.has_continuous_rewards)
 
 
-class Plain(Screen):
+class PlainLogger(ScreenLogger):
     """One line a step and one line an evaluation, on standard output."""
 
     def __init__(self, total_steps: int):
@@ -82,29 +102,29 @@ class Plain(Screen):
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         metrics = self.adapt_metrics(metrics, groups)
         width = len(str(self.total_steps))
-        cells = [f"step {step:{width}}/{self.total_steps}", *plain_cells(metrics, len(groups))]
-        cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNINGS.items() if metrics.get(name)]
-        cells += [f"({failing(metrics)})"] if failing(metrics) else []
+        cells = [f"step {step:{width}}/{self.total_steps}", *format_step_cells(metrics, len(groups))]
+        cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNING_LABELS.items() if metrics.get(name)]
+        cells += [f"({format_failed_terms(metrics)})"] if format_failed_terms(metrics) else []
         print("  ".join(cells), flush=True)
-        if not self.first_error and (error := first_error(groups)):
+        if not self.first_error and (error := find_first_error(groups)):
             self.first_error = error
             print(f"! the first failed reward says {error}", flush=True)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         evaluation = self.adapt_evaluation(evaluation)
-        shown = (with_interval(name, estimate) for name, estimate in named(evaluation).items())
-        few = [f"({TOO_FEW})"] if about_intervals(evaluation) == TOO_FEW else []
-        print("  ".join([f"eval step {step}", *shown, *few, *not_counted(evaluation)]), flush=True)
+        shown = (format_estimate(name, estimate) for name, estimate in label_measures(evaluation).items())
+        few = [f"({TOO_FEW_PROMPTS})"] if describe_intervals(evaluation) == TOO_FEW_PROMPTS else []
+        print("  ".join([f"eval step {step}", *shown, *few, *describe_uncounted(evaluation)]), flush=True)
 
     def close(self) -> None:
         pass
 
 
-def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
+def format_step_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
     """The cells of a line, for the metrics that are there; dead groups are counted."""
     counts = {name: value * groups for name, value in metrics.items() if name.startswith("groups/dead")}
     width = len(str(groups))
-    faults = fault_shares(metrics)
+    faults = format_fault_shares(metrics)
     formats = {
         "reward/mean": "reward {:6.3f}",
         "reward/after_kl": "after kl {:6.3f}",
@@ -121,57 +141,57 @@ def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
         "time/step": "{:5.1f} s",
         "speed": "{:5.0f} tok/s",
     }
-    values = {**metrics, **counts, **speed(metrics)}
+    values = {**metrics, **counts, **compute_speed(metrics)}
     return [form.format(values[name]) for name, form in formats.items() if name in values]
 
 
-def failing(metrics: Mapping[str, float]) -> str:
+def format_failed_terms(metrics: Mapping[str, float]) -> str:
     """The terms of a reward that failed, with the share of completions."""
     shares = {name.removeprefix("failed/"): share for name, share in metrics.items() if name.startswith("failed/")}
-    return ", ".join(f"{harmless(name)} {share:.0%}" for name, share in shares.items())
+    return ", ".join(f"{escape_controls(name)} {share:.0%}" for name, share in shares.items())
 
 
-def speed(metrics: Mapping[str, float]) -> dict[str, float]:
+def compute_speed(metrics: Mapping[str, float]) -> dict[str, float]:
     """Sampled tokens a second of the whole step, where both are known."""
     known = "tokens" in metrics and metrics.get("time/step")
     return {"speed": metrics["tokens"] / metrics["time/step"]} if known else {}
 
 
-def first_error(groups: Sequence[Group]) -> str:
+def find_first_error(groups: Sequence[Group]) -> str:
     """The first line of the first failed reward, harmless to a terminal; empty where none failed."""
     rewards = (reward for group in groups for reward in group.rewards)
-    return first_line(next((reward for reward in rewards if reward.error and reward.applies), Reward(0.0)))
+    return format_error_line(next((reward for reward in rewards if reward.error and reward.applies), Reward(0.0)))
 
 
-def first_line(reward: Reward) -> str:
+def format_error_line(reward: Reward) -> str:
     """The first line of its error, harmless to a terminal."""
-    return harmless(reward.error.strip().partition("\n")[0])
+    return escape_controls(reward.error.strip().partition("\n")[0])
 
 
-def named(evaluation: Evaluation, *others: Evaluation) -> dict[str, Estimate]:
+def label_measures(evaluation: Evaluation, *others: Evaluation) -> dict[str, Estimate]:
     """The measures of an evaluation that are worth showing beside those of others, by their labels."""
-    measured = measures(evaluation)
-    names = [name for name in worth_showing([evaluation, *others]) if name in measured]
-    return {labelled(name, evaluation.k): measured[name] for name in names}
+    measured = get_measures(evaluation)
+    names = [name for name in select_measures([evaluation, *others]) if name in measured]
+    return {format_measure_name(name, evaluation.k): measured[name] for name in names}
 
 
-def interval(estimate: Estimate) -> str:
+def format_interval(estimate: Estimate) -> str:
     """The interval in brackets; empty where there is none."""
     return f"[{estimate.low:.2f}, {estimate.high:.2f}]" if estimate.has_interval else ""
 
 
-def with_interval(name: str, estimate: Estimate) -> str:
-    return f"{name} {estimate.value:.2f} {interval(estimate)}".rstrip()
+def format_estimate(name: str, estimate: Estimate) -> str:
+    return f"{name} {estimate.value:.2f} {format_interval(estimate)}".rstrip()
 
 
-class Console(Screen):
+class ConsoleLogger(ScreenLogger):
     """A live display; `close` gives the terminal back.
 
     first_step: steps that were finished before, when a run resumes.
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, screen: rich.console.Console | None = None):
-        bar = BarColumn(bar_width=BAR_CELLS, complete_style="cyan", finished_style="cyan")
+        bar = BarColumn(bar_width=BAR_WIDTH_CELLS, complete_style="cyan", finished_style="cyan")
         left = TimeRemainingColumn()
         columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]left"), left)
         # Steps may take minutes: the default of 30 s would have no two of them to measure a speed from.
@@ -188,8 +208,8 @@ class Console(Screen):
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         self.metrics = metrics = self.adapt_metrics(metrics, groups)
         self.trend.append(metrics.get("reward/mean", math.nan))
-        self.warning_counts.update({name: int(metrics.get(name, 0)) for name in WARNINGS})
-        self.first_error = self.first_error or first_error(groups)
+        self.warning_counts.update({name: int(metrics.get(name, 0)) for name in WARNING_LABELS})
+        self.first_error = self.first_error or find_first_error(groups)
         self.progress.update(self.step_task, completed=step)
         self.live.refresh()
 
@@ -204,7 +224,7 @@ class Console(Screen):
         """Render the display. A thread of its own does so, too, and nobody would catch an error there."""
         try:
             return self.render()
-        except DRAWING as error:
+        except DISPLAY_ERRORS as error:
             return Text(f"! this cannot be shown ({type(error).__name__}: {error}); nothing is lost")
 
     def render(self) -> rich.console.Group:
@@ -216,9 +236,9 @@ class Console(Screen):
     def make_rows(self) -> Iterator[tuple[str, str | Text, str | Text]]:
         metrics = self.metrics
         if self.trend:
-            yield "reward", Text(f"{self.trend[-1]:.3f}", "bold"), trend_line(self.trend)
-        yield from evaluation_rows(self.evaluations)
-        if (dead := dead_share(metrics)) is not None:
+            yield "reward", Text(f"{self.trend[-1]:.3f}", "bold"), format_trend(self.trend)
+        yield from make_evaluation_rows(self.evaluations)
+        if (dead := get_zero_variance_share(metrics)) is not None:
             right, wrong = (metrics.get(f"groups/dead_all_{name}") for name in ("right", "wrong"))
             told = "have equal rewards" if right is None else f"{right:.0%} all right, {wrong or 0.0:.0%} all wrong"
             yield "dead groups", f"{dead:.0%}", told
@@ -230,7 +250,7 @@ class Console(Screen):
         if "turns/mean" in metrics:
             yield "turns", f"{metrics['turns/mean']:.1f}", "a conversation"
         if "tools/calls" in metrics:
-            faults = fault_shares(metrics)
+            faults = format_fault_shares(metrics)
             yield "tools", f"{metrics['tools/calls']:.1f}", "calls a conversation" + (f", {faults}" if faults else "")
         if "sampler/gap_mean" in metrics:
             yield (
@@ -241,23 +261,23 @@ class Console(Screen):
         if "kl" in metrics:
             yield "kl", f"{metrics['kl']:.4f}", "nats a token"
         if "time/step" in metrics:
-            yield from time_rows(metrics)
+            yield from make_time_rows(metrics)
 
     def make_warning_lines(self) -> Iterator[Text]:
         for name, count in self.warning_counts.items():
             if count:
                 said = f", the first with {self.first_error}" if name == "reward/failed" and self.first_error else ""
-                yield Text(f"! {WARNINGS[name]}: {count}{said}", "bold yellow", no_wrap=True, overflow="ellipsis")
-        if failed := failing(self.metrics):
+                yield Text(f"! {WARNING_LABELS[name]}: {count}{said}", "bold yellow", no_wrap=True, overflow="ellipsis")
+        if failed := format_failed_terms(self.metrics):
             yield Text(f"! failed in the last step: {failed}", "bold yellow", no_wrap=True, overflow="ellipsis")
 
 
-def trend_line(values: Sequence[float]) -> Text:
+def format_trend(values: Sequence[float]) -> Text:
     change = f"  {values[-1] - values[0]:+.3f} over {len(values)} steps" if len(values) > 1 else ""
-    return Text.assemble((sparkline(values), "cyan"), (change, "dim"))
+    return Text.assemble((format_sparkline(values), "cyan"), (change, "dim"))
 
 
-def sparkline(values: Sequence[float]) -> str:
+def format_sparkline(values: Sequence[float]) -> str:
     """The values as blocks from the lowest to the highest of them; a gap where one is not finite."""
     finite = [value for value in values if math.isfinite(value)]
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
@@ -268,12 +288,14 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
-def asked(evaluation: Evaluation) -> str:
+def describe_prompts(evaluation: Evaluation) -> str:
     """Return how many prompts were asked, and if there are intervals. Example: "64 prompts, 95% intervals"."""
-    return ", ".join([counted(evaluation.n, "prompt"), about_intervals(evaluation), *not_counted(evaluation)])
+    return ", ".join(
+        [format_count(evaluation.n, "prompt"), describe_intervals(evaluation), *describe_uncounted(evaluation)]
+    )
 
 
-def not_counted(evaluation: Evaluation) -> list[str]:
+def describe_uncounted(evaluation: Evaluation) -> list[str]:
     """Return how many answers failed, and how many prompts count in no accuracy, in words; empty if all count."""
     counts = {
         "! failed rewards": evaluation.failed,
@@ -283,52 +305,196 @@ def not_counted(evaluation: Evaluation) -> list[str]:
     return [f"{what}: {count}" for what, count in counts.items() if count]
 
 
-def evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:
+def make_evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:
     """The last evaluation, and what it has gained on the first."""
     if evaluations:
         step, evaluation = list(evaluations.items())[-1]
         before = next(iter(evaluations.values()))
-        first = named(before, evaluation)
-        yield "held out", "", Text(f"after step {step}: {asked(evaluation)}", "dim")
-        for i, (name, estimate) in enumerate(named(evaluation, before).items()):
+        first = label_measures(before, evaluation)
+        yield "held out", "", Text(f"after step {step}: {describe_prompts(evaluation)}", "dim")
+        for i, (name, estimate) in enumerate(label_measures(evaluation, before).items()):
             gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
             value = Text(f"{estimate.value:.2f}", "" if i else "bold")
-            yield f"  {name}", value, Text.assemble(interval(estimate), (gain, "dim"))
+            yield f"  {name}", value, Text.assemble(format_interval(estimate), (gain, "dim"))
 
 
-def time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | Text, str | Text]]:
+def make_time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | Text, str | Text]]:
     """Where the time of a step goes, as one bar and its legend."""
     total = metrics["time/step"]
-    spent = {stage: metrics[f"time/{stage}"] for stage in STAGES if f"time/{stage}" in metrics}
+    spent = {stage: metrics[f"time/{stage}"] for stage in STAGE_COLORS if f"time/{stage}" in metrics}
     spent["other"] = max(0.0, total - sum(spent.values()))
     shares = {stage: seconds / total for stage, seconds in spent.items()} if total else {}
-    rate = speed(metrics)
+    rate = compute_speed(metrics)
     yield "step", f"{total:.1f} s", f"{rate['speed']:,.0f} tokens a second" if rate else ""
-    yield "", "", Text.assemble(*(("█" * round(share * BAR_CELLS), STAGES[stage]) for stage, share in shares.items()))
-    yield "", "", Text.assemble(*((f"{stage} {share:.0%}  ", STAGES[stage]) for stage, share in shares.items()))
+    yield (
+        "",
+        "",
+        Text.assemble(
+            *(("█" * round(share * BAR_WIDTH_CELLS), STAGE_COLORS[stage]) for stage, share in shares.items())
+        ),
+    )
+    yield "", "", Text.assemble(*((f"{stage} {share:.0%}  ", STAGE_COLORS[stage]) for stage, share in shares.items()))
 
 
-def titled(title: str, *columns: str) -> Table:
+def make_titled_table(title: str, *columns: str) -> Table:
     return Table(*columns, title=Text(title, "dim"), title_justify="left", box=rich.box.SIMPLE_HEAD)
 
 
-def before_after(first: Evaluation, last: Evaluation) -> Table:
+def make_comparison_table(first: Evaluation, last: Evaluation) -> Table:
     """The first and the last evaluation side by side; where the intervals overlap, the gain may be chance."""
-    title = f"{last.task}, {last.split}: {asked(last)}"
-    table = titled(title, "", "before", "after", "gain", "intervals")
-    before = named(first, last)
-    for name, new in named(last, first).items():
+    title = f"{last.task}, {last.split}: {describe_prompts(last)}"
+    table = make_titled_table(title, "", "before", "after", "gain", "intervals")
+    before = label_measures(first, last)
+    for name, new in label_measures(last, first).items():
         if old := before.get(name):
-            cells = (f"{estimate.value:.3f} {interval(estimate)}".rstrip() for estimate in (old, new))
-            table.add_row(name, *cells, f"{new.value - old.value:+.3f}", between(old, new))
+            cells = (f"{estimate.value:.3f} {format_interval(estimate)}".rstrip() for estimate in (old, new))
+            table.add_row(name, *cells, f"{new.value - old.value:+.3f}", compare_intervals(old, new))
     return table
 
 
-def accuracy_table(model: str, evaluation: Evaluation) -> Table:
+def make_evaluation_table(model: str, evaluation: Evaluation) -> Table:
     """One evaluation, for `pellucid eval`."""
-    title = f"{model} on {evaluation.task}, {evaluation.split}: {asked(evaluation)}"
-    rewards = not have_verdicts([evaluation]) or any(name in REWARDS for name in worth_showing([evaluation]))
-    table = titled(title, "", "mean" if rewards else "accuracy", "interval")
-    for name, estimate in named(evaluation).items():
-        table.add_row(name, f"{estimate.value:.3f}", interval(estimate))
+    title = f"{model} on {evaluation.task}, {evaluation.split}: {describe_prompts(evaluation)}"
+    rewards = not have_verdicts([evaluation]) or any(name in REWARD_MEASURES for name in select_measures([evaluation]))
+    table = make_titled_table(title, "", "mean" if rewards else "accuracy", "interval")
+    for name, estimate in label_measures(evaluation).items():
+        table.add_row(name, f"{estimate.value:.3f}", format_interval(estimate))
     return table
+
+
+# ---------------------------------------------------------------- verdict
+# An answer on the screen, and how it was graded: for `pellucid eval`.
+
+
+MAX_MESSAGE_CHARACTERS = 2000
+"""How much of a message of a conversation is shown."""
+
+
+def make_verdict_table(group: Group, has_verdicts: bool = True) -> Table:
+    """Question, reasoning and answer, or the conversation, and grade of the first completion of a group.
+
+    verdicts: whether rewards say which answers are right (`state_correctness`).
+    """
+    table = Table.grid(padding=(0, 2))
+    completion, reward = group.completions[0], group.rewards[0]
+    gold = f", {'right is' if has_verdicts else 'gold answer'} {' or '.join(group.prompt.gold_answers)}"
+    right = gold if group.prompt.answer and not (has_verdicts and reward.is_correct) else ""
+    cut = "" if completion.finished else ", cut off at the limit"
+    held = (
+        f"; {', '.join(describe_tool_use(count_turns(completion), get_tool_events(completion)))}"
+        if completion.messages
+        else ""
+    )
+    shown = [
+        ("question", group.prompt.question),
+        *format_completion(completion),
+        ("verdict", f"{format_grade(reward, has_verdicts)}{right}{cut}{held}"),
+    ]
+    for name, text in shown:
+        if text:
+            table.add_row(Text(escape_controls(name), "dim"), Text(escape_controls(text), overflow="fold"))
+    table.add_row()
+    return table
+
+
+def format_completion(completion: Completion) -> Iterator[tuple[str, str]]:
+    """What followed the question, by who or what it is."""
+    if completion.messages:
+        yield from format_messages(completion.messages, MAX_MESSAGE_CHARACTERS)
+    else:
+        reasoning, answer = split_thought(completion.full_text)
+        yield from (("reasoning", reasoning), ("answer", (answer or "").strip()))
+
+
+def format_grade(reward: Reward, has_verdicts: bool) -> str:
+    if reward.failed:
+        return f"not graded: {format_error_line(reward) or 'the reward failed'}"
+    judged = f"{'right' if reward.is_correct else 'wrong'}, " if has_verdicts else ""
+    return f"{judged}reward {reward.value:.2f}"
+
+
+# ---------------------------------------------------------------- notebook
+# A run in a notebook: one picture that grows in its place, instead of a line a step; and the page of a run.
+
+
+MIN_REDRAW_SECONDS = 0.5
+"""Seconds between two pictures at least: each is a message to the browser."""
+
+
+def is_in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook. Nothing is imported for it."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookLogger(ScreenLogger):
+    """Reward and held-out accuracy as curves, and the last step in words, in one place of a notebook.
+
+    metrics: the records of the steps before, when a run goes on.
+    """
+
+    def __init__(self, total_steps: int, metrics: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.total_steps = total_steps
+        self.rewards = [{"step": row["step"], "reward/mean": row.get("reward/mean")} for row in metrics]
+        self.evaluations: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self.status_line, self.first_error = "", ""
+        self.warning_counts: dict[str, int] = {}
+        self._display: Any = None
+        self._shown_at = 0.0
+
+    def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        metrics = self.adapt_metrics(metrics, groups)
+        self.rewards.append({"step": step, "reward/mean": metrics.get("reward/mean")})
+        self.status_line = "  ".join([f"step {step}/{self.total_steps}", *format_step_cells(metrics, len(groups))])
+        for name, what in WARNING_LABELS.items():
+            self.warning_counts[what] = self.warning_counts.get(what, 0) + int(metrics.get(name, 0))
+        self.first_error = self.first_error or find_first_error(groups)
+        if time.monotonic() - self._shown_at > MIN_REDRAW_SECONDS:
+            self.redraw()
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        rows = self.evaluations.setdefault((evaluation.task, evaluation.split), [])
+        rows.append({"step": step, **make_evaluation_record(self.adapt_evaluation(evaluation))})
+        self.redraw()
+
+    def close(self) -> None:
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw, in the place of what was drawn before."""
+        from IPython.display import display  # noqa: PLC0415 - there is one where this runs
+
+        bundle = self.make_bundle()
+        if self._display is None:
+            self._display = display(bundle, raw=True, display_id=True)
+        else:
+            self._display.update(bundle, raw=True)
+        self._shown_at = time.monotonic()
+
+    def make_bundle(self) -> dict[str, str]:
+        """Return what there is to see as HTML, and in words for whoever shows none."""
+        warnings = [f"! {what}: {count}" for what, count in self.warning_counts.items() if count]
+        warnings += [f"! the first failed reward says {self.first_error}"] if self.first_error else []
+        drawn = [draw_chart("Reward", "mean of a step", make_series(self.rewards, {"reward/mean": "reward"}))]
+        drawn += [each for key, rows in self.evaluations.items() for each in draw_evaluation_charts(*key, rows)]
+        charts = [each for each in drawn if each]
+        image = make_image_html(join_charts(charts), self.status_line) if charts else ""
+        text = "\n".join([self.status_line, *warnings])
+        return {"text/html": f'{image}<pre style="margin:0">{escape_text(text)}</pre>', "text/plain": text}
+
+
+def make_image_html(svg: str, about: str) -> str:
+    """Return HTML with a picture of its own: its colours are not those of the notebook, nor do they change them."""
+    data = b64encode(svg.encode()).decode()
+    return f'<img alt="{escape_text(about)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
+
+
+def display_page(path: Path) -> None:
+    """Show a page in a frame of its own, in which no script runs."""
+    from IPython.display import display  # noqa: PLC0415 - as above
+
+    page = escape(path.read_text(encoding="utf-8"))
+    style = "width:100%;height:640px;border:1px solid #8884"
+    frame = f'<iframe sandbox title="{escape_text(path.parent.name)}" style="{style}" srcdoc="{page}"></iframe>'
+    display({"text/html": frame, "text/plain": str(path)}, raw=True)

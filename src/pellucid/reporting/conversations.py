@@ -10,35 +10,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from pellucid.machine.harmless import harmless
-from pellucid.reporting.charts import counted
+from pellucid.reporting.charts import format_count
 from pellucid.types import Completion, Message
+from pellucid.utils.text import escape_controls
 
-FAULT = "{'error': "
+FAULT_PREFIX = "{'error': "
 """What a message of a tool begins with where the call came to nothing, as environments and TRL write it."""
-LONGEST_NAME = 40
+MAX_TOOL_NAME_CHARACTERS = 40
 """How many characters of the name of a tool are shown: the policy has made it up, where there is none of that name."""
-NAMED_FAULTS = 2
+MAX_NAMED_FAULTS = 2
 """How many kinds of faults have their names in a line; the others are added up."""
 
 
-def turns_of(completion: Completion) -> int:
+def count_turns(completion: Completion) -> int:
     """How many times the policy spoke, in all sequences of a conversation."""
     sequences = (completion, *completion.branches)
     return sum(message["role"] == "assistant" for each in sequences for message in each.messages)
 
 
-def events_of(completion: Completion) -> Mapping[str, int]:
+def get_tool_events(completion: Completion) -> Mapping[str, int]:
     """How calls of tools went in a conversation; empty where none were made."""
     return completion.outcome.events if completion.outcome else {}
 
 
-def conversation_of(completion: Completion) -> dict[str, Any]:
+def make_conversation_columns(completion: Completion) -> dict[str, Any]:
     """What was said in a conversation, and what it has left behind, as columns; none where there was only an answer."""
     if not completion.messages:
         return {}
     outcome = completion.outcome
-    columns: dict[str, Any] = {"messages": messages_of(completion), "turns": turns_of(completion)}
+    columns: dict[str, Any] = {"messages": copy_messages(completion), "turns": count_turns(completion)}
     if outcome and outcome.events:
         columns["events"] = dict(outcome.events)
     if outcome and outcome.reward is not None:
@@ -48,7 +48,7 @@ def conversation_of(completion: Completion) -> dict[str, Any]:
     return columns
 
 
-def sequence_of(completion: Completion) -> dict[str, Any]:
+def make_token_columns(completion: Completion) -> dict[str, Any]:
     """The tokens of a completion, which of them were given, and their log-probs, as columns."""
     return {
         "tokens": list(completion.token_ids),
@@ -57,36 +57,36 @@ def sequence_of(completion: Completion) -> dict[str, Any]:
     }
 
 
-def branches_of(completion: Completion) -> dict[str, Any]:
+def make_branch_columns(completion: Completion) -> dict[str, Any]:
     """The earlier sequences of a conversation whose history was rewritten, as a column."""
-    branches = [{"messages": messages_of(each), **sequence_of(each)} for each in completion.branches]
+    branches = [{"messages": copy_messages(each), **make_token_columns(each)} for each in completion.branches]
     return {"branches": branches} if branches else {}
 
 
-def messages_of(completion: Completion) -> list[dict[str, Any]]:
+def copy_messages(completion: Completion) -> list[dict[str, Any]]:
     return [dict(message) for message in completion.messages]
 
 
-def speaker(message: Message) -> str:
+def get_speaker(message: Message) -> str:
     """Who said it: "policy", "environment", "tool NAME"; the system, where it was that."""
     role = message.get("role")
     if role == "tool":
-        return f"tool {shortened(str(message.get('name') or ''))}".rstrip()
+        return f"tool {shorten_tool_name(str(message.get('name') or ''))}".rstrip()
     return {"assistant": "policy", "user": "environment"}.get(str(role), str(role))
 
 
-def shortened(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
+def shorten_tool_name(name: str) -> str:
+    return name if len(name) <= MAX_TOOL_NAME_CHARACTERS else f"{name[:MAX_TOOL_NAME_CHARACTERS]}…"
 
 
-def words(message: Message) -> str:
+def format_message(message: Message) -> str:
     """Its text, and each call of a tool on a line of its own."""
     text = str(message.get("content") or "")
-    calls = "\n".join(f"calls {written(call)}" for call in message.get("tool_calls") or ())
+    calls = "\n".join(f"calls {format_tool_call(call)}" for call in message.get("tool_calls") or ())
     return "\n".join(filter(None, (text.strip() and text, calls)))
 
 
-def written(call: Mapping[str, Any]) -> str:
+def format_tool_call(call: Mapping[str, Any]) -> str:
     """A call as one writes it. Example: `multiply(a=3, b=4)`."""
     function = call.get("function", call)
     arguments = function.get("arguments") or {}
@@ -94,7 +94,7 @@ def written(call: Mapping[str, Any]) -> str:
     return f"{function.get('name')}({told})"
 
 
-def names_in_turns(completion: Completion) -> list[list[str]]:
+def list_turn_names(completion: Completion) -> list[list[str]]:
     """Of each stretch of a conversation's tokens that were sampled the tools that the policy called there, and of each
     that was given who said it; none where messages and stretches do not match.
     """
@@ -103,8 +103,8 @@ def names_in_turns(completion: Completion) -> list[list[str]]:
         is_policy = message.get("role") == "assistant"
         if is_policy or not turns or turns[-1][0]:
             turns.append((is_policy, []))
-        turns[-1][1].extend(called(message) if is_policy else [speaker(message)])
-    sampled = sampled_stretches(completion)
+        turns[-1][1].extend(list_called_tools(message) if is_policy else [get_speaker(message)])
+    sampled = list_sampled_stretches(completion)
     if sampled and turns and not sampled[0] and turns[0][0]:
         turns.insert(0, (False, []))  # the prefix of an answer is nobody's message
     if len(turns) > len(sampled) and not turns[-1][0]:
@@ -112,44 +112,44 @@ def names_in_turns(completion: Completion) -> list[list[str]]:
     return [names for _, names in turns] if [is_policy for is_policy, _ in turns] == sampled else []
 
 
-def called(message: Message) -> list[str]:
+def list_called_tools(message: Message) -> list[str]:
     """The names of the tools that a message calls."""
     names = (str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ())
-    return [shortened(name) for name in names]
+    return [shorten_tool_name(name) for name in names]
 
 
-def sampled_stretches(completion: Completion) -> list[bool]:
+def list_sampled_stretches(completion: Completion) -> list[bool]:
     """Whether each stretch of the tokens was sampled, or given."""
     given = {t for start, end in completion.given_spans for t in range(start, end)}
     kinds = [t not in given for t in range(len(completion.token_ids))]
     return [kind for kind, _ in groupby(kinds)]
 
 
-def is_fault(message: Message) -> bool:
+def is_failed_call(message: Message) -> bool:
     """Whether it says that a call of a tool came to nothing."""
-    return message.get("role") == "tool" and str(message.get("content")).startswith(FAULT)
+    return message.get("role") == "tool" and str(message.get("content")).startswith(FAULT_PREFIX)
 
 
-def counts(turns: int, events: Mapping[str, int]) -> Iterator[str]:
+def describe_tool_use(turns: int, events: Mapping[str, int]) -> Iterator[str]:
     """The turns of a conversation, and how its calls of tools went, in words."""
-    yield counted(turns, "turn")
-    faults = [f"{count:,} {harmless(kind)}" for kind, count in events.items() if kind != "calls"]
+    yield format_count(turns, "turn")
+    faults = [f"{count:,} {escape_controls(kind)}" for kind, count in events.items() if kind != "calls"]
     if events:
-        calls = counted(events.get("calls", 0), "call") + " of tools"
+        calls = format_count(events.get("calls", 0), "call") + " of tools"
         yield f"{calls} ({', '.join(faults)})" if faults else calls
 
 
-def fault_shares(metrics: Mapping[str, float]) -> str:
+def format_fault_shares(metrics: Mapping[str, float]) -> str:
     """The kinds of faults of a step, the most frequent first, with the share of the calls."""
     faults = {name.removeprefix("tools/"): share for name, share in metrics.items() if name.startswith("tools/")}
     faults.pop("calls", None)
     kinds = sorted(faults, key=lambda kind: -faults[kind])
-    told = [f"{faults[kind]:.0%} {harmless(kind)}" for kind in kinds[:NAMED_FAULTS]]
-    rest = sum(faults[kind] for kind in kinds[NAMED_FAULTS:])
+    told = [f"{faults[kind]:.0%} {escape_controls(kind)}" for kind in kinds[:MAX_NAMED_FAULTS]]
+    rest = sum(faults[kind] for kind in kinds[MAX_NAMED_FAULTS:])
     return ", ".join([*told, *([f"{rest:.0%} other"] if rest else [])])
 
 
-def without_middle(text: str, max_characters: int) -> tuple[str, int, str]:
+def cut_middle(text: str, max_characters: int) -> tuple[str, int, str]:
     """The beginning and the end of a text of more than `most` characters, and how many are left out between them."""
     if len(text) <= max_characters:
         return text, 0, ""
@@ -157,9 +157,9 @@ def without_middle(text: str, max_characters: int) -> tuple[str, int, str]:
     return text[:half], len(text) - 2 * half, text[-half:]
 
 
-def told(messages: Sequence[Message], max_characters: int) -> Iterator[tuple[str, str]]:
+def format_messages(messages: Sequence[Message], max_characters: int) -> Iterator[tuple[str, str]]:
     """Who said it and what, message by message, each of about `most` characters at most."""
     for message in messages:
-        begin, left_out, end = without_middle(words(message), max_characters)
-        between = f"\n[{counted(left_out, 'character')} left out]\n" if left_out else ""
-        yield speaker(message), f"{begin}{between}{end}"
+        begin, left_out, end = cut_middle(format_message(message), max_characters)
+        between = f"\n[{format_count(left_out, 'character')} left out]\n" if left_out else ""
+        yield get_speaker(message), f"{begin}{between}{end}"

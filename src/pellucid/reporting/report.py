@@ -5,30 +5,38 @@ Completions are hostile text: every string of a run passes through `shown`. The 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from math import exp, inf
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from pellucid.reporting.charts import PAGE_CSS, shown
-from pellucid.reporting.curves import accuracy_picture, curves, line
-from pellucid.reporting.measures import (
-    APART,
-    NAMES,
-    NO_INTERVAL,
-    OVERLAP,
-    TOO_FEW,
-    about_intervals,
-    between,
-    consistent,
-    evaluation_of,
-    headline,
-    labelled,
-    measures,
-    worth_showing,
+from pellucid.reporting.charts import (
+    PAGE_CSS,
+    draw_accuracy_picture,
+    draw_run_charts,
+    escape_text,
+    format_count,
+    make_points,
 )
-from pellucid.reporting.run_folder import Record, evaluations, read_config, records
-from pellucid.reporting.said import said_in
+from pellucid.reporting.conversations import describe_tool_use, format_message, get_speaker, is_failed_call
+from pellucid.reporting.eval_metrics import (
+    HEADLINE_LABELS,
+    INTERVALS_APART,
+    INTERVALS_OVERLAP,
+    NO_INTERVALS,
+    TOO_FEW_PROMPTS,
+    compare_intervals,
+    describe_intervals,
+    format_measure_name,
+    get_measures,
+    make_metrics_consistent,
+    parse_evaluation,
+    select_headline,
+    select_measures,
+)
+from pellucid.reporting.run_files import Record, read_config, read_end_rollouts, read_evaluation_records, read_records
 from pellucid.types import Estimate, Evaluation
 
 SENTENCES = {
@@ -39,7 +47,7 @@ SENTENCES = {
     "lede.same": "In {steps}, {measure} on {n} held-out prompts stayed at {new}.",
     "lede.step": "{count} step",
     "lede.steps": "{count} steps",
-    **{f"lede.of_{name}": words for name, words in NAMES.items()},
+    **{f"lede.of_{name}": words for name, words in HEADLINE_LABELS.items()},
     "lede.rose": "rose",
     "lede.fell": "fell",
     "lede.apart": "the intervals are apart",
@@ -48,22 +56,25 @@ SENTENCES = {
     "lede.alike": "there is no interval, as all prompts had the same reward",
 }
 """What a report says first. look/page/words.json has the same in Chinese, beside its English."""
-CHANCE = {APART: "lede.apart", OVERLAP: "lede.overlap"}
+CHANCE_PHRASES = {INTERVALS_APART: "lede.apart", INTERVALS_OVERLAP: "lede.overlap"}
 
 
 def write_report(run_dir: Path) -> Path:
     """Write report.html into a run folder from whatever is there: a run may be empty, unfinished or killed."""
     config = read_config(run_dir)
-    metrics, evals = consistent(list(records(run_dir / "metrics.jsonl"))), evaluations(run_dir)
-    sections = [accuracy_section(evals), curves_section(metrics, evals)]
-    said = said_in(run_dir / "rollouts.jsonl", at(config, "log.traces") == "by_length")
-    sections += [section("What it said", said), config_section(config)]
-    page = Template(beside("report.html")).substitute(
-        name=shown(run_dir.resolve().name),
-        about=shown(f"{at(config, 'policy.model', 'a model')} on {task_of(config)}"),
-        style=PAGE_CSS + beside("report.css"),
-        lede=lede(metrics, evals),
-        facts=facts(config, metrics),
+    metrics, evals = (
+        make_metrics_consistent(list(read_records(run_dir / "metrics.jsonl"))),
+        read_evaluation_records(run_dir),
+    )
+    sections = [render_accuracy_section(evals), render_curves_section(metrics, evals)]
+    said = render_rollouts(run_dir / "rollouts.jsonl", get_setting(config, "log.traces") == "by_length")
+    sections += [render_section("What it said", said), render_config_section(config)]
+    page = Template(read_asset("report.html")).substitute(
+        name=escape_text(run_dir.resolve().name),
+        about=escape_text(f"{get_setting(config, 'policy.model', 'a model')} on {format_task_name(config)}"),
+        style=PAGE_CSS + read_asset("report.css"),
+        lede=render_lede(metrics, evals),
+        facts=render_facts(config, metrics),
         sections="\n".join(sections),
     )
     path = run_dir / "report.html"
@@ -71,21 +82,21 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def accuracy_svg(run_dirs: Sequence[Path]) -> str:
+def render_accuracy_svg(run_dirs: Sequence[Path]) -> str:
     """A picture on its own: held-out accuracy and training reward, of one run or of several seeds and their mean."""
-    return accuracy_picture(
+    return draw_accuracy_picture(
         [
-            (next(iter(evaluations(run_dir).values()), []), list(records(run_dir / "metrics.jsonl")))
+            (next(iter(read_evaluation_records(run_dir).values()), []), list(read_records(run_dir / "metrics.jsonl")))
             for run_dir in run_dirs
         ]
     )
 
 
-def beside(name: str) -> str:
+def read_asset(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def at(config: Record, key: str, missing: object = "") -> Any:
+def get_setting(config: Record, key: str, missing: object = "") -> Any:
     """The value of a dotted key."""
     value: Any = config
     for name in key.split("."):
@@ -93,16 +104,16 @@ def at(config: Record, key: str, missing: object = "") -> Any:
     return missing if value is None else value
 
 
-def task_of(config: Record) -> str:
+def format_task_name(config: Record) -> str:
     """Example: "prefixed curriculum arithmetic"."""
-    section, names = at(config, "task", {}), []
+    section, names = get_setting(config, "task", {}), []
     while isinstance(section, Mapping):
         names.append(str(section.get("name", "a task")))
         section = section.get("task")
     return " ".join(names)
 
 
-def with_interval(name: str, estimate: Estimate) -> str:
+def format_estimate_html(name: str, estimate: Estimate) -> str:
     """An accuracy in percent, or a reward, with its interval if it has one."""
     if name.startswith("reward"):
         value, bounds = f"{estimate.value:.3f}", f"[{estimate.low:.3f}, {estimate.high:.3f}]"
@@ -122,19 +133,19 @@ class Lede(NamedTuple):
     """And its phrases, by their keys in SENTENCES."""
 
 
-def lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+def render_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
     """What happened in the run, in English."""
-    key, values, phrases = happened(metrics, evals)
+    key, values, phrases = make_lede(metrics, evals)
     told = {name: SENTENCES[phrase].format(**values) for name, phrase in phrases.items()}
     return SENTENCES[key].format(**values, **told)
 
 
-def happened(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> Lede:
+def make_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> Lede:
     measured = next(iter(evals.values()), [])
-    ends = [evaluation_of(measured[0]), evaluation_of(measured[-1])] if len(measured) > 1 else []
-    if ends and (name := headline(ends)):
-        return gained(name, *ends, steps=measured[-1]["step"] - measured[0]["step"])
-    rewards = line(metrics, "reward/mean")
+    ends = [parse_evaluation(measured[0]), parse_evaluation(measured[-1])] if len(measured) > 1 else []
+    if ends and (name := select_headline(ends)):
+        return make_gain_lede(name, *ends, steps=measured[-1]["step"] - measured[0]["step"])
+    rewards = make_points(metrics, "reward/mean")
     if not rewards:
         return Lede("lede.nothing", {})
     first, last = rewards[0], rewards[-1]
@@ -142,49 +153,54 @@ def happened(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence
     return Lede("lede.reward", values)
 
 
-def gained(name: str, first: Evaluation, last: Evaluation, steps: int) -> Lede:
+def make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) -> Lede:
     """What so many steps did to the headline: greedy accuracy, or the mean reward if no answer is right or wrong."""
-    old, new = measures(first)[name], measures(last)[name]
+    old, new = get_measures(first)[name], get_measures(last)[name]
     gain = round(new.value - old.value, 9)
-    ends = {"old": with_interval(name, old), "new": with_interval(name, new)}
+    ends = {"old": format_estimate_html(name, old), "new": format_estimate_html(name, new)}
     phrases = {
         "steps": "lede.step" if steps == 1 else "lede.steps",
         "measure": f"lede.of_{name}",
         "went": "lede.rose" if gain > 0 else "lede.fell",
-        "chance": CHANCE.get(between(old, new), "lede.few" if about_intervals(last) == TOO_FEW else "lede.alike"),
+        "chance": CHANCE_PHRASES.get(
+            compare_intervals(old, new), "lede.few" if describe_intervals(last) == TOO_FEW_PROMPTS else "lede.alike"
+        ),
     }
     if not gain:
         del phrases["went"], phrases["chance"]
     return Lede("lede.gain" if gain else "lede.same", {**ends, "n": f"{last.n}", "count": f"{steps:,}"}, phrases)
 
 
-def facts(config: Record, metrics: Sequence[Record]) -> str:
+def render_facts(config: Record, metrics: Sequence[Record]) -> str:
     """Steps, time, tokens, and what went wrong."""
-    planned = None if at(config, "algorithm.minutes") else at(config, "algorithm.steps")
+    planned = None if get_setting(config, "algorithm.minutes") else get_setting(config, "algorithm.steps")
     steps = metrics[-1]["step"] if metrics else 0
-    failed, skipped, idle = (int(total(metrics, name)) for name in ("reward/failed", "skipped", "idle"))
+    failed, skipped, idle = (int(sum_metric(metrics, name)) for name in ("reward/failed", "skipped", "idle"))
     rows = {
         "Steps": (f"{steps:,} of {planned:,}" if planned else f"{steps:,}", bool(planned) and steps < planned),
-        "Time in steps": (duration(total(metrics, "time/step")), False),
-        "Tokens sampled": (f"{total(metrics, 'tokens'):,.0f}", False),
+        "Time in steps": (format_duration(sum_metric(metrics, "time/step")), False),
+        "Tokens sampled": (f"{sum_metric(metrics, 'tokens'):,.0f}", False),
         "Failed rewards": (f"{failed:,}", failed > 0),
-        **{f"Failed, {shown(name)}": (f"{share:.1%}", True) for name, share in failed_shares(metrics).items()},
+        **{
+            f"Failed, {escape_text(name)}": (f"{share:.1%}", True)
+            for name, share in compute_failed_term_shares(metrics).items()
+        },
         "Skipped updates": (f"{skipped:,}", skipped > 0),
         "Updates without a gradient": (f"{idle:,}", idle > 0),
     }
     if any("loss_scale" in row for row in metrics):
-        overflowed = int(total(metrics, "skipped/overflow"))
+        overflowed = int(sum_metric(metrics, "skipped/overflow"))
         rows["Updates too large for fp16"] = (f"{overflowed:,}", overflowed > 0)
-    return fact_list(rows)
+    return render_fact_list(rows)
 
 
-def failed_shares(metrics: Sequence[Record]) -> dict[str, float]:
+def compute_failed_term_shares(metrics: Sequence[Record]) -> dict[str, float]:
     """The share of all completions for which each term failed, of the terms that did."""
     names = {name: None for row in metrics for name in row if name.startswith("failed/")}
-    return {name.removeprefix("failed/"): total(metrics, name) / len(metrics) for name in names}
+    return {name.removeprefix("failed/"): sum_metric(metrics, name) / len(metrics) for name in names}
 
 
-def fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
+def render_fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
     """Values with whether each is a warning."""
     return "\n".join(
         f"<div><dt>{name}</dt><dd{' class=warn' if warn else ''}>{value}</dd></div>"
@@ -192,30 +208,32 @@ def fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
     )
 
 
-def total(metrics: Sequence[Record], name: str) -> float:
+def sum_metric(metrics: Sequence[Record], name: str) -> float:
     return sum(row.get(name) or 0 for row in metrics)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     minutes, hours = int(seconds) // 60, int(seconds) // 3600
     if hours:
         return f"{hours} h {minutes % 60} min"
     return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{seconds:.0f} s"
 
 
-def section(title: str, content: str) -> str:
+def render_section(title: str, content: str) -> str:
     return f"<section>\n<h2>{title}</h2>\n{content}\n</section>" if content else ""
 
 
-def accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    return section("Before and after", "\n".join(before_after(*key, rows) for key, rows in evals.items()))
+def render_accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+    return render_section(
+        "Before and after", "\n".join(render_comparison_table(*key, rows) for key, rows in evals.items())
+    )
 
 
-def before_after(task: str, split: str, rows: Sequence[Record]) -> str:
-    first, last = evaluation_of(rows[0]), evaluation_of(rows[-1])
-    caption = f"{shown(task)}, {shown(split)}: {last.n} prompts, {last.k} samples of each; {about_intervals(last)}"
+def render_comparison_table(task: str, split: str, rows: Sequence[Record]) -> str:
+    first, last = parse_evaluation(rows[0]), parse_evaluation(rows[-1])
+    caption = f"{escape_text(task)}, {escape_text(split)}: {last.n} prompts, {last.k} samples of each; {describe_intervals(last)}"
     heads = ("", f"Step {rows[0]['step']:,}", f"Step {rows[-1]['step']:,}", "Gain, intervals")
-    cells = "".join(measure_row(name, first, last) for name in worth_showing([first, last]))
+    cells = "".join(render_measure_row(name, first, last) for name in select_measures([first, last]))
     return (
         f'<div class="wide"><table><caption>{caption}</caption>\n'
         f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead>\n"
@@ -223,33 +241,200 @@ def before_after(task: str, split: str, rows: Sequence[Record]) -> str:
     )
 
 
-def measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
-    before, after = (measures(evaluation).get(name) for evaluation in (first, last))
+def render_measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
+    before, after = (get_measures(evaluation).get(name) for evaluation in (first, last))
     if not before or not after:
         return ""
     gain = after.value - before.value
     change = f"{gain:+.3f}" if name.startswith("reward") else f"{100 * gain:+.1f}"
-    intervals = {APART: "apart", OVERLAP: "overlapping"}.get(between(before, after), NO_INTERVAL)
-    cells = (with_interval(name, before), with_interval(name, after), f"{change} <small>{intervals}</small>")
-    label = labelled(name, last.k)
+    intervals = {INTERVALS_APART: "apart", INTERVALS_OVERLAP: "overlapping"}.get(
+        compare_intervals(before, after), NO_INTERVALS
+    )
+    cells = (
+        format_estimate_html(name, before),
+        format_estimate_html(name, after),
+        f"{change} <small>{intervals}</small>",
+    )
+    label = format_measure_name(name, last.k)
     return f"<tr><th scope=row>{label}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
 
 
-def curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    drawn = "\n".join(curves(metrics, evals))
-    return section("Curves", f'<div class="charts">\n{drawn}\n</div>' if drawn else "")
+def render_curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+    drawn = "\n".join(draw_run_charts(metrics, evals))
+    return render_section("Curves", f'<div class="charts">\n{drawn}\n</div>' if drawn else "")
 
 
-def config_section(config: Record) -> str:
-    rows = "\n".join(f"<tr><th scope=row>{shown(key)}</th><td>{shown(value)}</td></tr>" for key, value in flat(config))
+def render_config_section(config: Record) -> str:
+    rows = "\n".join(
+        f"<tr><th scope=row>{escape_text(key)}</th><td>{escape_text(value)}</td></tr>"
+        for key, value in flatten_config(config)
+    )
     head = "<thead><tr><th scope=col>Setting</th><th scope=col>Value</th></tr></thead>"
     table = f"<table>{head}\n<tbody>{rows}</tbody></table>"
     return f"<details><summary>Settings</summary>{table}</details>" if rows else ""
 
 
-def flat(config: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_config(config: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten_config(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+# ---------------------------------------------------------------- said
+# What the policy said, as HTML for the page of a run: the best and the worst answers, conversations turn by turn.
+
+
+MAX_TEXT_CHARACTERS = 2000
+MAX_STRIP_TOKENS = 400
+MAX_MESSAGES = 40
+PICKS_PER_RANK = 2
+
+
+def render_rollouts(rollouts: Path, by_length: bool = False) -> str:
+    """The best and the worst of the first and the last step of a rollouts.jsonl, or of each third by length."""
+    steps = [rows for rows in read_end_rollouts(rollouts) if rows]
+    of = "each third of a step's completions by length" if by_length else "a step"
+    held = any(row.get("messages") for rows in steps for row in rows)
+    drawn = " What was given to it is a thin line. Beside what it said stands a solid bar." if held else ""
+    note = (
+        f'<p class="soft">The best and the worst of {of}. Each cell of a strip is a token: the stronger '
+        f"its colour, the less likely the policy was to say it.{drawn}</p>"
+    )
+    said = "\n".join(f"<h3>Step {rows[0]['step']:,}</h3>\n{render_cards(rows, by_length)}" for rows in steps)
+    return f"{note}\n{said}" if said else ""
+
+
+def render_cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
+    """The best and the worst completions, no two alike; a failed reward is the worst there is."""
+    distinct = list({make_rollout_key(rollout): rollout for rollout in rollouts}.values())
+    if by_length:
+        picked = [pick for third in split_by_length(distinct) for pick in pick_extremes(third, 1)]
+    else:
+        picked = pick_extremes(distinct, PICKS_PER_RANK)
+    articles = "\n".join(render_card(rank, rollout) for rank, rollout in picked)
+    return f'<div class="cards">\n{articles}\n</div>'
+
+
+def make_rollout_key(rollout: Record) -> tuple[str, str, str]:
+    """What two that are alike have in common: all that was said, not the last turn alone."""
+    return rollout["prompt"], rollout["completion"], json.dumps(rollout.get("messages"))
+
+
+def pick_extremes(rollouts: Sequence[Record], count: int) -> list[tuple[str, Record]]:
+    ranked = sorted(rollouts, key=lambda rollout: -inf if rollout["reward"] is None else rollout["reward"])
+    worst, best = ranked[:-count][:count], ranked[-count:][::-1]
+    return [*(("best", rollout) for rollout in best), *(("worst", rollout) for rollout in worst)]
+
+
+def split_by_length(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
+    """The short, the middling and the long; fewer where there are fewer than three."""
+    ordered, n = sorted(rollouts, key=lambda rollout: len(rollout["tokens"])), len(rollouts)
+    thirds = [ordered[i * n // 3 : (i + 1) * n // 3] for i in range(3)]
+    return [third for third in thirds if third]
+
+
+def render_card(rank: str, rollout: Record) -> str:
+    error = f'<p class="warn">{clip_text(rollout["error"])}</p>' if rollout.get("error") else ""
+    answer = f'<pre dir="auto" tabindex="0">{render_prefix(rollout)}{clip_text(rollout["completion"])}</pre>'
+    return (
+        f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(describe_rollout(rollout))}</p>{error}\n'
+        f'<pre class="prompt" dir="auto" tabindex="0">{clip_text(rollout["prompt"])}</pre>\n'
+        f"{render_conversation(rollout) if rollout.get('messages') else answer}"
+        f"{render_extras(rollout.get('extra', {}))}{render_token_strip(rollout['logprobs'], rollout.get('given', ()))}</article>"
+    )
+
+
+def describe_rollout(rollout: Record) -> Iterator[str]:
+    """How it was graded, how long it is, and how it ended."""
+    reward, advantage, own = rollout["reward"], rollout["advantage"], rollout.get("environment_reward")
+    yield "reward failed" if reward is None else f"reward {reward:.3f}"
+    if own is not None and own != reward:
+        yield f"{own:.3f} from the environment"
+    yield "no advantage" if advantage is None else f"advantage {advantage:+.2f}"
+    if rollout.get("messages"):
+        yield from map(escape_text, describe_tool_use(rollout["turns"], rollout.get("events", {})))
+        given = sum(end - start for start, end in rollout.get("given", ()))
+        yield f"{format_count(len(rollout['tokens']) - given, 'token')} sampled and {given:,} given"
+    else:
+        yield format_count(len(rollout["tokens"]), "token")
+    yield "finished" if rollout["finished"] else "cut off"
+
+
+def render_conversation(rollout: Record) -> str:
+    """A conversation message by message, earlier sequences first where its history was rewritten."""
+    *earlier, last = [*rollout.get("branches", ()), rollout]
+    items = (
+        [render_turn("prefix", "given", "given", f"<i>{clip_text(rollout['prefix'])}</i>")]
+        if rollout.get("prefix")
+        else []
+    )
+    for branch in earlier:
+        items += [*render_messages(branch["messages"]), '<li class="cut"><p>the history was rewritten</p></li>']
+    return '<ol class="talk">\n' + "\n".join([*items, *render_messages(last["messages"])]) + "\n</ol>"
+
+
+def render_messages(said: Sequence[Record]) -> list[str]:
+    """The messages of a sequence; of very many those in the middle are left out."""
+    left_out = len(said) - MAX_MESSAGES
+    if left_out <= 0:
+        return [render_message(message) for message in said]
+    half = MAX_MESSAGES // 2
+    note = f'<li class="cut"><p>{format_count(left_out, "more message")} in rollouts.jsonl</p></li>'
+    return [*map(render_message, said[:half]), note, *map(render_message, said[-half:])]
+
+
+def render_message(message: Record) -> str:
+    by_policy = message.get("role") == "assistant"
+    fault = ', <b class="warn">the call came to nothing</b>' if is_failed_call(message) else ""
+    kind = "sampled" if by_policy else "given"
+    return render_turn(escape_text(get_speaker(message)), kind, f"{kind}{fault}", clip_text(format_message(message)))
+
+
+def render_turn(who: str, kind: str, about: str, text: str) -> str:
+    return f'<li class="{kind}"><p><b>{who}</b>, {about}</p><pre dir="auto" tabindex="0">{text}</pre></li>'
+
+
+def render_extras(columns: Record) -> str:
+    """What rewards logged beside the completion."""
+    rows = (f"<b>{clip_text(name)}</b> {clip_text(str(value))}" for name, value in columns.items())
+    return "".join(f"\n<p>{row}</p>" for row in rows)
+
+
+def render_prefix(rollout: Record) -> str:
+    """The prefix that was given to the policy, set apart from the completion."""
+    return f"<i>{clip_text(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
+
+
+def clip_text(text: str) -> str:
+    rest = len(text) - MAX_TEXT_CHARACTERS
+    return escape_text(text[:MAX_TEXT_CHARACTERS]) + (
+        f"\n[{rest:,} more characters in rollouts.jsonl]" if rest > 0 else ""
+    )
+
+
+def render_token_strip(logprobs: Sequence[float | None], given: Sequence[Sequence[int]] = ()) -> str:
+    """The tokens of a completion as cells, those that were given as a thin line.
+
+    Without the tokenizer the chances of tokens can be shown, their text cannot.
+    """
+    chances = [0.0 if logprob is None else exp(logprob) for logprob in logprobs[:MAX_STRIP_TOKENS]]
+    told = {i for start, end in given for i in range(start, min(end, len(chances)))}
+    sampled = [p for i, p in enumerate(chances) if i not in told]
+    if not sampled:
+        return ""
+    cells = "".join(render_given_cell(i) if i in told else render_sampled_cell(i, p) for i, p in enumerate(chances))
+    about = f"the chances of {format_count(len(sampled), 'token')}, the lowest {min(sampled):.1%}"
+    return (
+        f'\n<svg class="strip" role="img" aria-label="{about}" viewBox="0 0 {len(chances)} 1" '
+        f'preserveAspectRatio="none" style="max-width:{len(chances)}rem">{cells}</svg>'
+    )
+
+
+def render_sampled_cell(i: int, p: float) -> str:
+    return f'<rect x="{i}" width="1" height="1" fill-opacity="{1 - p:.2f}"><title>token {i + 1}: {p:.1%}</title></rect>'
+
+
+def render_given_cell(i: int) -> str:
+    return f'<rect class="given" x="{i}" y="0.4" width="1" height="0.2"><title>token {i + 1}: given</title></rect>'

@@ -11,7 +11,7 @@ from itertools import islice
 
 import regex  # Python's own re loses matches of possessive groups before 3.11.5
 
-LONGEST_NUMBER = 4000
+MAX_NUMBER_CHARACTERS = 4000
 """The most characters of a number, and the most places of its exponent: Python converts at most 4300 digits."""
 
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
@@ -42,16 +42,16 @@ _REPEATING = re.compile(
     r"|(?<=\.)\((?P<bracketed>\d{1,15})\)(?!\s*[(\^])"
     r"|(?P<repeated>\d)(?P=repeated){2,}(?:\.\.\.|\u2026|\\[lc]?dots(?![A-Za-z])))"
 )
-_SIGNS_OF_REPETITION = ("\\overline", "\\bar", "dot", "...", "\u2026", ".(")
+_REPETITION_MARKS = ("\\overline", "\\bar", "dot", "...", "\u2026", ".(")
 _DIGITS = rf"(?:\d{{1,3}}(?:{_GROUPS})(?!\d)|\d++)(?:\.\d++)?+"
 _DECIMAL = rf"(?:{_DIGITS}|(?<![A-Za-z0-9.])\.\d++)"
-_PART = rf"(?:\{{\s*+-?{_DIGITS}\s*+\}}|\s*+\d)"
+_FRACTION_ARGUMENT = rf"(?:\{{\s*+-?{_DIGITS}\s*+\}}|\s*+\d)"
 _NUMBER = regex.compile(
     rf"""
     (?<![A-Za-z])[A-Za-z]++\}}?(?:\s*+[\^_]\s*+(?:\{{[^{{}}]*+\}}|-?\d++))++  # m^2, x_1: of a name, no number
     | (?:(?P<minus>-)[ \t]*+)?+ (?:\\?[$€£¥]\s?+(?P<inner>-)?+)?+
       (?:
-        (?:(?P<count>\d++)\s*+)?+ \\[dtc]?frac \s*+ (?P<over>{_PART}) \s*+ (?P<under>{_PART})
+        (?:(?P<count>\d++)\s*+)?+ \\[dtc]?frac \s*+ (?P<over>{_FRACTION_ARGUMENT}) \s*+ (?P<under>{_FRACTION_ARGUMENT})
         | (?:(?P<whole>\d++)[ \t]++(?=[1-9]\d*+[ \t]*+/[ \t]*+\d))?+
           (?P<top>{_DECIMAL}) (?:[ \t]*+/[ \t]*+(?P<bottom>{_DECIMAL}))?+
       )
@@ -63,36 +63,36 @@ _NUMBER = regex.compile(
     regex.VERBOSE,
 )
 _OPERAND = re.compile(r"[A-Za-z0-9_)\]}%]\Z")
-_WORD_THAT_STATES = re.compile(r"(?:\b(?:is|are|was|be|equals?|gives|to)|[是为])\Z")
-_PART_OF_MORE = re.compile(
+_STATING_WORD = re.compile(r"(?:\b(?:is|are|was|be|equals?|gives|to)|[是为])\Z")
+_LARGER_EXPRESSION = re.compile(
     r"(?:\\(?:[dtc]?frac|[dt]?binom|sqrt)|[}\]]\s*\{|\^|√|[A-Za-z0-9)}]_|[A-Za-z0-9)}]\*\*)\s*[({\[+-]*\s*\Z"
 )
-_DRESS = re.compile(
+_FORMATTING = re.compile(
     r"\^\s*\{?\s*\\circ\s*\}?|\\[^A-Za-z]"
     r"|\\(?:text|mathrm|textbf|mathbf|mbox|boxed|left|right|quad|displaystyle)(?![A-Za-z])"
 )
 _OPERATOR = re.compile(r"[\d\\^_*+=<>|~!\u00b1\u00d7\u00f7√∞π]|(?<![A-Za-z])[/-]|[/-](?![A-Za-z])")
-UNITS_OF_ONE_LETTER = "mgshlLNJWVACFK"
+ONE_LETTER_UNITS = "mgshlLNJWVACFK"
 
 
-def answered(text: str) -> str:
+def extract_answer(text: str) -> str:
     """Return the answer that a text gives: the marked one, else all that follows `</think>`.
 
     A text whose thought never ends has no answer, whatever the thought contains.
 
     Example: answered("It is 8. No: \\\\boxed{\\\\frac{7}{2}}") == "\\\\frac{7}{2}"
     """
-    marked = marked_answer(text)
-    return after_thinking(text).strip() if marked is None else marked
+    marked = extract_marked_answer(text)
+    return strip_thought(text).strip() if marked is None else marked
 
 
-def marked_answer(text: str) -> str | None:
+def extract_marked_answer(text: str) -> str | None:
     """Return the last box of the final `<answer>`, the content of that tag, or the last box behind `</think>`; or None.
 
     Example: marked_answer("<answer>So \\\\boxed{7}.</answer>") == "7"; marked_answer("It is 7.") is None
     """
-    inside = answer_tag(text)
-    box = last_box(after_thinking(text) if inside is None else inside)
+    inside = find_answer_tag(text)
+    box = find_last_box(strip_thought(text) if inside is None else inside)
     return inside if box is None else box
 
 
@@ -112,7 +112,7 @@ def split_thought(text: str) -> tuple[str, str | None]:
     return (thought if opened else before).strip(), behind
 
 
-def after_thinking(text: str) -> str:
+def strip_thought(text: str) -> str:
     """Return what follows the last `</think>`: the whole text where there is no thought, nothing where it never ends.
 
     Example: after_thinking("<think>Is it 3?</think> No, 4.") == " No, 4."
@@ -120,7 +120,7 @@ def after_thinking(text: str) -> str:
     return split_thought(text)[1] or ""
 
 
-def last_box(text: str) -> str | None:
+def find_last_box(text: str) -> str | None:
     r"""Return the content of the last `\boxed{}`, `\fbox{}` or `\boxed 7`; None where there is none or it stays open.
 
     Braces inside may be nested.
@@ -129,13 +129,17 @@ def last_box(text: str) -> str | None:
     """
     for opened in deque(_BOX.finditer(text), maxlen=1):
         if opened["bare"]:
-            return opened["bare"] + arguments(text, opened.end()) if opened["bare"][0] == "\\" else opened["bare"]
-        end = closing_brace(text, opened.end())
+            return (
+                opened["bare"] + find_brace_arguments(text, opened.end())
+                if opened["bare"][0] == "\\"
+                else opened["bare"]
+            )
+        end = find_closing_brace(text, opened.end())
         return None if end is None else text[opened.end() : end].strip()
     return None
 
 
-def closing_brace(text: str, start: int) -> int | None:
+def find_closing_brace(text: str, start: int) -> int | None:
     """Return where the brace closes that was opened right before `start`; None where it stays open."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
@@ -145,29 +149,29 @@ def closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-def arguments(text: str, start: int) -> str:
+def find_brace_arguments(text: str, start: int) -> str:
     """Return the groups in braces that follow a command directly, such as the {1}{2} of a fraction."""
     end = start
     while text[end : end + 1] == "{":
-        closed = closing_brace(text, end + 1)
+        closed = find_closing_brace(text, end + 1)
         if closed is None:
             break
         end = closed + 1
     return text[start:end]
 
 
-def gold_in(text: str) -> str:
+def extract_gold_answer(text: str) -> str:
     """Return the gold answer in a text that may be a whole solution: its last box, or what follows a final `####`.
 
     Example: gold_in("We add. So it is $\\\\boxed{7}$.") == "7"; gold_in("3 + 4 = 7\\n#### 7") == "7"
     """
-    if box := last_box(text):
+    if box := find_last_box(text):
         return box
     before, marked, behind = text.rpartition("\n####")
     return behind.strip() if marked and before.strip() and behind.strip() and "\n" not in behind.strip() else text
 
 
-def last_number(text: str) -> Fraction | None:
+def find_last_number(text: str) -> Fraction | None:
     """Return the last number in the text, exactly; None where there is none, or where it cannot be read.
 
     These can be read: 1,080 (also with ' or a space), .5, 1/2, 1 / 2, 1 1/2, \\frac{1}{2}, 1.5e3, 3 \\times 10^4 and
@@ -180,35 +184,37 @@ def last_number(text: str) -> Fraction | None:
 
     Example: last_number("so $1,080.50.") == Fraction(2161, 2)
     """
-    plain = in_ascii(text)
-    found = deque(numbers(plain), maxlen=1)
-    return value_of(found[0], plain) if found else None
+    plain = normalize_to_ascii(text)
+    found = deque(find_numbers(plain), maxlen=1)
+    return parse_number_match(found[0], plain) if found else None
 
 
-def only_number(text: str) -> Fraction | None:
+def parse_only_number(text: str) -> Fraction | None:
     """Return the number of a text that holds just one, and else only a currency, a unit or words; otherwise None.
 
     Example: only_number("18 dollars") == 18; only_number("3 or 5") is None; only_number("3x") is None
     """
-    plain = in_ascii(text)
-    found = list(islice(numbers(plain), 2))
+    plain = normalize_to_ascii(text)
+    found = list(islice(find_numbers(plain), 2))
     if len(found) != 1:
         return None
     (number,) = found
-    beside = without_names(plain[: number.start()]) + " " + without_names(plain[number.end() :])
+    beside = remove_unit_powers(plain[: number.start()]) + " " + remove_unit_powers(plain[number.end() :])
     letters = (word for word in re.findall(r"[A-Za-z]+", beside) if len(word) == 1)
-    if _OPERATOR.search(beside) or any(letter not in UNITS_OF_ONE_LETTER for letter in letters):
+    if _OPERATOR.search(beside) or any(letter not in ONE_LETTER_UNITS for letter in letters):
         return None
-    return value_of(number, plain)
+    return parse_number_match(number, plain)
 
 
-def in_ascii(text: str) -> str:
+def normalize_to_ascii(text: str) -> str:
     """Return a text with ASCII digits and signs, without negative thin spaces, and repeating decimals as fractions."""
     plain = _FULL_WIDTH_COMMA.sub(",", text).translate(ASCII_FORMS).replace(r"\!", "")
-    return _REPEATING.sub(repeating, plain) if any(sign in plain for sign in _SIGNS_OF_REPETITION) else plain
+    return (
+        _REPEATING.sub(convert_repeating_decimal, plain) if any(sign in plain for sign in _REPETITION_MARKS) else plain
+    )
 
 
-def repeating(decimal: re.Match[str]) -> str:
+def convert_repeating_decimal(decimal: re.Match[str]) -> str:
     """Return the fraction that a repeating decimal stands for: \\frac{1}{3} for 0.\\overline{3}."""
     begin, period = decimal["begin"], decimal["period"] or decimal["digit"] or decimal["bracketed"]
     if decimal["last"]:
@@ -220,34 +226,34 @@ def repeating(decimal: re.Match[str]) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def numbers(plain: str) -> Iterator[regex.Match[str]]:
+def find_numbers(plain: str) -> Iterator[regex.Match[str]]:
     return (match for match in _NUMBER.finditer(plain) if match["top"] or match["over"])
 
 
-def without_names(beside: str) -> str:
+def remove_unit_powers(beside: str) -> str:
     """Remove powers of units, LaTeX that only changes the looks, and the backslash of escaped signs."""
-    return _DRESS.sub(" ", _NUMBER.sub(lambda match: match[0] if match["top"] or match["over"] else " ", beside))
+    return _FORMATTING.sub(" ", _NUMBER.sub(lambda match: match[0] if match["top"] or match["over"] else " ", beside))
 
 
-def value_of(number: regex.Match[str], plain: str) -> Fraction | None:
+def parse_number_match(number: regex.Match[str], plain: str) -> Fraction | None:
     """Return the value of a match; None where it is part of something unreadable, far too long, or divided by 0."""
-    if number["more"] or len(number[0]) > LONGEST_NUMBER:
+    if number["more"] or len(number[0]) > MAX_NUMBER_CHARACTERS:
         return None
-    if _PART_OF_MORE.search(plain[max(0, number.start() - 20) : number.start()]):
+    if _LARGER_EXPRESSION.search(plain[max(0, number.start() - 20) : number.start()]):
         return None
     top, bottom = (
-        fraction(part or "1") for part in (number["top"] or number["over"], number["bottom"] or number["under"])
+        parse_decimal(part or "1") for part in (number["top"] or number["over"], number["bottom"] or number["under"])
     )
-    whole = fraction(number["whole"] or number["count"] or "0")
-    exponent = scale_of(number["scale"] or "")
-    if bottom == 0 or abs(exponent) > LONGEST_NUMBER or (whole and top >= bottom):
+    whole = parse_decimal(number["whole"] or number["count"] or "0")
+    exponent = parse_scale(number["scale"] or "")
+    if bottom == 0 or abs(exponent) > MAX_NUMBER_CHARACTERS or (whole and top >= bottom):
         return None
     size = (whole + top / bottom) * Fraction(10) ** exponent
-    negative = number["inner"] or (number["minus"] and is_sign(number, plain))
+    negative = number["inner"] or (number["minus"] and is_minus_sign(number, plain))
     return -size if negative else size
 
 
-def scale_of(written: str) -> int:
+def parse_scale(written: str) -> int:
     """Return the power of ten that a scale stands for: 3 for k, 6 for M, -2 for e-2."""
     if written in ("k", "K", "M"):
         return 6 if written == "M" else 3
@@ -255,20 +261,20 @@ def scale_of(written: str) -> int:
     return int(digits[0].strip("} ")[:8]) if digits else 0
 
 
-def is_sign(number: regex.Match[str], plain: str) -> bool:
+def is_minus_sign(number: regex.Match[str], plain: str) -> bool:
     """Whether the minus in front of a number is its sign, not a subtraction or a dash (see `last_number`)."""
     touches = plain[number.end("minus")] not in " \t"
     before = plain[: number.start()] if touches else plain[: number.start()].rstrip(" \t")
     if touches or not before[-1:].isalnum():
         return _OPERAND.search(before[-1:]) is None
-    return _WORD_THAT_STATES.search(before[-9:]) is not None
+    return _STATING_WORD.search(before[-9:]) is not None
 
 
-def fraction(digits: str) -> Fraction:
+def parse_decimal(digits: str) -> Fraction:
     return Fraction(re.sub(r"[^\d.-]", "", digits))
 
 
-def tagged(text: str) -> str | None:
+def extract_tagged_answer(text: str) -> str | None:
     """Return the answer of a text that is only `<think>...</think> <answer>...</answer>`, each tag once; else None.
 
     Example: tagged("<think>3 + 4</think> <answer> 7 </answer>") == "7"
@@ -278,7 +284,7 @@ def tagged(text: str) -> str | None:
     return match[1].strip() if match else None
 
 
-def answer_tag(text: str) -> str | None:
+def find_answer_tag(text: str) -> str | None:
     """Return the content of the `<answer>` tag that ends the text and is the only one; None without such a tag.
 
     Tags inside a thought do not count, and a text whose thought never ends has no answer.
@@ -294,9 +300,9 @@ def answer_tag(text: str) -> str | None:
     return None
 
 
-def reasoning_and_answer(text: str) -> tuple[str, str]:
+def split_reasoning_and_answer(text: str) -> tuple[str, str]:
     """Return the thought of a text and the answer as graders read it; an unended thought has no answer.
 
     Example: reasoning_and_answer("<think>3 + 4</think> <answer>7</answer>") == ("3 + 4", "7")
     """
-    return split_thought(text)[0], answered(text)
+    return split_thought(text)[0], extract_answer(text)

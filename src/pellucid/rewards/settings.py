@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import regex
 
-from pellucid.machine.braces import placeholders
-from pellucid.machine.endpoint import Names, mistake_in
+from pellucid.utils.endpoint import SettingNames, find_address_mistake
+from pellucid.utils.text import find_placeholders
 
-NAMES = Names("base_url", "model", "key")
-LONGEST = 1e6
+ENDPOINT_NAMES = SettingNames("base_url", "model", "key")
+MAX_TIMEOUT_SECONDS = 1e6
 """The longest time limit in seconds, eleven days: clocks of processes take no more."""
-_VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
-_NO_COLUMN = re.compile("[\"':\n]")
+_VARIABLE_NAME = re.compile("[A-Z_][A-Z0-9_]*")
+_NON_COLUMN_SIGN = re.compile("[\"':\n]")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "step_timeout"):
-            if not 0 < getattr(self, name) <= LONGEST:
-                seconds = f"a positive number of seconds, at most {LONGEST:.0f}"
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_SECONDS:
+                seconds = f"a positive number of seconds, at most {MAX_TIMEOUT_SECONDS:.0f}"
                 raise ValueError(f"{name} = {getattr(self, name)} must be {seconds}")
         if self.workers < 1:
             raise ValueError(f"workers = {self.workers} must be at least 1")
@@ -95,21 +95,21 @@ class JudgeSettings:
     """Keep the answers in the run folder, so that nothing is asked twice."""
 
     def __post_init__(self) -> None:
-        if mistake := next(mistakes_of(self), ""):
+        if mistake := next(find_judge_mistakes(self), ""):
             raise ValueError(mistake)
 
 
-def mistakes_of(judge: JudgeSettings) -> Iterator[str]:
+def find_judge_mistakes(judge: JudgeSettings) -> Iterator[str]:
     """Yield what is wrong with the settings of a judge, in one line each; no line holds a key."""
-    if mistake := mistake_in(judge.base_url, NAMES):
+    if mistake := find_address_mistake(judge.base_url, ENDPOINT_NAMES):
         yield mistake
     if not judge.model:
         yield 'model = "" must name the model that judges, as the endpoint knows it'
-    if not _VARIABLE.fullmatch(judge.key):  # what stands there may be the key itself, and is not told
+    if not _VARIABLE_NAME.fullmatch(judge.key):  # what stands there may be the key itself, and is not told
         yield "key must name an environment variable, in capitals, such as OPENAI_API_KEY: the key itself stays there"
-    yield from mistakes_of_template(judge)
-    yield from mistakes_of_reading(judge)
-    yield from mistakes_of_body(judge)
+    yield from find_template_mistakes(judge)
+    yield from find_parsing_mistakes(judge)
+    yield from find_body_mistakes(judge)
     for name, least in {"max_tokens": 1, "concurrency": 1, "retries": 0}.items():
         if getattr(judge, name) < least:
             yield f"{name} = {getattr(judge, name)} must be at least {least}"
@@ -118,7 +118,7 @@ def mistakes_of(judge: JudgeSettings) -> Iterator[str]:
             yield f"{name} = {getattr(judge, name)} must be a positive number of seconds"
 
 
-def mistakes_of_body(judge: JudgeSettings) -> Iterator[str]:
+def find_body_mistakes(judge: JudgeSettings) -> Iterator[str]:
     if ours := [name for name in ("model", "messages", "stream") if name in judge.body]:
         yield f"body has {ours[0]}, which is not its to say: leave it out"
     try:
@@ -127,18 +127,18 @@ def mistakes_of_body(judge: JudgeSettings) -> Iterator[str]:
         yield f"body must be what JSON can say: {error}"
 
 
-def mistakes_of_template(judge: JudgeSettings) -> Iterator[str]:
-    shown = placeholders(judge.template) | placeholders(judge.system)
+def find_template_mistakes(judge: JudgeSettings) -> Iterator[str]:
+    shown = find_placeholders(judge.template) | find_placeholders(judge.system)
     for name in sorted(shown):
-        if _NO_COLUMN.search(name):
+        if _NON_COLUMN_SIGN.search(name):
             yield f"template has {{{name}}}, which is no placeholder: write {{{{...}}}} where braces are meant"
-    if "completion" not in placeholders(judge.template):
+    if "completion" not in find_placeholders(judge.template):
         yield "template must have {completion}, which the judge is to grade"
     if bool(judge.rubric) != ("rubric" in shown):
         yield f'rubric = "{judge.rubric}": give one where the template has {{rubric}}, and nowhere else'
 
 
-def mistakes_of_reading(judge: JudgeSettings) -> Iterator[str]:
+def find_parsing_mistakes(judge: JudgeSettings) -> Iterator[str]:
     low, high = judge.range
     if not -math.inf < low < high < math.inf:
         yield f"range = [{low:g}, {high:g}] must be two numbers, the lowest grade and the highest"

@@ -16,21 +16,25 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pellucid.machine.plugins import did_you_mean, function_of
 from pellucid.rewards import functions
-from pellucid.rewards.answers import answered, gold_in, last_number, only_number, tagged
-from pellucid.rewards.formulas import math_verify, stated_in_sentence, states_formula
-from pellucid.rewards.latex import is_sentence, is_words
-from pellucid.rewards.parts import Pair, Part
+from pellucid.rewards.answers import (
+    extract_answer,
+    extract_gold_answer,
+    extract_tagged_answer,
+    find_last_number,
+    parse_only_number,
+)
+from pellucid.rewards.functions import PromptCompletion, RewardPart, TrainerState
+from pellucid.rewards.math import is_sentence, is_words, load_math_verify, states_formula, strip_answer_sentence
 from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
-from pellucid.rewards.trainer_state import TrainerState
 from pellucid.types import Completion, Prompt
+from pellucid.utils.plugins import did_you_mean, load_function
 
-ENVIRONMENT = "environment"
+ENVIRONMENT_TERM = "environment"
 """The term that says what the environment of a conversation says that it was worth."""
-JUDGE = "judge"
+JUDGE_TERM = "judge"
 """The term that a Judge computes."""
-MODEL = "model:"
+REWARD_MODEL_PREFIX = "model:"
 """What the name of a reward model begins with."""
 
 
@@ -58,11 +62,11 @@ class RewardTerm:
     """For `model:FOLDER_OR_HUB_ID`: its table, `[task.rewards.reward_model]`; without one, its defaults."""
 
     def __post_init__(self) -> None:
-        named, is_model = (*TERMS, JUDGE), self.name.startswith(MODEL)
-        if is_function(self.name):
-            function_of(self.name, "reward")
-        elif self.name == MODEL or not (self.name in named or is_model):
-            known = f'{", ".join(named)}, "{MODEL}FOLDER_OR_HUB_ID", or your own as "path/to/file.py:function"'
+        named, is_model = (*BUILTIN_TERMS, JUDGE_TERM), self.name.startswith(REWARD_MODEL_PREFIX)
+        if is_function_term(self.name):
+            load_function(self.name, "reward")
+        elif self.name == REWARD_MODEL_PREFIX or not (self.name in named or is_model):
+            known = f'{", ".join(named)}, "{REWARD_MODEL_PREFIX}FOLDER_OR_HUB_ID", or your own as "path/to/file.py:function"'
             raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, named)}; there are {known}')
         if bool(self.pattern) != (self.name == "regex"):
             raise ValueError(f'reward "{self.name}" has pattern = "{self.pattern}": regex needs one, no other has one')
@@ -70,37 +74,39 @@ class RewardTerm:
             raise ValueError(
                 f'reward "{self.name}" has limit = {self.limit}: length needs one above 0, no other has one'
             )
-        if (self.judge is not None) != (self.name == JUDGE):
-            raise ValueError(f'reward "{self.name}": {JUDGE} needs a table [task.rewards.judge], no other has one')
-        if not 0 <= self.timeout < inf or (self.timeout and not is_function(self.name)):
+        if (self.judge is not None) != (self.name == JUDGE_TERM):
+            raise ValueError(f'reward "{self.name}": {JUDGE_TERM} needs a table [task.rewards.judge], no other has one')
+        if not 0 <= self.timeout < inf or (self.timeout and not is_function_term(self.name)):
             raise ValueError(f'reward "{self.name}" has timeout = {self.timeout}: a function may have one above 0')
         if self.reward_model and not is_model:
-            raise ValueError(f'reward "{self.name}" has a table reward_model: only "{MODEL}FOLDER_OR_HUB_ID" has one')
-        compiled(self.pattern)
+            raise ValueError(
+                f'reward "{self.name}" has a table reward_model: only "{REWARD_MODEL_PREFIX}FOLDER_OR_HUB_ID" has one'
+            )
+        compile_pattern(self.pattern)
         if self.name == "math":
-            math_verify()
+            load_math_verify()
 
 
-def part_of(term: RewardTerm, pairs: Sequence[Pair], state: TrainerState) -> list[Part]:
+def compute_term_parts(term: RewardTerm, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[RewardPart]:
     """Return what a term says of each completion. Raises what the user's function raises.
 
     A judge and a reward model say nothing here: they are with the processes of a run, see Graded.
     """
-    if is_function(term.name):
-        return functions.parts_of(term.name, pairs, state)
-    if term.name not in TERMS:
-        return [Part(error="it grades within a run, as Graded has it") for _ in pairs]
-    if term.name == ENVIRONMENT:
-        return [of_environment(completion) for _, completion in pairs]
-    return [Part(TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]
+    if is_function_term(term.name):
+        return functions.call_function(term.name, pairs, state)
+    if term.name not in BUILTIN_TERMS:
+        return [RewardPart(error="it grades within a run, as Graded has it") for _ in pairs]
+    if term.name == ENVIRONMENT_TERM:
+        return [build_environment_part(completion) for _, completion in pairs]
+    return [RewardPart(BUILTIN_TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]
 
 
-def of_environment(completion: Completion) -> Part:
+def build_environment_part(completion: Completion) -> RewardPart:
     """Return what the environment says that a conversation was worth; where none was held, no value."""
-    return Part(worth(completion), completion.outcome.error if completion.outcome else "")
+    return RewardPart(get_environment_reward(completion), completion.outcome.error if completion.outcome else "")
 
 
-def terms_of(task: Any) -> Sequence[RewardTerm]:
+def get_reward_terms(task: Any) -> Sequence[RewardTerm]:
     """Return the terms whose sum is the reward of a task, by its method `total`; nothing where it grades by itself.
 
     A class that has a `reward` of its own below that of the class with `total` grades by itself.
@@ -112,65 +118,65 @@ def terms_of(task: Any) -> Sequence[RewardTerm]:
     return terms if all(isinstance(term, RewardTerm) for term in terms) else ()
 
 
-def is_function(name: str) -> bool:
+def is_function_term(name: str) -> bool:
     """Return whether a term is a function of the user's own, by its name."""
-    return ":" in name and not name.startswith(MODEL)
+    return ":" in name and not name.startswith(REWARD_MODEL_PREFIX)
 
 
 def gives_degrees(name: str) -> bool:
     """Return whether a term may give numbers that say neither right nor wrong."""
-    return in_batches(name) or name == ENVIRONMENT
+    return is_batch_term(name) or name == ENVIRONMENT_TERM
 
 
-def in_batches(name: str) -> bool:
+def is_batch_term(name: str) -> bool:
     """Return whether a term is asked about all completions of a step at once, which it may compare."""
-    return name not in TERMS
+    return name not in BUILTIN_TERMS
 
 
-TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
-    "exact": lambda _, prompt, completion: best(exact, completion.full_text, prompt.gold_answers),
-    "numeric": lambda _, prompt, completion: best(numeric, completion.full_text, prompt.gold_answers),
-    "math": lambda _, prompt, completion: best(math, completion.full_text, prompt.gold_answers),
-    "tagged": lambda _term, _prompt, completion: has_tags(completion.full_text),
-    "regex": lambda term, _, completion: regex(completion.full_text, term.pattern),
-    "length": lambda term, _, completion: length(completion.length, term.limit),
-    "environment": lambda _term, _prompt, completion: worth(completion),
+BUILTIN_TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
+    "exact": lambda _, prompt, completion: grade_best_gold(grade_exact, completion.full_text, prompt.gold_answers),
+    "numeric": lambda _, prompt, completion: grade_best_gold(grade_numeric, completion.full_text, prompt.gold_answers),
+    "math": lambda _, prompt, completion: grade_best_gold(grade_math, completion.full_text, prompt.gold_answers),
+    "tagged": lambda _term, _prompt, completion: grade_tags(completion.full_text),
+    "regex": lambda term, _, completion: grade_regex(completion.full_text, term.pattern),
+    "length": lambda term, _, completion: grade_length(completion.length, term.limit),
+    "environment": lambda _term, _prompt, completion: get_environment_reward(completion),
 }
-COMPARE_WITH_GOLD = ("exact", "numeric", "math")
+GOLD_TERMS = ("exact", "numeric", "math")
 """The terms that compare an answer with the gold answer. Each is a function below of the same name."""
 
 
-def best(grade: Callable[[str, str], float | None], text: str, golds: Sequence[str]) -> float | None:
+def grade_best_gold(grade: Callable[[str, str], float | None], text: str, golds: Sequence[str]) -> float | None:
     """Return the highest grade of a text over several gold answers; None where none of them can be read."""
     if len(golds) == 1:
         return grade(text, golds[0])
     return max((value for gold in golds if (value := grade(text, gold)) is not None), default=None)
 
 
-def worth(completion: Completion) -> float | None:
+def get_environment_reward(completion: Completion) -> float | None:
     """Return what the environment of a conversation says that it was worth, by get_reward(); else None."""
     return completion.outcome.reward if completion.outcome else None
 
 
-def exact(text: str, gold: str) -> float:
+def grade_exact(text: str, gold: str) -> float:
     """Return 1 if the answers agree up to letter case and white space, else 0."""
-    return float(folded(answered(text)) == folded(gold_in(gold)))
+    return float(fold_case(extract_answer(text)) == fold_case(extract_gold_answer(gold)))
 
 
-def numeric(text: str, gold: str) -> float:
+def grade_numeric(text: str, gold: str) -> float:
     """Return 1 if the last number of the answer equals the gold answer (1,080 = 1080 = 1080.0), else 0."""
-    found = last_number(answered(text))
-    return float(found is not None and found == only_number(gold_in(gold)))
+    found = find_last_number(extract_answer(text))
+    return float(found is not None and found == parse_only_number(extract_gold_answer(gold)))
 
 
-def math(text: str, gold: str) -> float | None:
+def grade_math(text: str, gold: str) -> float | None:
     """Return 1 if the answer states the gold formula or words, else 0; None where the gold answer cannot be read."""
     stated = states_formula(text, gold)
     return None if stated is None else float(stated)
 
 
 @lru_cache(maxsize=256)
-def gold_fault(name: str, gold: str) -> str | None:
+def find_gold_fault(name: str, gold: str) -> str | None:
     """Return why a term cannot grade by a gold answer, or None.
 
     The term must read the gold answer, credit it in a box, and refuse another number where the gold answer is a number.
@@ -178,14 +184,14 @@ def gold_fault(name: str, gold: str) -> str | None:
 
     Example: gold_fault("numeric", "1,080") is None; gold_fault("numeric", "seven")[:15] == "holds no number"
     """
-    number = only_number(gold_in(gold))
+    number = parse_only_number(extract_gold_answer(gold))
     if name == "numeric" and number is None:
         what = "is not one number that numeric can read whole: cut it out by answer_pattern, or"
         return f"{what if re.search(r'[0-9]', gold) else 'holds no number:'} use the reward exact or math"
-    grade, read = GRADES[name], stated_in_sentence(gold_in(gold))
+    grade, read = GOLD_GRADERS[name], strip_answer_sentence(extract_gold_answer(gold))
     if name == "math" and is_sentence(read) and not is_words(read):
         return "is a sentence, not an answer: cut the answer out by answer_pattern, or use the reward exact"
-    credited = grade(f"\\boxed{{{gold_in(gold)}}}", gold)
+    credited = grade(f"\\boxed{{{extract_gold_answer(gold)}}}", gold)
     fault = ""
     if credited is None:
         fault = "cannot be read by the reward {}: correct it, or cut the answer out by answer_pattern"
@@ -196,37 +202,41 @@ def gold_fault(name: str, gold: str) -> str | None:
     return fault.format(name) or None
 
 
-GRADES: dict[str, Callable[[str, str], float | None]] = {"exact": exact, "numeric": numeric, "math": math}
+GOLD_GRADERS: dict[str, Callable[[str, str], float | None]] = {
+    "exact": grade_exact,
+    "numeric": grade_numeric,
+    "math": grade_math,
+}
 
 
-def has_tags(text: str) -> float:
+def grade_tags(text: str) -> float:
     """Return 1 if the text is only `<think>...</think> <answer>...</answer>`, each tag once, else 0."""
-    return float(tagged(text) is not None)
+    return float(extract_tagged_answer(text) is not None)
 
 
-def regex(text: str, pattern: str) -> float:
+def grade_regex(text: str, pattern: str) -> float:
     """Return 1 if the pattern is found in the text, else 0."""
-    return float(compiled(pattern).search(text) is not None)
+    return float(compile_pattern(pattern).search(text) is not None)
 
 
-def length(tokens: int, limit: int) -> float:
+def grade_length(tokens: int, limit: int) -> float:
     """Return minus the share of `limit` that was used, at least -1."""
     return max(-1.0, -tokens / limit)
 
 
-def folded(text: str) -> str:
+def fold_case(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
 @cache
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(f'pattern = "{pattern}" is no regular expression: {error}') from error
 
 
-def labels(terms: Sequence[RewardTerm]) -> list[str]:
+def label_terms(terms: Sequence[RewardTerm]) -> list[str]:
     """Return the names under which terms are logged. Functions and models go by their own names, without a folder;
     repeated names are numbered.
 

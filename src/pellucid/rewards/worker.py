@@ -17,29 +17,35 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from pellucid.machine import streams
-from pellucid.machine.plugins import function_of
-from pellucid.rewards.calls import Answered, Began, Call, Event, Partly, run, with_errors
-from pellucid.rewards.parts import Pair
-from pellucid.rewards.plain import described
-from pellucid.rewards.terms import is_function, terms_of
-from pellucid.rewards.trainer_state import TrainerState
+from pellucid.rewards.calls import (
+    CallEvent,
+    RewardCall,
+    TermFinished,
+    TermProgress,
+    TermsStarted,
+    insert_errors,
+    run_call,
+)
+from pellucid.rewards.functions import PromptCompletion, TrainerState, describe_error
+from pellucid.rewards.terms import get_reward_terms, is_function_term
+from pellucid.utils import signals
+from pellucid.utils.plugins import load_function
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None
 
-TOLD = 100
+MAX_LOGGED_TRACEBACKS = 100
 """The most tracebacks in the log, one for each kind of error."""
-MARGIN = 10.0
+WATCHDOG_MARGIN_SECONDS = 10.0
 """Seconds that a call has beyond twice its time limit, before its process ends itself."""
-NOTED: set[str] = set()
+LOGGED_ERRORS: set[str] = set()
 """The kinds of error that this process has logged."""
 
 
 @dataclass(frozen=True)
-class Confines:
+class WorkerConfig:
     """The limits, log and environment of a worker process."""
 
     memory_gb: float
@@ -50,7 +56,7 @@ class Confines:
 
 
 @dataclass(frozen=True)
-class Message:
+class CallMessage:
     """A Call on its way to a process. Each group is pickled by itself, since one of them may have no place there."""
 
     terms: tuple[int, ...]
@@ -60,53 +66,53 @@ class Message:
     limits: tuple[float | None, ...]
 
 
-def work(connection: Connection, task: bytes, config: Confines) -> None:
+def run_worker(connection: Connection, task: bytes, config: WorkerConfig) -> None:
     """Load the task, then answer each call, until the parent closes its end.
 
     Sends one message before the task is loaded, one after, and then the events of each call.
     """
-    settle(config)
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    isolate_process(config)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     connection.send_bytes(b"{}")
     loaded: list[Any] = []
-    connection.send_bytes(attempt(lambda: loaded.append(load(task))))
+    connection.send_bytes(run_and_report(lambda: loaded.append(load_task(task))))
     while True:
         try:
-            message: Message = pickle.loads(connection.recv_bytes())
+            message: CallMessage = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            leave()
-        call, unread = unpacked(message)
-        for event in run(loaded[0], call, note):
-            if isinstance(event, Began):
-                watch(message.limits)
-            if isinstance(event, Partly) and unread:
+            exit_with_children()
+        call, unread = unpack_message(message)
+        for event in run_call(loaded[0], call, log_error):
+            if isinstance(event, TermsStarted):
+                start_watchdog(message.limits)
+            if isinstance(event, TermProgress) and unread:
                 continue  # its answers are not those of the first completions: some could not be read
-            connection.send_bytes(json.dumps(with_unread(event, unread)).encode())
+            connection.send_bytes(json.dumps(insert_unpickling_errors(event, unread)).encode())
         faulthandler.cancel_dump_traceback_later()
 
 
-def load(task: bytes) -> Any:
+def load_task(task: bytes) -> Any:
     """Return the task, with the files of its functions imported: that takes no time of their calls."""
     loaded = pickle.loads(task)
-    for term in terms_of(loaded):
-        if is_function(term.name):
-            function_of(term.name, "reward")
+    for term in get_reward_terms(loaded):
+        if is_function_term(term.name):
+            load_function(term.name, "reward")
     return loaded
 
 
-def attempt(action: Callable[[], None]) -> bytes:
+def run_and_report(action: Callable[[], None]) -> bytes:
     """Return an empty JSON object, or one with the error that was raised."""
     try:
         action()
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-        note(described(error), error)
-        return json.dumps({"error": described(error)}).encode()
+        log_error(describe_error(error), error)
+        return json.dumps({"error": describe_error(error)}).encode()
     return b"{}"
 
 
-def unpacked(message: Message) -> tuple[Call, dict[int, str]]:
+def unpack_message(message: CallMessage) -> tuple[RewardCall, dict[int, str]]:
     """Return the call of a message, and the errors of completions that cannot be read here, by their places."""
-    pairs: list[Pair] = []
+    pairs: list[PromptCompletion] = []
     errors: dict[int, str] = {}
     for data, n in message.groups:
         try:
@@ -114,34 +120,34 @@ def unpacked(message: Message) -> tuple[Call, dict[int, str]]:
         except BaseException as error:  # noqa: BLE001 - as above
             place = len(pairs) + len(errors)
             errors |= dict.fromkeys(
-                range(place, place + n), f"it cannot be read in another process: {described(error)}"
+                range(place, place + n), f"it cannot be read in another process: {describe_error(error)}"
             )
         else:
             pairs += [(prompt, completion) for completion in completions]
-    return Call(message.terms, pairs, message.state, message.limits), errors
+    return RewardCall(message.terms, pairs, message.state, message.limits), errors
 
 
-def with_unread(event: Event, errors: Mapping[int, str]) -> Event:
-    return event._replace(answers=with_errors(event.answers, errors)) if isinstance(event, Answered) else event
+def insert_unpickling_errors(event: CallEvent, errors: Mapping[int, str]) -> CallEvent:
+    return event._replace(answers=insert_errors(event.answers, errors)) if isinstance(event, TermFinished) else event
 
 
-def watch(limits: Sequence[float | None]) -> None:
+def start_watchdog(limits: Sequence[float | None]) -> None:
     """End this process when its parent should have done so long ago: it is gone.
 
     This needs no interpreter lock, which a runaway regular expression never releases.
     """
-    faulthandler.dump_traceback_later(2 * max(limit or 0.0 for limit in limits) + MARGIN, exit=True)
+    faulthandler.dump_traceback_later(2 * max(limit or 0.0 for limit in limits) + WATCHDOG_MARGIN_SECONDS, exit=True)
 
 
-def note(description: str, error: BaseException) -> None:
+def log_error(description: str, error: BaseException) -> None:
     """Write the full traceback of an error to the log, the first time that it occurs."""
-    if description not in NOTED and len(NOTED) < TOLD:
-        NOTED.add(description)
+    if description not in LOGGED_ERRORS and len(LOGGED_ERRORS) < MAX_LOGGED_TRACEBACKS:
+        LOGGED_ERRORS.add(description)
         with suppress(OSError, ValueError):  # a reward has closed it
             traceback.print_exception(error)
 
 
-def settle(config: Confines) -> None:
+def isolate_process(config: WorkerConfig) -> None:
     """Ignore signals, redirect output, set limits, and begin a session, so that a reward's children end with it."""
     # Ctrl-C reaches every process of the terminal, and a supervisor's SIGTERM every one of the service. The parent
     # decides what they mean, and may need this process to finish its step.
@@ -152,7 +158,7 @@ def settle(config: Confines) -> None:
         os.setsid()
     os.environ.clear()
     os.environ.update(config.environment)
-    redirect(config.log)
+    redirect_output(config.log)
     faulthandler.enable()
     if config.memory_gb and resource is not None and sys.platform == "linux":
         # Limit writable memory: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
@@ -161,7 +167,7 @@ def settle(config: Confines) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 
 
-def redirect(log: str) -> None:
+def redirect_output(log: str) -> None:
     """Append the output of this process and its children to the log, or discard it where the log cannot be opened.
 
     Their standard input is empty.
@@ -176,18 +182,18 @@ def redirect(log: str) -> None:
         os.dup2(taken, descriptor)
     os.close(nothing)
     os.close(output)
-    sys.stdout, sys.stderr = streams.logged(1), streams.logged(2)
+    sys.stdout, sys.stderr = signals.open_log_stream(1), signals.open_log_stream(2)
 
 
-def leave_with_parent() -> None:
+def exit_with_parent() -> None:
     """Wait for the parent to end, then end this process."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        leave()
+        exit_with_children()
 
 
-def leave() -> NoReturn:
+def exit_with_children() -> NoReturn:
     """End this process at once, with every process that rewards have started."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)

@@ -2,47 +2,85 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
+import json
+import os
 import re
+import signal
+import socket
+import threading
 import time
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp
 
-from pellucid.rewards.answers import reasoning_and_answer
-from pellucid.samplers.rollout import begins_in_thought
-from pellucid.serve.completions import complete, not_served
-from pellucid.serve.decoding import Served, asked, begun
-from pellucid.serve.errors import refuse_in_form
-from pellucid.serve.exchange import Exchanges
-from pellucid.serve.gate import Gate
-from pellucid.serve.group import group
-from pellucid.serve.messages import ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
-from pellucid.types import Prompt
+from pellucid import config
+from pellucid.algorithm.advantages import compute_advantages_from_grades
+from pellucid.algorithm.batch import collect_grades
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.config import Config
+from pellucid.models import hf_decode
+from pellucid.policy import policy
+from pellucid.policy.load import ModelAccess
+from pellucid.reporting import run_files
+from pellucid.rewards.answers import split_reasoning_and_answer
+from pellucid.rewards.grading import GradedTask, collect_grader_notices, load_graders
+from pellucid.rollout.groups import begins_in_thought
+from pellucid.rollout.select import find_decode_fault
+from pellucid.serve import middleware
+from pellucid.serve.command import Serve
+from pellucid.serve.daemon import INSTANCE_VARIABLE, make_url
+from pellucid.serve.engine import (
+    ChoiceFormatter,
+    ServedCompletion,
+    ServedModel,
+    ServingEngine,
+    build_usage,
+    enforce_deadline,
+    format_question,
+    start_generation,
+)
+from pellucid.serve.middleware import (
+    LOOPBACK_HOSTS,
+    AccessMiddleware,
+    RequestError,
+    RequestLimitsMiddleware,
+    install_error_handlers,
+)
+from pellucid.serve.schemas import ChatRequest, CompletionRequest, GroupRequest, QuestionRequest, SamplingParams
+from pellucid.tasks.gsm8k import SYSTEM_MESSAGES
+from pellucid.types import Completion, Group, Progress, Prompt, Reward, Task, UserError, grade_groups, with_split
+from pellucid.utils import hardware
+from pellucid.utils.plugins import ObjectNotInProcessError
+from pellucid.utils.text import escape_controls
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE_PATH = Path(__file__).with_name("page.html")
 
 
-async def until_answered() -> AsyncIterator[ExitStack]:
+async def open_cleanup_stack() -> AsyncIterator[ExitStack]:
     """Yield a stack of clean-ups, which run when the answer is sent or its client has left."""
     with ExitStack() as leaving:
         yield leaving
 
 
-Leaving = Annotated[ExitStack, Depends(until_answered)]
+CleanupStack = Annotated[ExitStack, Depends(open_cleanup_stack)]
 
 
-def application(served: Served) -> ASGIApp:
+def make_app(served: ServedModel) -> ASGIApp:
     app = FastAPI(title="pellucid", docs_url="/docs", redoc_url=None)
     started = time.time()
-    exchanges = Exchanges(app, served.body_bytes, served.body_seconds, served.send_seconds)
+    exchanges = RequestLimitsMiddleware(app, served.body_bytes, served.body_seconds, served.send_seconds)
 
-    refuse_in_form(app)
+    install_error_handlers(app)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -65,45 +103,47 @@ def application(served: Served) -> ASGIApp:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name != served.name:
-            raise not_served(served, name)
+            raise make_unknown_model_error(served, name)
         return card
 
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatRequest, leaving: Leaving) -> Response:
+    async def chat(request: ChatRequest, leaving: CleanupStack) -> Response:
         limit = request.max_completion_tokens or request.max_tokens
-        return await complete(served, request, request.prompt, True, limit, leaving)
+        return await create_completion(served, request, request.prompt, True, limit, leaving)
 
     @app.post("/v1/completions")
-    async def completions(request: CompletionRequest, leaving: Leaving) -> Response:
+    async def completions(request: CompletionRequest, leaving: CleanupStack) -> Response:
         prompt = Prompt("text", request.prompt) if isinstance(request.prompt, str) else request.prompt
-        return await complete(served, request, prompt, False, request.max_tokens, leaving)
+        return await create_completion(served, request, prompt, False, request.max_tokens, leaving)
 
     @app.post("/solve_question")
-    async def solve_question(request: Question) -> dict[str, Any]:
-        return await solve(served, request.question)
+    async def solve_question(request: QuestionRequest) -> dict[str, Any]:
+        return await answer_question(served, request.question)
 
     @app.post("/group")
     async def draw_group(request: GroupRequest) -> dict[str, Any]:
-        return await group(served, request)
+        return await generate_group(served, request)
 
     @app.get("/")
     async def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text().replace("{{model}}", html.escape(served.name)))
+        return HTMLResponse(PAGE_PATH.read_text().replace("{{model}}", html.escape(served.name)))
 
-    return Gate(exchanges, served.hosts, served.token)
+    return AccessMiddleware(exchanges, served.hosts, served.token)
 
 
-async def solve(served: Served, question: str) -> dict[str, Any]:
+async def answer_question(served: ServedModel, question: str) -> dict[str, Any]:
     """Answer a question by greedy decoding, without random numbers.
 
     The answer does not depend on the other requests with `serve --batch-invariant`, or where the processor computes
     that way by itself.
     """
     start = time.perf_counter()
-    decoding = await begun(served, Prompt("solve", asked(served, question)), Sampling(temperature=0.0), None)
+    decoding = await start_generation(
+        served, Prompt("solve", format_question(served, question)), SamplingParams(temperature=0.0), None
+    )
     [answer] = await decoding.collect_completions()
     thinking = begins_in_thought(served.policy, decoding.prompt_ids)
-    reasoning, final = reasoning_and_answer("<think>" + answer.text if thinking else answer.text)
+    reasoning, final = split_reasoning_and_answer("<think>" + answer.text if thinking else answer.text)
     data = {
         "assistant_response": answer.text,
         "reasoning_process": reasoning,
@@ -112,3 +152,243 @@ async def solve(served: Served, question: str) -> dict[str, Any]:
     }
     elapsed = round(1000 * (time.perf_counter() - start))
     return {"code": 0, "elapsed_milliseconds": elapsed, "data": data, "message": "success"}
+
+
+# ---------------------------------------------------------------- completions
+# OpenAI's completions, whole or as a stream of events.
+
+
+def make_unknown_model_error(served: ServedModel, name: str) -> RequestError:
+    return RequestError(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
+
+
+async def create_completion(
+    served: ServedModel,
+    request: SamplingParams,
+    prompt: Prompt | Sequence[int],
+    is_chat: bool,
+    max_tokens: int | None,
+    cleanup: ExitStack,
+) -> Response:
+    """Return the completions of a prompt, at most `limit` tokens each. RequestError where they cannot be made.
+
+    `leaving` cancels the decoding when the answer is sent or the client has left, even where a stream has not begun.
+    """
+    if request.model not in ("", served.name):
+        raise make_unknown_model_error(served, request.model)
+    decoding = await start_generation(served, prompt, request, max_tokens)
+    cleanup.callback(decoding.cancel)
+    tools = prompt.tools if isinstance(prompt, Prompt) else ()
+    choices = ChoiceFormatter(decoding, is_chat, tools, request.top_logprob_count is not None, request.return_token_ids)
+    id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    head = {"id": id, "created": int(time.time()), "model": served.name}
+    if request.stream:
+        with_usage = request.stream_options is not None and request.stream_options.include_usage
+        return StreamingResponse(stream_completion(choices, head, with_usage), media_type="text/event-stream")
+    answers = await decoding.collect_completions()
+    used = build_usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))
+    told = {"object": "chat.completion" if is_chat else "text_completion", "usage": used}
+    return JSONResponse(
+        head | choices.build_head() | told | {"choices": list(starmap(choices.build_choice, enumerate(answers)))}
+    )
+
+
+async def stream_completion(choices: ChoiceFormatter, head: dict[str, Any], with_usage: bool) -> AsyncIterator[str]:
+    """Yield the answer as server-sent events. An error is an event, too, since the status has been sent by then."""
+    decoding, once = choices.stream, choices.build_head()
+    head |= {"object": "chat.completion.chunk" if choices.is_chat else "text_completion"}
+    answers = [ServedCompletion() for _ in range(decoding.request.n)]
+    if choices.is_chat:
+        for i in range(decoding.request.n):
+            yield format_event(head | once | {"choices": [choices.build_opening_chunk(i)]})
+            once = {}
+    try:
+        async for piece in decoding:
+            row = piece.row_index
+            answers[row].append_chunk(piece)
+            if choices.tools and not piece.finish_reason:
+                continue
+            choice = choices.build_final_chunk(row, answers[row]) if choices.tools else choices.build_chunk(piece)
+            yield format_event(head | once | {"choices": [choice]})
+            once = {}
+    except RequestError as refusal:
+        yield format_event({"error": {"message": str(refusal), "type": refusal.code, "code": refusal.code}})
+    if with_usage:
+        yield format_event(
+            head | {"choices": [], "usage": build_usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))}
+        )
+    yield "data: [DONE]\n\n"
+
+
+def format_event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+# ---------------------------------------------------------------- group
+# `/group`: a group as training would see it, G completions of one prompt with their rewards and advantages.
+
+
+async def generate_group(served: ServedModel, request: GroupRequest) -> dict[str, Any]:
+    """Return G completions of one prompt, with rewards and advantages where they can be graded."""
+    prompt = make_group_prompt(served, request)
+    settings = SamplingParams(n=request.group_size, temperature=request.temperature, seed=request.seed)
+    decoding = await start_generation(served, prompt, settings, request.max_tokens, served.group_tokens)
+    answers = await decoding.collect_completions()
+    thinking = begins_in_thought(served.policy, decoding.prompt_ids)
+    completions = [
+        Completion(a.token_ids, a.logprobs, a.text, a.finish_reason == "stop", thinking=thinking) for a in answers
+    ]
+    async with enforce_deadline(served, decoding.deadline):
+        rewards = await grade_completions(served, prompt, completions) if can_grade(served, request) else []
+    record = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
+    compared = compute_group_advantages(served.algorithm, record) if rewards else [None] * len(answers)
+    return {
+        "question": prompt.question,
+        "answer": prompt.answer,
+        "prompt": served.policy.decode(decoding.prompt_ids, special=True),
+        "completions": [
+            {
+                "text": a.text,
+                "tokens": len(a.token_ids),
+                "finished": a.finish_reason == "stop",
+                "logprob": sum(a.logprobs),
+                "reward": rewards[i].value if rewards and not rewards[i].failed else None,
+                "parts": dict(rewards[i].parts) if rewards and not rewards[i].failed else {},
+                "advantage": compared[i],
+            }
+            for i, a in enumerate(answers)
+        ],
+    }
+
+
+def can_grade(served: ServedModel, request: GroupRequest) -> bool:
+    return served.task is not None and bool(request.answer or not request.question)
+
+
+async def grade_completions(served: ServedModel, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Reward]:
+    """Return the rewards of siblings. Where the client leaves, grading ends after the reward in progress."""
+    assert served.task is not None
+    left, steps = threading.Event(), served.algorithm.steps
+    group = Group(prompt, (), tuple(completions))
+    grading = partial(
+        compute_rewards, served.task, group, Progress(steps, steps, served.algorithm.prompts_per_step), left
+    )
+    try:
+        return await asyncio.get_running_loop().run_in_executor(served.grading_pool, grading)
+    finally:
+        left.set()
+
+
+def compute_rewards(task: Task, group: Group, progress: Progress, left: threading.Event) -> Sequence[Reward]:
+    if isinstance(task, GradedTask) and task.is_batch_graded:
+        return grade_groups(task, [group], progress)[0].rewards
+    return [task.reward(group.prompt, completion) for completion in group.completions if not left.is_set()]
+
+
+def make_group_prompt(served: ServedModel, request: GroupRequest) -> Prompt:
+    if request.question:
+        return Prompt("group", format_question(served, request.question), request.answer)
+    if served.task is None:
+        raise RequestError(400, "give a question: this model was not served from a run, so there is no task to ask")
+    return served.task.sample(request.number, 1)[0]
+
+
+def compute_group_advantages(cfg: GRPOConfig, group: Group) -> list[float]:
+    grades = collect_grades([group])
+    return compute_advantages_from_grades(grades, grades.rewards, cfg)[0].tolist()
+
+
+# ---------------------------------------------------------------- host
+# Load a model, or that of a run, and serve it until told to stop.
+
+
+def serve_model(options: Serve, listening: socket.socket) -> None:
+    """Serve until told to stop, by the options of the command."""
+    served = load_served_model(options)
+    print(escape_controls(f"{served.name} on {make_url(*listening.getsockname()[:2])}, Ctrl-C ends it"), flush=True)
+    server = middleware.make_server(make_app(served))
+
+    def answer() -> None:
+        try:
+            server.run(sockets=[listening])
+        finally:
+            served.engine.close()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, middleware.make_stop_handler(server, served.engine.close))
+    threading.Thread(target=answer, name="http").start()
+    try:
+        served.engine.run()
+    finally:
+        server.should_exit = True
+
+
+def load_served_model(options: Serve) -> ServedModel:
+    """Return the policy to be served; from a run also its task, on held-out questions, and its algorithm's settings."""
+    hardware.keep_freed_memory()
+    if options.batch_invariant:
+        hf_decode.disable_amx()
+    run = run_files.find_run_dir(options.model)
+    settings = load_run_config(run) if run else None
+    model = str(run_files.get_model_dir(run)) if run else options.model
+    device = hardware.pick_device(options.device)
+    trusted = options.trust_remote_code or (run is not None and run_files.trusts_remote_code(run))
+    access = ModelAccess(options.revision, trusted, "give --trust-remote-code")
+    for note in filter(
+        None, (access.format_warning(options.model), *(collect_grader_notices(settings.task) if settings else ()))
+    ):
+        print(escape_controls(f"! {note}"), flush=True)
+    asked = options.dtype
+    if run and run_files.has_merged_adapter(run):
+        asked = "float32" if asked == "auto" else asked
+        run_files.warn_about_rounding(asked)
+    dtype = hardware.pick_dtype(asked, device)
+    frozen = policy.load_frozen_policy(model, device, dtype, temperature=1.0, access=access)
+    if fault := find_decode_fault(frozen):
+        kind = type(frozen.model).__name__
+        raise UserError(f"{options.model}: {kind} cannot be served, since rows come and go beside one another: {fault}")
+    if options.batch_invariant:
+        hf_decode.check_batch_invariance(frozen, options.rows)
+    return ServedModel(
+        name=options.name or get_model_name(options.model),
+        policy=frozen,
+        engine=ServingEngine(frozen, options.rows),
+        task=make_graded_task(settings) if settings else None,
+        algorithm=settings.algorithm if settings else GRPOConfig(),
+        system=SYSTEM_MESSAGES["en"],
+        max_tokens=options.max_tokens,
+        group_tokens=settings.sampler.max_tokens if settings else 0,
+        timeout=options.timeout,
+        body_bytes=options.body_bytes,
+        hosts=(*LOOPBACK_HOSTS, options.host, *split_host_names(options.allowed_hosts)),
+        token=options.token,
+        instance=os.environ.get(INSTANCE_VARIABLE, ""),
+    )
+
+
+def get_model_name(model: str) -> str:
+    """Return the name by which clients call a model: the last part of its path or of its Hub id."""
+    name = Path(model).name
+    return Path(model).resolve().name if name in ("", "..") else name
+
+
+def make_graded_task(settings: Config) -> GradedTask:
+    """Return the held-out task of a run, with its rewards."""
+    return GradedTask(with_split(settings.task, "test"), settings.reward, graders=load_graders(settings.task))
+
+
+def split_host_names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def load_run_config(run: Path) -> Config | None:
+    """Return the settings of a run; None, and a line, where its rewards were functions of another process."""
+    path = run / "config.json"
+    config.check_key_variables(
+        config.read_settings(path), (), path, f"serve its model alone: pellucid serve {run / 'model'}"
+    )
+    try:
+        return config.load_config(path)
+    except ObjectNotInProcessError as error:
+        print(escape_controls(f"! {error}; the model is served without its rewards"), flush=True)
+        return None

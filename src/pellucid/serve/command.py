@@ -10,24 +10,23 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from pellucid import recipes
-from pellucid.machine.extras import extra
-from pellucid.machine.imports import uncollected
-from pellucid.machine.plugins import did_you_mean
+from pellucid import config
 from pellucid.serve import daemon
 from pellucid.types import UserError
+from pellucid.utils.hardware import pause_garbage_collection
+from pellucid.utils.plugins import did_you_mean, import_extra
 
-IN_THE_BACKGROUND = {"stop": daemon.stop, "status": daemon.status, "restart": daemon.restart}
-BACKLOG = 1024
+DAEMON_ACTIONS = {"stop": daemon.stop_daemon, "status": daemon.print_status, "restart": daemon.restart_daemon}
+LISTEN_BACKLOG = 1024
 """How many connections may wait to be accepted."""
-WORDS = "[start] MODEL_OR_RUN | stop | status | restart"
+USAGE = "[start] MODEL_OR_RUN | stop | status | restart"
 
 
 @dataclass(frozen=True)
 class Serve:
     """Answer over HTTP as OpenAI's API does: until Ctrl-C, or in the background with `start`."""
 
-    words: Positional[Annotated[tuple[str, ...], arg(metavar=WORDS)]]
+    words: Positional[Annotated[tuple[str, ...], arg(metavar=USAGE)]]
     """A run folder, or what --policy.model takes; with `start` in the background, which the other words are about."""
     revision: str = ""
     """Of a Hub id: a branch, a tag or a commit."""
@@ -66,29 +65,29 @@ class Serve:
 
     def __call__(self) -> int:
         first = self.words[0] if self.words else ""
-        action = first if first in ("start", *IN_THE_BACKGROUND) else ""
+        action = first if first in ("start", *DAEMON_ACTIONS) else ""
         if action and sys.platform == "win32":
             raise UserError(
                 f"pellucid serve {action} needs Linux or macOS: leave a window to pellucid serve, or use WSL"
             )
         if len(self.words) != (2 if action == "start" else 1):
-            raise UserError(f"serve takes {WORDS}, got {' '.join(self.words) or 'nothing'}")
-        if not action and (close := did_you_mean(first, ("start", *IN_THE_BACKGROUND))) and not Path(first).exists():
-            raise UserError(f"serve takes {WORDS}, got {first}{close}")
-        if action not in IN_THE_BACKGROUND:
-            recipes.refuse_recipe(self.model, "pellucid train {} makes one; serve takes a run or a model")
-        if action in IN_THE_BACKGROUND:
-            return IN_THE_BACKGROUND[action](self.folder)
+            raise UserError(f"serve takes {USAGE}, got {' '.join(self.words) or 'nothing'}")
+        if not action and (close := did_you_mean(first, ("start", *DAEMON_ACTIONS))) and not Path(first).exists():
+            raise UserError(f"serve takes {USAGE}, got {first}{close}")
+        if action not in DAEMON_ACTIONS:
+            config.refuse_recipe_as_run(self.model, "pellucid train {} makes one; serve takes a run or a model")
+        if action in DAEMON_ACTIONS:
+            return DAEMON_ACTIONS[action](self.folder)
         for library in ("fastapi", "uvicorn"):
-            extra(library, "serve", "pellucid serve")
-        from pellucid.serve import gate  # noqa: PLC0415 - it imports the libraries checked above
+            import_extra(library, "serve", "pellucid serve")
+        from pellucid.serve import middleware  # noqa: PLC0415 - it imports the libraries checked above
 
-        guarded = replace(self, token=gate.token_of(self.token))
-        if warning := gate.warning(self.host, self.port, guarded.token):
+        guarded = replace(self, token=middleware.read_token(self.token))
+        if warning := middleware.make_access_warning(self.host, self.port, guarded.token):
             print(f"! {warning}", file=sys.stderr, flush=True)
         if action == "start":
-            return daemon.start(self.folder, daemon.url_of(self.host, self.port), self.build_arguments())
-        return serve(guarded)
+            return daemon.start_daemon(self.folder, daemon.make_url(self.host, self.port), self.build_arguments())
+        return serve_in_foreground(guarded)
 
     def build_arguments(self) -> list[str]:
         """Return the words of a command line that serves the same."""
@@ -101,16 +100,16 @@ class Serve:
         return words
 
 
-def serve(options: Serve) -> int:
-    with listening(options.host, options.port) as free:
-        with uncollected():
-            from pellucid.serve.host import host  # noqa: PLC0415 - torch takes seconds, and the port may be taken
+def serve_in_foreground(options: Serve) -> int:
+    with open_listening_socket(options.host, options.port) as free:
+        with pause_garbage_collection():
+            from pellucid.serve.api import serve_model  # noqa: PLC0415 - torch takes seconds, and the port may be taken
 
-        host(options, free)
+        serve_model(options, free)
     return 0
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_listening_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket. UserError where the address cannot be used.
 
     It is taken before the model is loaded, so that clients which connect meanwhile wait.
@@ -119,7 +118,7 @@ def listening(host: str, port: int) -> socket.socket:
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((host, port))
-        taken.listen(BACKLOG)
+        taken.listen(LISTEN_BACKLOG)
     except (OSError, OverflowError) as error:
         taken.close()
         reason = error.strerror if isinstance(error, OSError) else error

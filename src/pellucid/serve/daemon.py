@@ -20,19 +20,18 @@ from typing import Annotated
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pellucid.machine.disk import write_whole
-from pellucid.machine.harmless import harmless
-from pellucid.machine.interrupts import handled
-from pellucid.machine.locks import locked
 from pellucid.types import UserError
+from pellucid.utils.files import hold_lock, write_file_atomically
+from pellucid.utils.signals import handle_stop_signals
+from pellucid.utils.text import escape_controls
 
-GRACE = 30.0
+STOP_TIMEOUT_SECONDS = 30.0
 """How many seconds a service has to end after it was asked to; it has ten times as many to answer after its start."""
-INSTANCE = "PELLUCID_INSTANCE"
+INSTANCE_VARIABLE = "PELLUCID_INSTANCE"
 """The environment variable with the random number by which a service, at /health, is told from others on its port."""
-SAME_SECONDS = 2.0
+START_TIME_TOLERANCE_SECONDS = 2.0
 """Start times that differ by less count as equal: they are counted from the boot, whose time is known to a second."""
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+PROXYLESS_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """An opener without the proxies of the environment: a proxy would answer in place of a service that is not there."""
 
 
@@ -52,27 +51,27 @@ class Daemon:
         """Return whether the process runs, and is the one that was started."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < SAME_SECONDS
+            same = abs(process.create_time() - self.started) < START_TIME_TOLERANCE_SECONDS
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
     def is_answering(self) -> bool:
         """Return whether it is this service that answers at its address."""
-        return health(self.url).get("instance") == self.instance
+        return fetch_health(self.url).get("instance") == self.instance
 
 
-def health(url: str) -> dict[str, object]:
+def fetch_health(url: str) -> dict[str, object]:
     """Return the health report of the service at an address; empty where none answers."""
     try:
-        with DIRECT.open(f"{url}/health", timeout=2) as response:
+        with PROXYLESS_OPENER.open(f"{url}/health", timeout=2) as response:
             facts = json.loads(response.read(100_000))
     except (OSError, ValueError, http.client.HTTPException):
         return {}
     return facts if isinstance(facts, dict) else {}
 
 
-def recorded(folder: Path) -> Daemon | None:
+def read_pid_file(folder: Path) -> Daemon | None:
     """Return the service that was started last, whether it runs or not. UserError for a damaged pid file."""
     path = folder / "serve.pid"
     if not path.exists():
@@ -84,41 +83,43 @@ def recorded(folder: Path) -> Daemon | None:
         raise UserError(f"{path} is damaged ({reason}): end the service by hand if it runs, then delete it") from error
 
 
-def read(folder: Path) -> Daemon | None:
+def find_running_daemon(folder: Path) -> Daemon | None:
     """Return the service that runs; None where none does, even if a pid file is left."""
-    found = recorded(folder)
+    found = read_pid_file(folder)
     return found if found and found.is_alive() else None
 
 
-def url_of(host: str, port: int) -> str:
+def make_url(host: str, port: int) -> str:
     """Return the address for a client on this machine. Example: url_of("::1", 8000) == "http://[::1]:8000" """
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def start(folder: Path, url: str, arguments: Sequence[str]) -> int:
+def start_daemon(folder: Path, url: str, arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / "serve.lock", "starts a service in this folder"):
-        running = read(folder)
+    with hold_lock(folder / "serve.lock", "starts a service in this folder"):
+        running = find_running_daemon(folder)
         if running is not None:
             raise UserError(
                 f"a service runs already: {running.url}, pid {running.pid}; stop it, or name another --folder"
             )
         asked_to_stop: list[int] = []
-        with handled(lambda number, _: asked_to_stop.append(number)):  # without a pid file nobody could end it
-            process, service = launched(folder, url, arguments)
+        with handle_stop_signals(
+            lambda number, _: asked_to_stop.append(number)
+        ):  # without a pid file nobody could end it
+            process, service = launch_daemon(folder, url, arguments)
         try:
             if asked_to_stop:
                 raise KeyboardInterrupt
             wait_for_answer(process, service, folder / "serve.log")
         except BaseException:
-            end(process)
+            terminate_process(process)
             (folder / "serve.pid").unlink(missing_ok=True)
             raise
-    print(harmless(f"{url}, pid {process.pid}, log {folder / 'serve.log'}"))
+    print(escape_controls(f"{url}, pid {process.pid}, log {folder / 'serve.log'}"))
     return 0
 
 
-def launched(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], Daemon]:
+def launch_daemon(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], Daemon]:
     """Start the process, write its pid file at once, and return both."""
     command = [sys.executable, "-P", "-m", "pellucid", "serve", *arguments]
     instance = secrets.token_hex(8)
@@ -129,17 +130,17 @@ def launched(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subproce
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=os.environ | {INSTANCE: instance},
+            env=os.environ | {INSTANCE_VARIABLE: instance},
         )
     service = Daemon(process.pid, psutil.Process(process.pid).create_time(), url, instance, list(arguments))
     # For its owner alone: a token may be among the arguments.
-    write_whole(folder / "serve.pid", json.dumps(asdict(service)) + "\n", 0o600)
+    write_file_atomically(folder / "serve.pid", json.dumps(asdict(service)) + "\n", 0o600)
     return process, service
 
 
 def wait_for_answer(process: subprocess.Popen[bytes], service: Daemon, log: Path) -> None:
     """Wait until the service answers. UserError where it ends, or does not answer in time."""
-    deadline = time.monotonic() + 10 * GRACE
+    deadline = time.monotonic() + 10 * STOP_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
@@ -147,27 +148,27 @@ def wait_for_answer(process: subprocess.Popen[bytes], service: Daemon, log: Path
         if service.is_answering():
             return
         time.sleep(0.2)
-    raise UserError(f"the service did not answer within {10 * GRACE:.0f} seconds: see {log}")
+    raise UserError(f"the service did not answer within {10 * STOP_TIMEOUT_SECONDS:.0f} seconds: see {log}")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def terminate_process(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+            process.wait(STOP_TIMEOUT_SECONDS)
     finally:
         process.kill()
         process.wait()
 
 
-def stop(folder: Path) -> int:
-    running = read(folder)
+def stop_daemon(folder: Path) -> int:
+    running = find_running_daemon(folder)
     if running is None:
         print("nothing runs")
         return 0
     with suppress(ProcessLookupError):
         os.kill(running.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
     while running.is_alive() and time.monotonic() < deadline:
         time.sleep(0.1)
     if running.is_alive():
@@ -178,9 +179,9 @@ def stop(folder: Path) -> int:
     return 0
 
 
-def status(folder: Path) -> int:
+def print_status(folder: Path) -> int:
     """Print the state. Return 0 where the service answers, 1 where it runs and does not answer, 3 where none runs."""
-    running = read(folder)
+    running = find_running_daemon(folder)
     if running is None:
         print("nothing runs")
         return 3
@@ -189,10 +190,10 @@ def status(folder: Path) -> int:
     return 0 if answers else 1
 
 
-def restart(folder: Path) -> int:
+def restart_daemon(folder: Path) -> int:
     """Start again with the arguments of the last start, whether that service still runs or not."""
-    last = recorded(folder)
+    last = read_pid_file(folder)
     if last is None:
         raise UserError(f"{folder / 'serve.pid'}: nothing was started here")
-    stop(folder)
-    return start(folder, last.url, last.arguments)
+    stop_daemon(folder)
+    return start_daemon(folder, last.url, last.arguments)

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
+import json
 import threading
 import time
+import uuid
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from random import SystemRandom
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
-from pellucid.machine import hardware
-from pellucid.models.drawing import draw, likeliest
-from pellucid.models.running import Running
-from pellucid.serve.rows import Drawn, Piece, Request, Row
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.models.decode import RunningBatch
+from pellucid.models.sampling import NO_TRUNCATION, Truncation, find_top_tokens, sample_tokens
+from pellucid.policy import tool_calls
+from pellucid.policy.text import REPLACEMENT
+from pellucid.serve.middleware import LOOPBACK_HOSTS, RequestError
+from pellucid.serve.schemas import SamplingParams
+from pellucid.tasks.wrappers import format_question_for_task
+from pellucid.types import Message, Prompt, Task, UserError
+from pellucid.utils import hardware
 
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
-PROMPT_TOKENS = 65_536
+MAX_CACHED_PROMPT_TOKENS = 65_536
 """The most tokens of prompts in the cache: their number times the length of the longest, since each takes its room."""
-SCORES = 2**24
+MAX_PREFILL_SCORES = 2**24
 """The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
-NOBODY = -1
+NO_TOKEN = -1
 """The token id of a row for which none could be drawn."""
 
 
-class RefusedError(Exception):
+class RequestRefusedError(Exception):
     """The engine takes no more requests: it is full, or ending."""
 
 
-class Meter:
+class ThroughputMeter:
     """Counts by the second, for the rate of the last ten."""
 
     def __init__(self) -> None:
@@ -50,7 +65,7 @@ class Meter:
         return sum(count for second, count in tuple(self.counts) if int(now) - 10 <= second < int(now)) / 10
 
 
-class Engine:
+class ServingEngine:
     """Decodes the requests that any thread may `submit`; their answers come through `Request.tell`.
 
     Call `run` in the thread that loaded the model: OpenMP keeps a pool of workers for each thread that has computed,
@@ -60,25 +75,25 @@ class Engine:
     def __init__(self, policy: Policy, max_rows: int = 64, max_waiting: int = 256) -> None:
         """An engine that decodes at most `rows` rows at once and lets at most `waiting` requests wait."""
         self.policy, self.max_rows, self.max_waiting = policy, max_rows, max_waiting
-        self.waiting: list[Request] = []
+        self.waiting: list[GenerationRequest] = []
         self.closed = False
         self.queue_changed = threading.Condition()
         """Guards `waiting` and `closed`, and wakes `run` when they change."""
-        self.running: Running[Row] = Running(policy.create_decode_batch(max_rows))
-        self.sum_device = hardware.place_of_sums(policy.device)
-        self.meter, self.error_count, self.last_error = Meter(), 0, ""
-        self.heap = hardware.Heap()
+        self.running: RunningBatch[GenerationRow] = RunningBatch(policy.create_decode_batch(max_rows))
+        self.sum_device = hardware.pick_float64_device(policy.device)
+        self.meter, self.error_count, self.last_error = ThroughputMeter(), 0, ""
+        self.heap = hardware.HeapTrimmer()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         """Queue a request. RefusedError where too many wait; ValueError for more rows than the engine has."""
         if request.n > self.max_rows:
             raise ValueError(f"n = {request.n} is more than the {self.max_rows} rows that are decoded at once")
         with self.queue_changed:
             self._drop_cancelled()
             if self.closed:
-                raise RefusedError("the service is ending")
+                raise RequestRefusedError("the service is ending")
             if len(self.waiting) >= self.max_waiting:
-                raise RefusedError("too many requests are waiting: try again in a moment")
+                raise RequestRefusedError("too many requests are waiting: try again in a moment")
             self.waiting.append(request)
             self.queue_changed.notify()
 
@@ -101,7 +116,9 @@ class Engine:
                     self._reset_batch(error)
         finally:
             self.close()
-            self._notify_all([*self._get_active_requests(), *self.waiting], RefusedError("the service is ending"))
+            self._notify_all(
+                [*self._get_active_requests(), *self.waiting], RequestRefusedError("the service is ending")
+            )
 
     def describe_state(self) -> dict[str, Any]:
         """Return the state of the engine, for `/health`."""
@@ -126,7 +143,7 @@ class Engine:
     def _drop_cancelled(self) -> None:
         self.waiting = [request for request in self.waiting if not request.cancelled]
 
-    def _get_active_requests(self) -> set[Request]:
+    def _get_active_requests(self) -> set[GenerationRequest]:
         """Return the requests that are being decoded."""
         return {row.request for row in self.running.requests}
 
@@ -136,20 +153,26 @@ class Engine:
         Requests with the same n are prefilled together: four prompts take two and a half times as long as one.
         """
         while joining := self._take_admissible():
-            rows = [Row(request, i, generator_of(request.seed, i)) for request in joining for i in range(request.n)]
+            rows = [
+                GenerationRow(request, i, make_row_generator(request.seed, i))
+                for request in joining
+                for i in range(request.n)
+            ]
             self.running.admit([list(request.prompt_ids) for request in joining], rows)
 
-    def _take_admissible(self) -> list[Request]:
+    def _take_admissible(self) -> list[GenerationRequest]:
         """Take from the queue and return its first requests, as many as fit into one prefill and into the free rows."""
         with self.queue_changed:
             self._drop_cancelled()
             served = [len(request.prompt_ids) for request in self._get_active_requests()]
-            joining: list[Request] = []
+            joining: list[GenerationRequest] = []
             for request in self.waiting:
                 lengths = [len(one.prompt_ids) for one in (*joining, request)]
-                if joining and (request.n != joining[0].n or taken(lengths) * max(lengths) > SCORES):
+                if joining and (
+                    request.n != joining[0].n or count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES
+                ):
                     break
-                if (served or joining) and taken(served + lengths) > PROMPT_TOKENS:
+                if (served or joining) and count_padded_tokens(served + lengths) > MAX_CACHED_PROMPT_TOKENS:
                     break
                 if request.n * len(lengths) > self.running.count_free_slots():
                     break
@@ -167,9 +190,9 @@ class Engine:
         self._notify_all(before - self._get_active_requests(), None)
         self.running.step(torch.tensor([row.token_ids[-1] for row in self.running.requests], device=device))
 
-    def _sample_tokens(self) -> list[Drawn]:
+    def _sample_tokens(self) -> list[SampledToken]:
         """Return the token of every row; adjacent rows of the same settings are drawn together."""
-        drawn: list[Drawn] = []
+        drawn: list[SampledToken] = []
         for _, run in groupby(self.running.requests, lambda row: (row.request.temperature, row.request.truncation)):
             rows = list(run)
             logits = self.running.logits[len(drawn) : len(drawn) + len(rows)]
@@ -177,25 +200,25 @@ class Engine:
             drawn += self._sample_rows(rows, logits, uniforms.to(self.sum_device))
         return drawn
 
-    def _sample_rows(self, rows: Sequence[Row], logits: Tensor, uniforms: Tensor) -> list[Drawn]:
+    def _sample_rows(self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor) -> list[SampledToken]:
         """Return the tokens of rows of the same settings. An error fails only the requests that cause it."""
         request = rows[0].request
         try:
-            tokens, logprobs = draw(logits, uniforms, request.temperature, request.truncation)
-            others = likeliest_of(rows, logits)
-            return list(map(Drawn, tokens.tolist(), logprobs.tolist(), others))
+            tokens, logprobs = sample_tokens(logits, uniforms, request.temperature, request.truncation)
+            others = compute_top_logprobs(rows, logits)
+            return list(map(SampledToken, tokens.tolist(), logprobs.tolist(), others))
         except Exception as error:  # noqa: BLE001 - as in `run`
             if all(row.request is request for row in rows):
                 self._fail_requests({request}, error)
-                return [Drawn(NOBODY, 0.0)] * len(rows)
-        drawn: list[Drawn] = []
+                return [SampledToken(NO_TOKEN, 0.0)] * len(rows)
+        drawn: list[SampledToken] = []
         for _, run in groupby(rows, lambda row: row.request):
             own, start = list(run), len(drawn)
             of_own = slice(start, start + len(own))
             drawn += self._sample_rows(own, logits[of_own], uniforms[of_own])
         return drawn
 
-    def _append_token(self, row: Row, drawn: Drawn) -> bool:
+    def _append_token(self, row: GenerationRow, drawn: SampledToken) -> bool:
         if row.request.cancelled:
             return False
         try:
@@ -207,7 +230,7 @@ class Engine:
             self._notify(row.request, piece)
         return piece is None or not piece.finish_reason
 
-    def _notify(self, request: Request, news: Piece | Exception | None) -> None:
+    def _notify(self, request: GenerationRequest, news: CompletionChunk | Exception | None) -> None:
         """Call `tell` of a request. Where that raises, the request is cancelled."""
         try:
             request.notify(news)
@@ -215,12 +238,12 @@ class Engine:
             request.cancelled = True
             self._record_error(error)
 
-    def _notify_all(self, requests: Iterable[Request], news: Exception | None) -> None:
+    def _notify_all(self, requests: Iterable[GenerationRequest], news: Exception | None) -> None:
         for request in requests:
             if not request.cancelled:
                 self._notify(request, news)
 
-    def _fail_requests(self, requests: Iterable[Request], error: Exception) -> None:
+    def _fail_requests(self, requests: Iterable[GenerationRequest], error: Exception) -> None:
         """Send the error to the requests and cancel them; their rows are free at the end of the step."""
         self._record_error(error)
         self._notify_all(requests, error)
@@ -231,7 +254,7 @@ class Engine:
         """Fail all requests that are being decoded, since half a step may have been taken, and start a new batch."""
         requests = self._get_active_requests()
         try:
-            self.running = Running(
+            self.running = RunningBatch(
                 self.policy.create_decode_batch(self.max_rows)
             )  # first, since `tell` may look at the state
         finally:
@@ -242,20 +265,535 @@ class Engine:
         self.last_error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def likeliest_of(rows: Sequence[Row], logits: Tensor) -> list[tuple[tuple[int, float], ...]]:
+def compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[tuple[tuple[int, float], ...]]:
     """Return for each row as many of the likeliest tokens as its request asks for; the rows have one temperature."""
     counts = [row.request.top_logprob_count for row in rows]
     if not any(counts):
         return [()] * len(rows)
-    tokens, logprobs = likeliest(logits, rows[0].request.temperature, max(counts))
+    tokens, logprobs = find_top_tokens(logits, rows[0].request.temperature, max(counts))
     pairs = [list(zip(*both, strict=True)) for both in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
     return [tuple(row[:count]) for row, count in zip(pairs, counts, strict=True)]
 
 
-def taken(lengths: Sequence[int]) -> int:
+def count_padded_tokens(lengths: Sequence[int]) -> int:
     """Return the room that prompts take in the cache, in tokens: each takes that of the longest."""
     return len(lengths) * max(lengths)
 
 
-def generator_of(seed: int, index: int) -> torch.Generator:
+def make_row_generator(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
+
+
+# ---------------------------------------------------------------- rows
+# A request and its rows: as tokens are drawn they become text, which ends at a stop string.
+
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
+MAX_CHARACTER_TOKENS = 16
+"""How many tokens to wait for the end of a character. It has four bytes at most: one that is not complete after these
+tokens never will be, and is sent as it is."""
+
+
+class SampledToken(NamedTuple):
+    """A token as it was drawn."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens in its place, with their log-probs, where the request asks for some."""
+    text_bytes: bytes = b""
+    """The bytes that it adds to the text of its row: those of a part of a character, or none for a special token."""
+    text_offset: int = 0
+    """The index, in the text of its row, of the character that it begins or continues."""
+
+
+class TokenSpan(NamedTuple):
+    """Tokens that were decoded together, and their text: several where they are parts of one character."""
+
+    tokens: tuple[SampledToken, ...]
+    text: str
+    offset: int
+    """The number of characters before it in the text of its row."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.text)
+
+    def cut_tokens_at(self, end: int) -> Iterator[SampledToken]:
+        """Yield the tokens, without the bytes of characters from `end` on, where a stop string cut the text."""
+        if end >= self.end:
+            yield from self.tokens
+            return
+        left = len(self.text[: max(0, end - self.offset)].encode())
+        for drawn in self.tokens:
+            yield drawn._replace(text_bytes=drawn.text_bytes[:left], text_offset=min(drawn.text_offset, end))
+            left -= min(left, len(drawn.text_bytes))
+
+
+def make_span(tokens: Sequence[SampledToken], text: str, offset: int, policy: Policy) -> TokenSpan:
+    """Return tokens that were decoded to this text as a span; each token gets its share of the bytes."""
+    if len(tokens) == 1 and REPLACEMENT not in text:
+        return TokenSpan((tokens[0]._replace(text_bytes=text.encode(), text_offset=offset),), text, offset)
+    shares = [policy.token_bytes.get_bytes(drawn.token_id) for drawn in tokens]
+    if len(tokens) == 1 and shares[0].decode(errors="replace") != text:
+        shares = [text.encode()]
+    characters, placed, before = codecs.getincrementaldecoder("utf-8")("replace"), list[SampledToken](), 0
+    for drawn, share in zip(tokens, shares, strict=True):
+        placed.append(drawn._replace(text_bytes=share, text_offset=offset + min(before, len(text))))
+        before += len(characters.decode(share))
+    return TokenSpan(tuple(placed), text, offset)
+
+
+class CompletionChunk(NamedTuple):
+    """A piece of the answer of one row."""
+
+    row_index: int
+    """The index of the row in its request, from 0."""
+    text: str
+    """The text that has been added."""
+    tokens: tuple[SampledToken, ...]
+    finish_reason: str = ""
+    """`stop` or `length` in the last piece of a row."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(drawn.token_id for drawn in self.tokens)
+
+
+@dataclass(eq=False)
+class GenerationRequest:
+    """A request for n completions of a prompt, each of which is a row.
+
+    The engine calls `tell` in its own thread: with each piece, with None when all rows have ended, or with an error.
+    """
+
+    prompt_ids: Sequence[int]
+    notify: Callable[[CompletionChunk | Exception | None], None]
+    n: int = 1
+    max_tokens: int = 256
+    temperature: float = 1.0
+    truncation: Truncation = NO_TRUNCATION
+    stop: Sequence[str] = ()
+    seed: int = 0
+    top_logprob_count: int = 0
+    """How many of the likeliest tokens are told beside each that was drawn."""
+    cancelled: bool = False
+    """Set where the client no longer waits, or after an error."""
+    stop_prefixes: tuple[str, ...] = field(init=False)
+    """All beginnings of stop strings, the longest first: text that ends in one may be about to stop."""
+
+    def __post_init__(self) -> None:
+        parts = {stop[:n] for stop in self.stop for n in range(1, len(stop))}
+        self.stop_prefixes = tuple(sorted(parts, key=len, reverse=True))
+
+
+@dataclass(eq=False)
+class GenerationRow:
+    request: GenerationRequest
+    index: int
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    undecoded_tokens: list[SampledToken] = field(default_factory=list)
+    """Tokens that are not decoded yet."""
+    unsent_spans: list[TokenSpan] = field(default_factory=list)
+    """Spans whose text is not sent to its end yet."""
+    sent_characters: int = 0
+    """The number of characters that were sent."""
+    unsent_text: str = ""
+    """Text that is decoded and not yet sent, since a stop string may begin in it. None begins in what was sent."""
+    decoded_range: tuple[int, int] = (0, 0)
+    """The range of the tokens that were decoded last."""
+
+    def append_token(self, token: SampledToken, policy: Policy) -> CompletionChunk | None:
+        """Add a token. Return the piece that can now be sent, if any; the last piece has a reason."""
+        self.token_ids.append(token.token_id)
+        self.undecoded_tokens.append(token)
+        full = len(self.token_ids) >= self.request.max_tokens
+        ended = token.token_id in policy.eos_ids
+        before = len(self.unsent_text)
+        if not self.decode_text(policy, ended or full):
+            return None
+        self.unsent_spans.append(
+            make_span(self.undecoded_tokens, self.unsent_text[before:], self.sent_characters + before, policy)
+        )
+        self.undecoded_tokens = []
+        cut = min((at for stop in self.request.stop if (at := self.unsent_text.find(stop)) >= 0), default=-1)
+        reason = "stop" if ended or cut >= 0 else "length" if full else ""
+        told = cut if cut >= 0 else len(self.unsent_text) - (0 if reason else self._count_held_back())
+        return self._take_chunk(told, reason) if told or reason else None
+
+    def decode_text(self, policy: Policy, is_last: bool) -> bool:
+        """Add the text of new tokens. Return False where a character is incomplete and more tokens may come.
+
+        They are decoded together with the tokens before them: the first token of a text may lose its space.
+        """
+        first, end = self.decoded_range
+        before, now = policy.decode(self.token_ids[first:end]), policy.decode(self.token_ids[first:])
+        if now.endswith(REPLACEMENT) and not is_last and len(self.token_ids) - end < MAX_CHARACTER_TOKENS:
+            return False
+        text = now[len(before) :]
+        self.unsent_text += text
+        # After a special token, which has no text, a token would lose its space again.
+        start = first if not text and len(self.token_ids) - first < MAX_CHARACTER_TOKENS else end
+        self.decoded_range = start, len(self.token_ids)
+        return True
+
+    def _count_held_back(self) -> int:
+        """Return how many characters at the end may begin a stop string."""
+        return next((len(part) for part in self.request.stop_prefixes if self.unsent_text.endswith(part)), 0)
+
+    def _take_chunk(self, characters: int, finish_reason: str) -> CompletionChunk:
+        """Return the next characters as a piece, with the tokens whose text is sent by then; at the end with all."""
+        text, self.unsent_text = self.unsent_text[:characters], self.unsent_text[characters:]
+        self.sent_characters += characters
+        complete = (
+            len(self.unsent_spans)
+            if finish_reason
+            else sum(span.end <= self.sent_characters for span in self.unsent_spans)
+        )
+        tokens = tuple(
+            drawn for span in self.unsent_spans[:complete] for drawn in span.cut_tokens_at(self.sent_characters)
+        )
+        del self.unsent_spans[:complete]
+        return CompletionChunk(self.index, text, tokens, finish_reason)
+
+
+# ---------------------------------------------------------------- decoding
+# The served model with its limits, and the way of a request into the engine and of its completions back.
+
+
+if TYPE_CHECKING:
+    pass
+
+MAX_INLINE_CHARACTERS = 10_000
+"""Prompts of up to this many characters are tokenized at once, which takes milliseconds; longer ones in a thread."""
+
+
+def make_single_thread_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The served model and the limits of its service."""
+
+    name: str
+    """The name by which clients call the model."""
+    policy: Any
+    engine: ServingEngine
+    task: Task | None = None
+    """The task that taught the model: `/group` asks its held-out questions and grades by it."""
+    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+    """The settings by which `/group` computes advantages."""
+    system: str = ""
+    """The system message before questions of clients' own, for a model that is not served from a run."""
+    max_tokens: int = 512
+    """The longest completion in tokens, where a request does not say."""
+    group_tokens: int = 0
+    """The same for the completions of `/group`, as in training; 0 for `max_tokens`."""
+    timeout: float = 120.0
+    """How many seconds an answer may take, from the arrival of the whole request to its end."""
+    body_bytes: int = 1_000_000
+    body_seconds: float = 30.0
+    send_seconds: float = 30.0
+    """How many seconds a client has to take a piece of its answer."""
+    hosts: Sequence[str] = LOOPBACK_HOSTS
+    """Host names that the service may be reached by; addresses in digits are always let in."""
+    token: str = ""
+    """The token that clients must show; empty for none."""
+    instance: str = ""
+    """The number by which `serve start` recognizes its own service."""
+    tokenizer_pool: ThreadPoolExecutor = field(default_factory=make_single_thread_pool)
+    grading_pool: ThreadPoolExecutor = field(default_factory=make_single_thread_pool)
+    """Grades one group at a time: in the sandbox, the rewards of several threads would wait for one another anyway."""
+
+
+@dataclass
+class ServedCompletion:
+    """One completion of a request, put together from its pieces."""
+
+    text: str = ""
+    tokens: tuple[SampledToken, ...] = ()
+    finish_reason: str = ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(drawn.token_id for drawn in self.tokens)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return tuple(drawn.logprob for drawn in self.tokens)
+
+    def append_chunk(self, chunk: CompletionChunk) -> None:
+        self.text += chunk.text
+        self.tokens += chunk.tokens
+        self.finish_reason = chunk.finish_reason
+
+
+class GenerationStream:
+    """A submitted request: an async iterator over the pieces of its completions. Leaving it early frees its rows."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        max_tokens: int,
+        deadline: float,
+    ) -> None:
+        """Submit a request, to be answered by `until` on the event loop's clock. RequestError where it is refused."""
+        self.served, self.prompt_ids, self.deadline = served, prompt_ids, deadline
+        self.events: asyncio.Queue[CompletionChunk | Exception | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(news: CompletionChunk | Exception | None) -> None:
+            loop.call_soon_threadsafe(self.events.put_nowait, news)
+
+        self.request = GenerationRequest(
+            prompt_ids=prompt_ids,
+            notify=tell,
+            n=sampling.n,
+            max_tokens=max_tokens,
+            temperature=sampling.temperature,
+            truncation=Truncation(sampling.top_k, sampling.top_p, sampling.min_p),
+            stop=[stop for stop in sampling.stop if stop],
+            seed=SystemRandom().randrange(2**31) if sampling.seed is None else sampling.seed,
+            top_logprob_count=sampling.top_logprob_count or 0,
+        )
+        try:
+            served.engine.submit(self.request)
+        except RequestRefusedError as error:
+            raise RequestError(503, str(error), "overloaded") from error
+
+    async def __aiter__(self) -> AsyncIterator[CompletionChunk]:
+        try:
+            while (piece := await self._next_event()) is not None:
+                if isinstance(piece, RequestRefusedError):
+                    raise RequestError(503, str(piece), "overloaded") from piece
+                if isinstance(piece, Exception):
+                    raise RequestError(500, f"decoding failed: {piece}", "internal_error") from piece
+                yield piece
+        finally:
+            self.cancel()
+
+    async def _next_event(self) -> CompletionChunk | Exception | None:
+        async with enforce_deadline(self.served, self.deadline):
+            return await self.events.get()
+
+    async def collect_completions(self) -> list[ServedCompletion]:
+        done = [ServedCompletion() for _ in range(self.request.n)]
+        async for piece in self:
+            done[piece.row_index].append_chunk(piece)
+        return done
+
+    def cancel(self) -> None:
+        """Cancel the request: its rows are free after the token that is being decoded."""
+        self.request.cancelled = True
+
+
+def format_question(served: ServedModel, question: str) -> str | tuple[Message, ...]:
+    """Return a question of a client's own as the run asks its own: with its system message and template."""
+    if served.task is not None:
+        return format_question_for_task(getattr(served.task, "task", served.task), question)
+    system = ({"role": "system", "content": served.system},) if served.system else ()
+    return (*system, {"role": "user", "content": question})
+
+
+async def start_generation(
+    served: ServedModel,
+    prompt: Prompt | Sequence[int],
+    sampling: SamplingParams,
+    max_tokens: int | None,
+    default_max_tokens: int = 0,
+) -> GenerationStream:
+    """Check and submit a request about a prompt, or the token ids of one.
+
+    Args:
+        max_tokens: the longest completion that the request asks for; RequestError where the context has no room for it.
+        usual: the longest one where the request does not say; 0 for that of the service.
+
+    Raises:
+        RequestError: the model cannot do what is asked, or the queue is full.
+    """
+    until = asyncio.get_running_loop().time() + served.timeout
+    if sampling.n > served.engine.max_rows:
+        raise RequestError(400, f"n = {sampling.n} must be at most {served.engine.max_rows}")
+    async with enforce_deadline(served, until):
+        prompt_ids = await encode_prompt(served, prompt)
+    room = served.policy.context_length - len(prompt_ids)
+    wanted = max_tokens or min(default_max_tokens or served.max_tokens, room)
+    if room < 1 or wanted > room:
+        raise RequestError(
+            400,
+            f"{len(prompt_ids)} tokens of prompt and {wanted} of answer are more than the context of"
+            f" {served.policy.context_length}",
+            "context_length_exceeded",
+        )
+    return GenerationStream(served, prompt_ids, sampling, wanted, until)
+
+
+async def encode_prompt(served: ServedModel, prompt: Prompt | Sequence[int]) -> tuple[int, ...]:
+    """Return the token ids of a prompt. RequestError where it cannot be encoded, or the model does not know them."""
+    ids = await tokenize_prompt(served, prompt) if isinstance(prompt, Prompt) else tuple(prompt)
+    if max(ids) >= (known := served.policy.model.get_input_embeddings().num_embeddings):
+        raise RequestError(400, f"the prompt has a token that the model does not know: it has {known}")
+    return ids
+
+
+async def tokenize_prompt(served: ServedModel, prompt: Prompt) -> tuple[int, ...]:
+    """A megabyte takes a second: long texts are tokenized in a thread, so that other requests go on."""
+    texts = [prompt.text] if isinstance(prompt.text, str) else [str(part) for part in (*prompt.text, *prompt.tools)]
+    try:
+        if sum(map(len, texts)) + MAX_INLINE_CHARACTERS // 100 * len(texts) <= MAX_INLINE_CHARACTERS:
+            return served.policy.encode(prompt)
+        return await asyncio.get_running_loop().run_in_executor(served.tokenizer_pool, served.policy.encode, prompt)
+    except (UserError, TemplateError, TypeError) as error:
+        raise RequestError(400, str(error)) from error
+
+
+@asynccontextmanager
+async def enforce_deadline(served: ServedModel, deadline: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError as error:
+        raise RequestError(504, f"not done within {served.timeout:g} seconds", "timeout") from error
+
+
+def build_usage(prompt_ids: Sequence[int], completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": len(prompt_ids),
+        "completion_tokens": completion_tokens,
+        "total_tokens": len(prompt_ids) + completion_tokens,
+    }
+
+
+# ---------------------------------------------------------------- choices
+# Choices in OpenAI's form: what was said, the calls of tools in it, its log-probs and its token ids.
+
+
+MIN_SENT_LOGPROB = -9999.0
+"""Told in place of a smaller log-prob, as OpenAI does: JSON has no infinity."""
+
+
+@dataclass(frozen=True)
+class ChoiceFormatter:
+    """How the choices of a request are told."""
+
+    stream: GenerationStream
+    is_chat: bool
+    tools: Sequence[Mapping[str, Any]] = ()
+    with_logprobs: bool = False
+    with_token_ids: bool = False
+
+    def build_head(self) -> dict[str, Any]:
+        """Return what an answer has once, or the first event of a stream."""
+        return {"prompt_token_ids": list(self.stream.prompt_ids)} if self.with_token_ids else {}
+
+    def build_choice(self, index: int, answer: ServedCompletion) -> dict[str, Any]:
+        body, reason = self.build_content(answer)
+        # vLLM has the prompt in the answer to a chat, and in each choice of a text.
+        body = {"message": body} if self.is_chat else body | self.build_head()
+        return self.assemble_choice(index, body, reason, answer.tokens)
+
+    def build_opening_chunk(self, index: int) -> dict[str, Any]:
+        return self.assemble_choice(index, {"delta": {"role": "assistant", "content": ""}}, "", ())
+
+    def build_chunk(self, chunk: CompletionChunk) -> dict[str, Any]:
+        """Return a piece of a choice."""
+        body = {"delta": {"content": chunk.text} if chunk.text else {}} if self.is_chat else {"text": chunk.text}
+        return self.assemble_choice(chunk.row_index, body, chunk.finish_reason, chunk.tokens)
+
+    def build_final_chunk(self, index: int, answer: ServedCompletion) -> dict[str, Any]:
+        """Return a whole choice as the only piece of one: until the end nobody knows which text is a call."""
+        body, reason = self.build_content(answer)
+        calls = [{"index": i, **call} for i, call in enumerate(body.get("tool_calls", ()))]
+        delta = ({"content": body["content"]} if body["content"] else {}) | ({"tool_calls": calls} if calls else {})
+        return self.assemble_choice(index, {"delta": delta}, reason, answer.tokens)
+
+    def build_content(self, answer: ServedCompletion) -> tuple[dict[str, Any], str]:
+        """Return the message, or the text, and why it ended. A call that cannot be read remains text."""
+        if not self.is_chat:
+            return {"text": answer.text}, answer.finish_reason
+        policy, ids = self.policy, answer.token_ids
+        cut = max(0, len(policy.decode(ids)) - len(answer.text)) if self.tools else 0
+        prompt_ids = self.stream.prompt_ids
+        message = tool_calls.parse_turn(policy.tokenizer, ids, prompt_ids, self.tools, policy.eos_ids, cut).message
+        if not (calls := message.get("tool_calls")):
+            return {"role": "assistant", "content": answer.text}, answer.finish_reason
+        told = {
+            "role": "assistant",
+            "content": message["content"] or None,
+            "tool_calls": list(map(build_tool_call, calls)),
+        }
+        return told, "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
+
+    def assemble_choice(
+        self, index: int, body: dict[str, Any], finish_reason: str, tokens: Sequence[SampledToken]
+    ) -> dict[str, Any]:
+        told = {"index": index, "finish_reason": finish_reason or None, "logprobs": None} | body
+        if self.with_logprobs and tokens:
+            told["logprobs"] = self.build_chat_logprobs(tokens) if self.is_chat else self.build_text_logprobs(tokens)
+        return told | ({"token_ids": [drawn.token_id for drawn in tokens]} if self.with_token_ids else {})
+
+    def build_chat_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        content = [
+            self.build_logprob_entry(drawn.token_id, drawn.logprob, drawn.text_bytes)
+            | {
+                "top_logprobs": [
+                    self.build_logprob_entry(token, logprob, self.get_text_bytes(token, drawn))
+                    for token, logprob in drawn.top_logprobs
+                ]
+            }
+            for drawn in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def build_logprob_entry(self, token: int, logprob: float, text_bytes: bytes) -> dict[str, Any]:
+        return {
+            "token": self.get_token_name(token),
+            "logprob": max(logprob, MIN_SENT_LOGPROB),
+            "bytes": list(text_bytes),
+        }
+
+    def get_text_bytes(self, token: int, drawn: SampledToken) -> bytes:
+        """Return the bytes that a token would have added to the text in place of the one that was drawn."""
+        if token == drawn.token_id:
+            return drawn.text_bytes
+        first = self.policy.decode([token]) if drawn.text_offset == 0 else REPLACEMENT
+        return self.policy.token_bytes.of(token) if REPLACEMENT in first else first.encode()
+
+    def build_text_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        return {
+            "tokens": [self.get_token_name(drawn.token_id) for drawn in tokens],
+            "token_logprobs": [max(drawn.logprob, MIN_SENT_LOGPROB) for drawn in tokens],
+            "top_logprobs": [
+                # Where two tokens have the same name, the likelier one is told.
+                {
+                    self.get_token_name(token): max(logprob, MIN_SENT_LOGPROB)
+                    for token, logprob in (drawn[:2], *reversed(drawn.top_logprobs))
+                }
+                for drawn in tokens
+            ],
+            "text_offset": [drawn.text_offset for drawn in tokens],
+        }
+
+    @property
+    def policy(self) -> Any:
+        return self.stream.served.policy
+
+    def get_token_name(self, token: int) -> str:
+        return self.policy.token_bytes.name(token)
+
+
+def build_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call as OpenAI has it: its arguments as text, and with an id that no other call has."""
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {
+        "id": f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }

@@ -14,26 +14,32 @@ import rich.box
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid.machine.harmless import harmless
-from pellucid.reporting.loggers import finite_or_null
-from pellucid.reporting.measures import FEWEST, NAMES, estimate_of
-from pellucid.reporting.measures import dead_share as dead_groups
-from pellucid.reporting.report import total
-from pellucid.reporting.run_folder import Record
-from pellucid.study.paired import RESAMPLES, conclusion, differences, interval, wrong_at_worst
-from pellucid.study.runs import Run, Runs
+from pellucid.reporting.eval_metrics import HEADLINE_LABELS, MIN_INTERVAL_PROMPTS, parse_estimate
+from pellucid.reporting.eval_metrics import get_zero_variance_share as dead_groups
+from pellucid.reporting.loggers import replace_non_finite
+from pellucid.reporting.report import sum_metric
+from pellucid.reporting.run_files import Record
+from pellucid.study.bootstrap import (
+    RESAMPLE_COUNT,
+    classify_difference,
+    compute_answer_differences,
+    compute_false_positive_odds,
+    estimate_interval,
+)
+from pellucid.study.runs import ComparedRun, Comparison
 from pellucid.types import Estimate
+from pellucid.utils.text import escape_controls
 
-MANY_SEEDS = 10
+RELIABLE_SEED_COUNT = 10
 """With this many seeds an interval needs no warning."""
-ANSWERS = {"greedy": "right", "reward": "rewards"}
+PER_ANSWER_KEYS = {"greedy": "right", "reward": "rewards"}
 """By measure, under which name an evaluation keeps it answer by answer."""
-OWN_METRICS = ("effect/", "curriculum/", "prefix/", "groups/drawn")
+VARIANT_METRIC_PREFIXES = ("effect/", "curriculum/", "prefix/", "groups/drawn")
 """Beginnings of the names of metrics that tell whether a variant did anything at all."""
 
 
 @dataclass(frozen=True)
-class Summary:
+class VariantSummary:
     """A variant in numbers, over its finished runs."""
 
     variant: str
@@ -71,33 +77,40 @@ class Summary:
         return self.greedy if self.measure == "greedy" else self.reward
 
 
-def summaries(comparison: Runs) -> list[Summary]:
+def summarize_variants(comparison: Comparison) -> list[VariantSummary]:
     """Return the summaries of all variants, the baseline first."""
     baseline = comparison.finished[comparison.baseline]
     return [
-        summary(variant, of_seed, {} if variant == comparison.baseline else baseline, comparison.measure)
+        summarize_variant(variant, of_seed, {} if variant == comparison.baseline else baseline, comparison.measure)
         for variant, of_seed in comparison.finished.items()
     ]
 
 
-def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run], measure: str = "greedy") -> Summary:
+def summarize_variant(
+    variant: str, runs: Mapping[int, ComparedRun], baseline: Mapping[int, ComparedRun], measure: str = "greedy"
+) -> VariantSummary:
     if not runs:
-        return Summary(variant, ())
-    reasons = {seed: unpaired(run, baseline.get(seed), measure) for seed, run in runs.items()}
+        return VariantSummary(variant, ())
+    reasons = {seed: explain_unpaired(run, baseline.get(seed), measure) for seed, run in runs.items()}
     pairs = {
-        seed: paired(runs[seed].last_evaluation[ANSWERS[measure]], baseline[seed].last_evaluation[ANSWERS[measure]])
+        seed: pair_answers(
+            runs[seed].last_evaluation[PER_ANSWER_KEYS[measure]],
+            baseline[seed].last_evaluation[PER_ANSWER_KEYS[measure]],
+        )
         for seed, reason in reasons.items()
         if baseline and not reason
     }
-    difference = over_seeds(list(pairs.values()), [runs[seed].last_evaluation for seed in pairs]) if pairs else None
+    difference = (
+        estimate_over_seeds(list(pairs.values()), [runs[seed].last_evaluation for seed in pairs]) if pairs else None
+    )
     lasts, steps = [run.last_evaluation for run in runs.values()], [row for run in runs.values() for row in run.metrics]
-    dead = [share for row in steps if (share := dead_share(row)) is not None]
+    dead = [share for row in steps if (share := get_drawn_dead_share(row)) is not None]
     means = [last["mean@k"]["value"] for last in lasts if last.get("mean@k")]
-    return Summary(
+    return VariantSummary(
         variant,
         tuple(runs),
-        greedy=measured(lasts, "greedy"),
-        reward=measured(lasts, "reward"),
+        greedy=estimate_measure(lasts, "greedy"),
+        reward=estimate_measure(lasts, "reward"),
         measure=measure,
         questions=min(last["n"] for last in lasts),
         k=lasts[0]["k"],
@@ -105,57 +118,61 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run], 
         difference=difference,
         pairs={seed: fmean(values) for seed, values in pairs.items()},
         unpaired=tuple(f"seed {seed}: {reason}" for seed, reason in reasons.items() if baseline and reason),
-        conclusion=conclusion(difference) if difference else "",
-        tokens={seed: total(run.metrics, "tokens") for seed, run in runs.items()},
-        seconds={seed: total(run.metrics, "time/step") for seed, run in runs.items()},
+        conclusion=classify_difference(difference) if difference else "",
+        tokens={seed: sum_metric(run.metrics, "tokens") for seed, run in runs.items()},
+        seconds={seed: sum_metric(run.metrics, "time/step") for seed, run in runs.items()},
         dead=fmean(dead) if dead else None,
-        own=own_metrics(steps),
+        own=average_variant_metrics(steps),
     )
 
 
-def paired(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
+def pair_answers(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
     """Return the differences question by question, where neither reward failed."""
     graded = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
-    return differences([a for a, _ in graded], [b for _, b in graded])
+    return compute_answer_differences([a for a, _ in graded], [b for _, b in graded])
 
 
-def unpaired(run: Run, baseline: Run | None, measure: str = "greedy") -> str:
+def explain_unpaired(run: ComparedRun, baseline: ComparedRun | None, measure: str = "greedy") -> str:
     """Return why two runs cannot be compared question by question; empty where they can."""
     if not baseline:
         return "the baseline has no finished run"
-    if not run.last_evaluation.get(ANSWERS[measure]) or not baseline.last_evaluation.get(ANSWERS[measure]):
+    if not run.last_evaluation.get(PER_ANSWER_KEYS[measure]) or not baseline.last_evaluation.get(
+        PER_ANSWER_KEYS[measure]
+    ):
         what = "which answers were right" if measure == "greedy" else "the reward of each answer"
         return f"evals.jsonl does not say {what}"
     if run.last_evaluation["questions"] != baseline.last_evaluation["questions"]:
         return "its held-out questions are not the baseline's"
-    graded = paired(run.last_evaluation[ANSWERS[measure]], baseline.last_evaluation[ANSWERS[measure]])
+    graded = pair_answers(
+        run.last_evaluation[PER_ANSWER_KEYS[measure]], baseline.last_evaluation[PER_ANSWER_KEYS[measure]]
+    )
     return "" if graded else "no question was graded in both"
 
 
-def measured(lasts: Sequence[Record], name: str) -> Estimate | None:
+def estimate_measure(lasts: Sequence[Record], name: str) -> Estimate | None:
     """Return greedy accuracy, or the reward of greedy answers, with its interval.
 
     None where one of several runs has not kept it answer by answer: a mean without an interval would mislead.
     """
     if len(lasts) == 1:
-        return estimate_of(lasts[0][name]) if lasts[0].get(name) else None
-    tables = [[x for x in last.get(ANSWERS[name]) or () if x is not None] for last in lasts]
-    return over_seeds(tables, lasts) if all(tables) else None
+        return parse_estimate(lasts[0][name]) if lasts[0].get(name) else None
+    tables = [[x for x in last.get(PER_ANSWER_KEYS[name]) or () if x is not None] for last in lasts]
+    return estimate_over_seeds(tables, lasts) if all(tables) else None
 
 
-def over_seeds(table: Sequence[Sequence[float]], lasts: Sequence[Record]) -> Estimate:
+def estimate_over_seeds(table: Sequence[Sequence[float]], lasts: Sequence[Record]) -> Estimate:
     """Return the mean of a table with a row for each seed, with its interval. Where rewards failed, rows are shorter,
     and columns no longer those of the same questions.
     """
     whole = all(len(row) == len(last.get("right") or row) for row, last in zip(table, lasts, strict=True))
-    return interval(table, whole and same_questions(lasts))
+    return estimate_interval(table, whole and have_same_questions(lasts))
 
 
-def same_questions(lasts: Sequence[Record]) -> bool:
+def have_same_questions(lasts: Sequence[Record]) -> bool:
     return len({last.get("questions") for last in lasts}) == 1
 
 
-def dead_share(step: Record) -> float | None:
+def get_drawn_dead_share(step: Record) -> float | None:
     """Return the share of dead groups among all that were drawn, with those that dynamic sampling left out.
 
     None where the step has no such metric.
@@ -164,19 +181,19 @@ def dead_share(step: Record) -> float | None:
     return None if dead is None else step.get("groups/drawn_dead", dead)
 
 
-def own_metrics(rows: Sequence[Record]) -> dict[str, float]:
-    names = sorted({name for row in rows for name in row if name.startswith(OWN_METRICS)})
+def average_variant_metrics(rows: Sequence[Record]) -> dict[str, float]:
+    names = sorted({name for row in rows for name in row if name.startswith(VARIANT_METRIC_PREFIXES)})
     values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
     return {name: fmean(of_steps) for name, of_steps in values.items() if of_steps}
 
 
-def numbers(comparison: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
+def build_numbers(comparison: Comparison, rows: Sequence[VariantSummary]) -> dict[str, Any]:
     """Return all numbers of the page as JSON values, for other programs."""
     return {
         "baseline": comparison.baseline,
         "measure": comparison.measure,
         "comparisons": sum(bool(row.difference) for row in rows),
-        "resamples": RESAMPLES,
+        "resamples": RESAMPLE_COUNT,
         "variants": {row.variant: asdict(row) for row in rows},
         "unfinished": [run.name for run in comparison.unfinished],
         "missing": [f"{variant} seed {seed}" for variant, seed in comparison.missing],
@@ -184,26 +201,26 @@ def numbers(comparison: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
     }
 
 
-def write_numbers(path: Path, comparison: Runs, rows: Sequence[Summary]) -> None:
-    values = finite_or_null(numbers(comparison, rows))
+def write_numbers(path: Path, comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
+    values = replace_non_finite(build_numbers(comparison, rows))
     path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def caveats(rows: Sequence[Summary]) -> list[str]:
+def list_caveats(rows: Sequence[VariantSummary]) -> list[str]:
     """Return a caveat for each way in which conclusions rest on little: few questions, few pairs of runs."""
-    questions = min((row.questions for row in rows if row.seeds), default=FEWEST)
+    questions = min((row.questions for row in rows if row.seeds), default=MIN_INTERVAL_PROMPTS)
     few = f"{questions} held-out questions are too few for an interval: those given here may be far too narrow."
-    return [*([few] if questions < FEWEST else []), *caveats_on_seeds(rows)]
+    return [*([few] if questions < MIN_INTERVAL_PROMPTS else []), *list_seed_caveats(rows)]
 
 
-def caveats_on_seeds(rows: Sequence[Summary]) -> list[str]:
-    pairs = min((len(row.pairs) for row in rows if row.pairs), default=MANY_SEEDS)
+def list_seed_caveats(rows: Sequence[VariantSummary]) -> list[str]:
+    pairs = min((len(row.pairs) for row in rows if row.pairs), default=RELIABLE_SEED_COUNT)
     if pairs == 1:
         return ["One seed to a comparison: the interval is over questions alone, and says nothing of another run."]
-    if pairs < MANY_SEEDS:
+    if pairs < RELIABLE_SEED_COUNT:
         return [
             f"{pairs} seeds to a comparison make a coarse interval: where runs differ far more from seed to seed than "
-            f"their questions account for, one comparison of equals in {wrong_at_worst(pairs)} looks apart."
+            f"their questions account for, one comparison of equals in {compute_false_positive_odds(pairs)} looks apart."
         ]
     return []
 
@@ -211,40 +228,42 @@ def caveats_on_seeds(rows: Sequence[Summary]) -> list[str]:
 # ---------------------------------------------------------------- on the screen
 
 
-def print_table(comparison: Runs, rows: Sequence[Summary]) -> None:
-    what = NAMES[comparison.measure]
-    title = f"held-out {what} and its difference from {escape(harmless(comparison.baseline))}, with 95% intervals"
+def print_table(comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
+    what = HEADLINE_LABELS[comparison.measure]
+    title = (
+        f"held-out {what} and its difference from {escape(escape_controls(comparison.baseline))}, with 95% intervals"
+    )
     table = Table(box=rich.box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("variant", overflow="fold")
     for name in ("runs", "accuracy" if comparison.measure == "greedy" else "reward", "difference", "conclusion"):
         table.add_column(name, justify="left" if name == "conclusion" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(escape(harmless(cell)) for cell in cells(row)))
+        table.add_row(*(escape(escape_controls(cell)) for cell in format_row(row)))
     rich.print(table)
-    for line in caveats(rows):
-        print(harmless(line))
+    for line in list_caveats(rows):
+        print(escape_controls(line))
     for row in rows:
         for reason in row.unpaired:
-            print(harmless(f"not paired: {row.variant} {reason}"))
+            print(escape_controls(f"not paired: {row.variant} {reason}"))
     for run in comparison.unfinished:
-        print(harmless(f"unfinished, left out: {run.run_dir}"))
+        print(escape_controls(f"unfinished, left out: {run.run_dir}"))
     for variant, seed in comparison.missing:
-        print(harmless(f"missing: {variant} seed {seed}"))
+        print(escape_controls(f"missing: {variant} seed {seed}"))
 
 
-def cells(row: Summary) -> list[str]:
+def format_row(row: VariantSummary) -> list[str]:
     if not row.seeds:
         return [row.variant, "0", "", "", ""]
     return [
         row.variant,
         str(len(row.seeds)),
-        points(row.compared_estimate, measure=row.measure),
-        points(row.difference, "+", row.measure),
+        format_estimate(row.compared_estimate, measure=row.measure),
+        format_estimate(row.difference, "+", row.measure),
         row.conclusion,
     ]
 
 
-def points(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -> str:
+def format_estimate(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -> str:
     """Return an accuracy in percent, or a reward, as "VALUE [LOW, HIGH]"."""
     if estimate is None:
         return "-"
@@ -253,6 +272,6 @@ def points(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -
     return f"{value} [{low}, {high}]" if estimate.has_interval else value
 
 
-def times(values: Mapping[int, float], baseline: Mapping[int, float]) -> str:
+def format_cost_ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> str:
     """Return the mean over seeds as a multiple of the baseline's."""
     return f"{fmean(values.values()) / fmean(baseline.values()):.2f}x" if any(baseline.values()) else "-"

@@ -10,19 +10,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pellucid import config, recipes
+from pellucid import config
 from pellucid.config import Config
-from pellucid.machine.plugins import did_you_mean
-from pellucid.protocols import with_split
-from pellucid.reporting.run_folder import Record
-from pellucid.types import UserError
+from pellucid.reporting.run_files import Record
+from pellucid.types import UserError, with_split
+from pellucid.utils.plugins import did_you_mean
 
-KEYS = ("base", "seeds", "common", "variants")
-FOLDER_NAME = re.compile(r"\w[\w.+=-]*")
+STUDY_KEYS = ("base", "seeds", "common", "variants")
+VARIANT_NAME_PATTERN = re.compile(r"\w[\w.+=-]*")
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyRun:
     """One run of a study: a variant with a seed."""
 
     study_dir: Path
@@ -55,7 +54,7 @@ class Study:
     variants: Mapping[str, Record]
     """The settings of each variant, as a recipe has them; the first is the baseline."""
 
-    def list_runs(self, study_dir: Path, only: Sequence[str] = ()) -> list[Cell]:
+    def list_runs(self, study_dir: Path, only: Sequence[str] = ()) -> list[StudyRun]:
         """Return all runs, or those of the variants in `only`. UserError for a name that is no variant.
 
         The first seed of every variant comes before any second one, so that a study cut short compares all variants.
@@ -64,49 +63,51 @@ class Study:
             if name not in self.variants:
                 raise UserError(f'{self.path} has no variant "{name}"{did_you_mean(name, self.variants)}')
         return [
-            Cell(study_dir, name, seed) for seed in self.seeds for name in self.variants if name in (only or [name])
+            StudyRun(study_dir, name, seed) for seed in self.seeds for name in self.variants if name in (only or [name])
         ]
 
 
-def read(path: Path) -> Study:
+def read_study(path: Path) -> Study:
     """Return the study in a TOML file. UserError, one line, for mistakes outside the settings of its variants."""
-    values = config.read(path)
+    values = config.read_settings(path)
     if "variants" not in values and config.SECTIONS.keys() & values.keys():
         raise UserError(
             f"{path} is a recipe, and no study: pellucid train {path} trains it; a study names it as its base"
         )
     for key in values:
-        if key not in KEYS:
-            raise UserError(f"{path}: {key}: no such key{did_you_mean(key, KEYS)}; there are {', '.join(KEYS)}")
+        if key not in STUDY_KEYS:
+            raise UserError(
+                f"{path}: {key}: no such key{did_you_mean(key, STUDY_KEYS)}; there are {', '.join(STUDY_KEYS)}"
+            )
     base, common, variants = values.get("base"), values.get("common", {}), values.get("variants")
     if not isinstance(base, str) or not base:
         raise UserError(f'{path}: base must name the recipe that the variants change: base = "recipe.toml"')
     if not isinstance(variants, Mapping) or not variants:
         raise UserError(f"{path}: there are no variants: name the baseline with [variants.NAME]")
-    check_table(path, "common", common)
+    check_settings_table(path, "common", common)
     for name, table in variants.items():
-        check_table(path, f"variants.{name}", table)
-        if not FOLDER_NAME.fullmatch(name):
+        check_settings_table(path, f"variants.{name}", table)
+        if not VARIANT_NAME_PATTERN.fullmatch(name):
             raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
-    recipe = base_recipe(recipes.find(base, path.parent))
-    settings = {name: settings_of(path, name, recipe, [common, table]) for name, table in variants.items()}
-    return Study(path, seeds_of(path, values.get("seeds")), settings)
+    recipe = read_base_recipe(config.find_recipe(base, path.parent))
+    settings = {name: build_variant_settings(path, name, recipe, [common, table]) for name, table in variants.items()}
+    return Study(path, parse_seeds(path, values.get("seeds")), settings)
 
 
-def base_recipe(recipe_path: Path) -> Record:
-    config.load(recipe_path)  # else a mistake in it would be told as one of the first variant
-    recipe = config.read(recipe_path)
+def read_base_recipe(recipe_path: Path) -> Record:
+    config.load_config(recipe_path)  # else a mistake in it would be told as one of the first variant
+    recipe = config.read_settings(recipe_path)
     return {**recipe, "task": {"name": config.Config.task_names[0], **recipe.get("task", {})}}
 
 
-def seeds_of(path: Path, value: Any) -> tuple[int, ...]:
+def parse_seeds(path: Path, value: Any) -> tuple[int, ...]:
     whole = isinstance(value, list) and all(type(seed) is int for seed in value)
     if not whole or not value or len(set(value)) < len(value):
         raise UserError(f"{path}: seeds must be a list of different whole numbers: seeds = [0, 1, 2]")
     return tuple(value)
 
 
-def check_table(path: Path, name: str, table: Any) -> None:
+def check_settings_table(path: Path, name: str, table: Any) -> None:
     if not isinstance(table, Mapping):
         raise UserError(f"{path}: {name} must be a table of settings, as [{name}.algorithm]")
     if isinstance(algorithm := table.get("algorithm"), Mapping) and "seed" in algorithm:
@@ -116,29 +117,29 @@ def check_table(path: Path, name: str, table: Any) -> None:
 # ---------------------------------------------------------------- the settings of a variant
 
 
-def settings_of(path: Path, name: str, recipe: Record, tables: Sequence[Record]) -> Record:
+def build_variant_settings(path: Path, name: str, recipe: Record, tables: Sequence[Record]) -> Record:
     try:
         for table in tables:
-            recipe = config.merged(recipe, table)
+            recipe = config.merge_settings(recipe, table)
     except UserError as error:
         raise UserError(f"{path}: variants.{name}: {error}") from error
     return recipe
 
 
-def checked(study: Study) -> dict[str, Config]:
+def load_variant_configs(study: Study) -> dict[str, Config]:
     """Return the whole settings of each variant, as a run has them. UserError names the variant that is wrong."""
     with TemporaryDirectory() as folder:
-        return {name: loaded(study, name, Path(folder) / "recipe.json") for name in study.variants}
+        return {name: load_variant_config(study, name, Path(folder) / "recipe.json") for name in study.variants}
 
 
-def loaded(study: Study, name: str, path: Path) -> Config:
+def load_variant_config(study: Study, name: str, path: Path) -> Config:
     for key in study.variants[name]:
         if key not in config.SECTIONS:  # config.load would ignore it in a JSON file
             close = did_you_mean(key, config.SECTIONS)
             raise UserError(f"{study.path}: variants.{name}: {key}: no such section{close}")
-    write_recipe(path, study.variants[name])
+    write_variant_recipe(path, study.variants[name])
     try:
-        cfg = config.load(path)
+        cfg = config.load_config(path)
         with_split(cfg.task, "train")  # finds a missing file of prefixes before hours of other runs
         return cfg
     except UserError as error:
@@ -146,6 +147,6 @@ def loaded(study: Study, name: str, path: Path) -> Config:
         raise UserError(f"{study.path}: variants.{name}: {complaint}") from error
 
 
-def write_recipe(path: Path, settings: Record) -> None:
+def write_variant_recipe(path: Path, settings: Record) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=2, default=str) + "\n", encoding="utf-8")

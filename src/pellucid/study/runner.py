@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import TextIOWrapper
 from pathlib import Path
 
-from pellucid.machine.harmless import harmless
-from pellucid.machine.interrupts import INTERRUPTED, stop_requests
-from pellucid.machine.locks import locked, note_holder
-from pellucid.reporting.charts import counted
-from pellucid.reporting.measures import NAMES, evaluation_of, headline, measures
-from pellucid.reporting.run_folder import finished, records
+from pellucid import config
+from pellucid.config import Config
+from pellucid.reporting.charts import format_count
+from pellucid.reporting.eval_metrics import HEADLINE_LABELS, get_measures, parse_evaluation, select_headline
+from pellucid.reporting.run_files import Record, is_run_finished, list_checkpoints, read_config, read_records
 from pellucid.study import plan
-from pellucid.study.cells import check, clear, resuming, tidy
-from pellucid.study.plan import Cell, Study
-from pellucid.study.runs import shown_command, write_plan
+from pellucid.study.plan import Study, StudyRun
+from pellucid.study.runs import format_command, write_study_plan
+from pellucid.training import run_dir as changes
+from pellucid.training import run_dir as claim
+from pellucid.training import run_dir as files
 from pellucid.types import UserError
+from pellucid.utils.files import hold_lock, write_lock_holder
+from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS, collect_stop_requests
+from pellucid.utils.text import escape_controls
 
-PAUSE = 0.2
+POLL_INTERVAL_SECONDS = 0.2
 """Seconds between two looks at the runs."""
 
 
@@ -33,7 +38,7 @@ PAUSE = 0.2
 class Job:
     """A run in progress."""
 
-    run: Cell
+    run: StudyRun
     process: subprocess.Popen[bytes]
     start_time: float = field(default_factory=time.monotonic)
 
@@ -45,43 +50,45 @@ class Progress:
     total: int
     ended: int = 0
     start_time: float = field(default_factory=time.monotonic)
-    failures: dict[Cell, int] = field(default_factory=dict)
+    failures: dict[StudyRun, int] = field(default_factory=dict)
     """Runs that failed, with their exit statuses."""
 
     def format_time_left(self) -> str:
         seconds = (time.monotonic() - self.start_time) / self.ended * (self.total - self.ended)
-        return f"about {span(seconds)} left" if self.ended < self.total else "none left"
+        return f"about {format_minutes(seconds)} left" if self.ended < self.total else "none left"
 
 
-def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
+def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
     """Run the study to its end, or until Ctrl-C. Return the exit status. A second call goes on where it stopped."""
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
-    cells, recipes = study.list_runs(study_dir, only), plan.checked(study)
+    cells, recipes = study.list_runs(study_dir, only), plan.load_variant_configs(study)
     study_dir.mkdir(parents=True, exist_ok=True)
-    at_work = locked(study_dir / ".lock", f"is at work on {study_dir}")
-    with at_work as lock, stop_requests() as requests:
+    at_work = hold_lock(study_dir / ".lock", f"is at work on {study_dir}")
+    with at_work as lock, collect_stop_requests() as requests:
         for cell in cells:
-            check(cell, recipes[cell.variant])
+            check_run_dir(cell, recipes[cell.variant])
         for name in dict.fromkeys(cell.variant for cell in cells):
-            plan.write_recipe(study_dir / name / "recipe.json", study.variants[name])
-        write_plan(study_dir, list(study.variants), study.seeds)
-        waiting = [cell for cell in cells if not finished(cell.run_dir)]
+            plan.write_variant_recipe(study_dir / name / "recipe.json", study.variants[name])
+        write_study_plan(study_dir, list(study.variants), study.seeds)
+        waiting = [cell for cell in cells if not is_run_finished(cell.run_dir)]
         for cell in cells:
             if cell not in waiting:
-                tidy(cell.run_dir, keep_model=True)  # the user may have kept it on purpose
-        say(f"{counted(len(cells), 'run')} in {study_dir}: {len(cells) - len(waiting)} done, {len(waiting)} to go")
+                prune_finished_run(cell.run_dir, keep_model=True)  # the user may have kept it on purpose
+        print_line(
+            f"{format_count(len(cells), 'run')} in {study_dir}: {len(cells) - len(waiting)} done, {len(waiting)} to go"
+        )
         progress = Progress(len(waiting))
-        work(waiting, jobs, keep_models, lock, requests, progress)
+        run_jobs(waiting, jobs, keep_models, lock, requests, progress)
     if requests:
-        verdict(progress.failures)
-        say(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
-        return INTERRUPTED
-    return verdict(progress.failures)
+        report_failures(progress.failures)
+        print_line(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
+        return INTERRUPTED_EXIT_STATUS
+    return report_failures(progress.failures)
 
 
-def work(
-    runs: Sequence[Cell],
+def run_jobs(
+    runs: Sequence[StudyRun],
     jobs: int,
     keep_models: bool,
     lock: TextIOWrapper,
@@ -93,24 +100,24 @@ def work(
     try:
         while running or (waiting and not requests):
             while waiting and not requests and len(running) < jobs:
-                running.append(start(waiting.popleft(), jobs, lock))
+                running.append(start_job(waiting.popleft(), jobs, lock))
             if requests and not asked:
                 asked = True
-                ask_to_stop(running)
+                interrupt_jobs(running)
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
-                end(job, keep_models, progress, stopping=bool(requests))
-            time.sleep(PAUSE)
+                finish_job(job, keep_models, progress, stopping=bool(requests))
+            time.sleep(POLL_INTERVAL_SECONDS)
     finally:  # no run is left behind, not even after a second Ctrl-C
-        ask_to_stop(running)
+        interrupt_jobs(running)
         for job in running:
             job.process.wait()
 
 
-def start(run: Cell, jobs: int, lock: TextIOWrapper) -> Job:
-    resumed = resuming(run)
+def start_job(run: StudyRun, jobs: int, lock: TextIOWrapper) -> Job:
+    resumed = build_resume_arguments(run)
     if not resumed:
-        clear(run.run_dir)
+        clear_unresumable_run(run.run_dir)
     command = [sys.executable, "-P", "-m", "pellucid", *(resumed or run.arguments)]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
     with run.log_path.open("a" if resumed else "w") as log:
@@ -123,63 +130,117 @@ def start(run: Cell, jobs: int, lock: TextIOWrapper) -> Job:
             pass_fds=[lock.fileno()],
             start_new_session=True,  # else Ctrl-C would reach it as well as our SIGINT, and two end it at once
         )
-    note_holder(lock, process.pid)
-    say(f"{named(run)}: {'goes on' if resumed else 'started'}, log {run.log_path}")
+    write_lock_holder(lock, process.pid)
+    print_line(f"{format_run_name(run)}: {'goes on' if resumed else 'started'}, log {run.log_path}")
     return Job(run, process)
 
 
-def ask_to_stop(jobs: Iterable[Job]) -> None:
+def interrupt_jobs(jobs: Iterable[Job]) -> None:
     for job in jobs:
         job.process.send_signal(signal.SIGINT)
 
 
-def end(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None:
+def finish_job(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None:
     cell, status = job.run, job.process.returncode
-    minutes = span(time.monotonic() - job.start_time)
+    minutes = format_minutes(time.monotonic() - job.start_time)
     if status and stopping:
-        say(f"{named(cell)}: stopped after {minutes}")
+        print_line(f"{format_run_name(cell)}: stopped after {minutes}")
         return
     progress.ended += 1
     left = f"{progress.ended}/{progress.total}, {progress.format_time_left()}"
-    if status or not finished(cell.run_dir):
+    if status or not is_run_finished(cell.run_dir):
         progress.failures[cell] = status
-        say(f"{named(cell)}: FAILED after {minutes}; {left}")
+        print_line(f"{format_run_name(cell)}: FAILED after {minutes}; {left}")
         return
-    tidy(cell.run_dir, keep_models)
-    say(f"{named(cell)}: done in {minutes}, {accuracies(cell.run_dir)}; {left}")
+    prune_finished_run(cell.run_dir, keep_models)
+    print_line(f"{format_run_name(cell)}: done in {minutes}, {format_accuracy_change(cell.run_dir)}; {left}")
 
 
-def verdict(failures: dict[Cell, int]) -> int:
+def report_failures(failures: dict[StudyRun, int]) -> int:
     """Print what failed. Return the exit status: 0, or 2 where all failures are the user's to mend, else 1."""
     for cell, status in failures.items():
         lines = cell.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
             "it printed nothing"
         ]
-        say(f"failed (exit {status}): {named(cell)}: {lines[-1]}")
-        say(f"  again: {shown_command(resuming(cell) or cell.arguments)}")
+        print_line(f"failed (exit {status}): {format_run_name(cell)}: {lines[-1]}")
+        print_line(f"  again: {format_command(build_resume_arguments(cell) or cell.arguments)}")
     if not failures:
         return 0
     return 2 if set(failures.values()) == {2} else 1
 
 
-def accuracies(run_dir: Path) -> str:
-    found = [evaluation_of(row) for row in records(run_dir / "evals.jsonl")]
+def format_accuracy_change(run_dir: Path) -> str:
+    found = [parse_evaluation(row) for row in read_records(run_dir / "evals.jsonl")]
     ends = [found[0], found[-1]] if found else []
-    name = headline(ends)
+    name = select_headline(ends)
     if not name:
         return "not evaluated" if not found else "evaluated without grades of greedy answers"
-    first, last = (measures(evaluation)[name].value for evaluation in ends)
-    return f"{NAMES[name]} {first:.3f} -> {last:.3f}"
+    first, last = (get_measures(evaluation)[name].value for evaluation in ends)
+    return f"{HEADLINE_LABELS[name]} {first:.3f} -> {last:.3f}"
 
 
-def named(run: Cell) -> str:
+def format_run_name(run: StudyRun) -> str:
     return f"{run.variant} seed {run.seed}"
 
 
-def span(seconds: float) -> str:
+def format_minutes(seconds: float) -> str:
     minutes = seconds / 60
     return f"{minutes / 60:.1f} h" if minutes >= 90 else f"{minutes:.1f} min"
 
 
-def say(line: str) -> None:
-    print(harmless(line), flush=True)
+def print_line(line: str) -> None:
+    print(escape_controls(line), flush=True)
+
+
+# ---------------------------------------------------------------- cells
+# The runs of a study on disk: whether they can be resumed or must begin anew, and what remains of finished ones.
+
+
+def check_run_dir(run: StudyRun, recipe: Config) -> None:
+    """Raise UserError where the run folder holds anything but a run of this cell with the settings it has now."""
+    run_dir = run.run_dir
+    if not run_dir.exists():
+        return
+    claim.refuse_locked_run_dir(run_dir)
+    if not run_dir.is_dir() or claim.list_foreign_files(run_dir):
+        raise UserError(f"{run_dir} is no run (no config.json) and in the way: move it, or choose another --into")
+    if not read_config(run_dir):
+        if list_checkpoints(run_dir) or any(read_records(run_dir / "metrics.jsonl")):
+            raise UserError(f"{run_dir}/config.json cannot be read: mend it, or delete that run")
+        return  # the run crashed in its first moment
+    for key, (theirs, ours) in changes.find_relevant_changes(run_dir, get_expected_settings(run, recipe)).items():
+        raise UserError(
+            f"{run_dir} was made with {key} = {theirs!r}, the study says {ours!r}: "
+            f"choose another --into, or delete that run"
+        )
+
+
+def get_expected_settings(run: StudyRun, recipe: Config) -> Record:
+    """Return the settings of the cell as its run records them, except a dtype that is left to the machine."""
+    seeded = replace(recipe, algorithm=replace(recipe.algorithm, seed=run.seed))
+    return files.dump_settings(config.resolve_config(seeded))
+
+
+def build_resume_arguments(run: StudyRun) -> list[str]:
+    """Return the arguments that resume the cell's run from its last checkpoint; empty where there is no checkpoint."""
+    return ["train", "--resume", str(run.run_dir)] if list_checkpoints(run.run_dir) else []
+
+
+def clear_unresumable_run(run_dir: Path) -> None:
+    """Empty the folder of a run without a checkpoint; `check` has made sure that it is a run.
+
+    UserError where that run is in progress.
+    """
+    claim.refuse_locked_run_dir(run_dir)
+    if run_dir.exists():
+        claim.clear_run_dir(run_dir)
+
+
+def prune_finished_run(run_dir: Path, keep_model: bool) -> None:
+    """Remove the checkpoints of a finished run, hundreds of megabytes, and its model unless it is to be kept.
+
+    The model goes last: a run with checkpoints and without a model counts as unfinished.
+    """
+    for name in ("checkpoints",) if keep_model else ("checkpoints", "adapter", "model"):
+        if (run_dir / name).exists():
+            shutil.rmtree(run_dir / name)

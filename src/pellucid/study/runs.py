@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pellucid.machine.plugins import did_you_mean, near
-from pellucid.reporting.report import at
-from pellucid.reporting.run_folder import Record, evaluations, finished, read_config, records
-from pellucid.study.plan import Cell
+from pellucid.reporting.report import get_setting
+from pellucid.reporting.run_files import Record, is_run_finished, read_config, read_evaluation_records, read_records
+from pellucid.study.plan import StudyRun
 from pellucid.types import UserError
+from pellucid.utils.plugins import did_you_mean, suggest_path
 
-SEED_FOLDER = re.compile(r"seed-(-?\d+)")
+SEED_FOLDER_PATTERN = re.compile(r"seed-(-?\d+)")
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     run_dir: Path
     variant: str
     seed: int
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def normalized_path(self) -> Path:
-        return place_of(self.run_dir)
+        return normalize_path(self.run_dir)
 
     @property
     def last_evaluation(self) -> Record:
@@ -45,21 +45,21 @@ class Run:
     @property
     def command(self) -> str:
         """Return the command that makes this run again, or a copy of it where the recipe of its study is missing."""
-        cell = Cell(self.run_dir.parent.parent, self.variant, self.seed)
+        cell = StudyRun(self.run_dir.parent.parent, self.variant, self.seed)
         if cell.run_dir == self.run_dir and cell.recipe_path.is_file():
-            return shown_command(cell.arguments)
+            return format_command(cell.arguments)
         again = Path("again", self.variant, f"seed-{self.seed}")
-        return shown_command(["train", str(self.run_dir / "config.json"), "--run", str(again)])
+        return format_command(["train", str(self.run_dir / "config.json"), "--run", str(again)])
 
 
 @dataclass(frozen=True)
-class Runs:
+class Comparison:
     """The runs that are compared, and those that cannot be."""
 
     baseline: str
-    finished: Mapping[str, Mapping[int, Run]]
+    finished: Mapping[str, Mapping[int, ComparedRun]]
     """Runs by variant, the baseline first, and by seed; a variant may have none yet."""
-    unfinished: Sequence[Run]
+    unfinished: Sequence[ComparedRun]
     missing: Sequence[tuple[str, int]]
     """Variants and seeds that are missing although other variants, or the study, have them."""
 
@@ -70,27 +70,27 @@ class Runs:
         return "greedy" if all(row.get("verdicts", True) for row in rows) else "reward"
 
     @property
-    def finished_runs(self) -> list[Run]:
+    def finished_runs(self) -> list[ComparedRun]:
         return [run for of_seed in self.finished.values() for run in of_seed.values()]
 
 
-def gather(folders: Sequence[Path], baseline: str = "") -> Runs:
+def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
     """Return the runs in these folders, each a run or a study. UserError where they cannot be compared."""
-    runs = [read_run(run_dir) for folder in folders for run_dir in run_folders(folder)]
-    by_name: dict[tuple[str, int], Run] = {}
+    runs = [read_compared_run(run_dir) for folder in folders for run_dir in find_run_dirs(folder)]
+    by_name: dict[tuple[str, int], ComparedRun] = {}
     for run in runs:
         other = by_name.setdefault((run.variant, run.seed), run)
         if other.normalized_path != run.normalized_path:
             raise UserError(f"{other.run_dir} and {run.run_dir} are both {run.name}: rename one, or leave it out")
-    plans = [plan for folder in folders if (plan := read_plan(folder))]
+    plans = [plan for folder in folders if (plan := read_study_plan(folder))]
     planned = [(variant, seed) for plan in plans for variant in plan["variants"] for seed in plan["seeds"]]
     variants = list(dict.fromkeys([*(variant for variant, _ in planned), *(run.variant for run in runs)]))
     baseline = baseline or variants[0]
-    check(runs, variants, baseline)
+    check_comparable(runs, variants, baseline)
     variants = [baseline, *(variant for variant in variants if variant != baseline)]
     seeds = sorted({seed for _, seed in [*planned, *by_name]})
     found = {v: {s: by_name[v, s] for s in seeds if (v, s) in by_name} for v in variants}
-    return Runs(
+    return Comparison(
         baseline,
         {v: {s: run for s, run in of_seed.items() if run.is_finished} for v, of_seed in found.items()},
         [run for of_seed in found.values() for run in of_seed.values() if not run.is_finished],
@@ -98,7 +98,7 @@ def gather(folders: Sequence[Path], baseline: str = "") -> Runs:
     )
 
 
-def check(runs: Sequence[Run], variants: Sequence[str], baseline: str) -> None:
+def check_comparable(runs: Sequence[ComparedRun], variants: Sequence[str], baseline: str) -> None:
     if baseline not in variants:
         raise UserError(
             f'--baseline: there is no variant "{baseline}"{did_you_mean(baseline, variants)}; '
@@ -111,46 +111,46 @@ def check(runs: Sequence[Run], variants: Sequence[str], baseline: str) -> None:
         raise UserError(f'no run of the baseline "{baseline}" is finished: finish one, or name another --baseline')
 
 
-def run_folders(folder: Path) -> list[Path]:
+def find_run_dirs(folder: Path) -> list[Path]:
     """Return the folder itself where it is a run, else the runs of the study, or of a variant of one."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder{near(folder)}")
+        raise UserError(f"{folder}: there is no such folder{suggest_path(folder)}")
     if (folder / "config.json").is_file():
         return [folder]
     paths = [path for level in ("seed-*", "*/seed-*") for path in sorted(folder.glob(f"{level}/config.json"))]
-    found = [path.parent for path in paths if SEED_FOLDER.fullmatch(path.parent.name)]
+    found = [path.parent for path in paths if SEED_FOLDER_PATTERN.fullmatch(path.parent.name)]
     if not found:
         raise UserError(f"{folder} holds no run: name run folders, or the folder of a study (VARIANT/seed-S in it)")
     return found
 
 
-def read_run(run_dir: Path) -> Run:
-    place = place_of(run_dir)
-    named = SEED_FOLDER.fullmatch(place.name)
-    return Run(
+def read_compared_run(run_dir: Path) -> ComparedRun:
+    place = normalize_path(run_dir)
+    named = SEED_FOLDER_PATTERN.fullmatch(place.name)
+    return ComparedRun(
         run_dir,
         place.parent.name if named else place.name,
-        int(named[1]) if named else at(read_config(run_dir), "algorithm.seed", 0),
-        finished(run_dir),
-        list(records(run_dir / "metrics.jsonl")),
-        next(iter(evaluations(run_dir).values()), []),
+        int(named[1]) if named else get_setting(read_config(run_dir), "algorithm.seed", 0),
+        is_run_finished(run_dir),
+        list(read_records(run_dir / "metrics.jsonl")),
+        next(iter(read_evaluation_records(run_dir).values()), []),
     )
 
 
-def place_of(run_dir: Path) -> Path:
+def normalize_path(run_dir: Path) -> Path:
     """Return the absolute path of a run folder, so that "." has a name, too. A link keeps its own name."""
     return Path(os.path.normpath(run_dir.absolute()))
 
 
-def read_plan(study_dir: Path) -> Record:
+def read_study_plan(study_dir: Path) -> Record:
     """Return the variants and seeds of a study, as `pellucid study` noted them; empty for a copy without that note."""
-    return next(records(study_dir / "study.json", whole_file=True), {})
+    return next(read_records(study_dir / "study.json", whole_file=True), {})
 
 
-def write_plan(study_dir: Path, variants: Sequence[str], seeds: Sequence[int]) -> None:
+def write_study_plan(study_dir: Path, variants: Sequence[str], seeds: Sequence[int]) -> None:
     text = json.dumps({"variants": list(variants), "seeds": list(seeds)}, indent=2)
     (study_dir / "study.json").write_text(text + "\n", encoding="utf-8")
 
 
-def shown_command(arguments: Sequence[str]) -> str:
+def format_command(arguments: Sequence[str]) -> str:
     return f"pellucid {shlex.join(arguments)}"

@@ -7,8 +7,8 @@ prefixed.py wrap another task (wrappers.py). What rewards are made of, and where
 
 from __future__ import annotations
 
-from pellucid.machine.plugins import did_you_mean, load_object
 from pellucid.types import UserError
+from pellucid.utils.plugins import did_you_mean, load_object
 
 TASKS = {
     "agent": "pellucid.tasks.agent:Agent",
@@ -29,7 +29,7 @@ TASKS = {
 }
 
 
-def task_class(name: str) -> type:
+def load_task_class(name: str) -> type:
     """Return the class that `[task] name` stands for: one of TASKS, or the user's own as "path/to/file.py:Class".
 
     UserError where the name is unknown or is not that of a class.

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pellucid.environments.agent import AgentTalk
-from pellucid.rewards.parts import Part
-from pellucid.rewards.terms import ENVIRONMENT, RewardTerm, part_of
-from pellucid.rewards.trainer_state import state_of
+from pellucid.environments.agents import AgentSpec
+from pellucid.rewards.functions import RewardPart, build_trainer_state
+from pellucid.rewards.terms import ENVIRONMENT_TERM, RewardTerm, compute_term_parts
+from pellucid.tasks.data_files import DataSource
 from pellucid.tasks.dataset import Dataset
-from pellucid.tasks.sources import Source
 from pellucid.types import Completion, Progress, Prompt, Reward
 
 
@@ -36,11 +35,11 @@ class Agent:
     last line is the reward."""
     timeout: float = 120.0
     """Seconds that the agent may take for a row; while it waits for the policy no time is counted."""
-    data: Source = ""
+    data: DataSource = ""
     """Files of rows, or the id of a data set on the Hub."""
     subset: str = ""
     """The configuration of the Hub data set."""
-    test_data: Source = ""
+    test_data: DataSource = ""
     """The held-out rows: files, or a split of the Hub data set. Empty: a share of `data`."""
     test_share: float = 0.1
     """The share of rows that is held out where there is no `test_data`."""
@@ -62,14 +61,16 @@ class Agent:
         if not self.run.strip():
             raise ValueError('run = "" must be "path/to/file.py:function", or a command')
         self.environment_spec.load_function()
-        if ENVIRONMENT not in [term.name for term in self.rewards]:
-            object.__setattr__(self, "rewards", (*self.rewards, RewardTerm(ENVIRONMENT)))
+        if ENVIRONMENT_TERM not in [term.name for term in self.rewards]:
+            object.__setattr__(self, "rewards", (*self.rewards, RewardTerm(ENVIRONMENT_TERM)))
         self._build_dataset()
 
     @property
-    def environment_spec(self) -> AgentTalk:
+    def environment_spec(self) -> AgentSpec:
         """Who asks the policy."""
-        return AgentTalk(self.run, self.timeout, has_rewards=any(term.name != ENVIRONMENT for term in self.rewards))
+        return AgentSpec(
+            self.run, self.timeout, has_rewards=any(term.name != ENVIRONMENT_TERM for term in self.rewards)
+        )
 
     @property
     def question_count(self) -> int:
@@ -82,10 +83,10 @@ class Agent:
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
-        alone = state_of(Progress(), None)
-        return self.combine_parts([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
+        alone = build_trainer_state(Progress(), None)
+        return self.combine_parts([compute_term_parts(term, [(prompt, completion)], alone)[0] for term in self.rewards])
 
-    def combine_parts(self, parts: Sequence[Part]) -> Reward:
+    def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
         """Add up what each term says of a completion, as Dataset does."""
         return self._build_dataset().combine_parts(parts)
 

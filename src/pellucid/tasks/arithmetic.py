@@ -9,7 +9,7 @@ from operator import add, mul, sub
 from random import Random
 from typing import Literal
 
-from pellucid.rewards.answers import answered, last_number
+from pellucid.rewards.answers import extract_answer, find_last_number
 from pellucid.types import Completion, Prompt, Reward
 
 Operator = Literal["+", "-", "*"]
@@ -17,7 +17,7 @@ Split = Literal["train", "test"]
 Problem = tuple[int, Operator, int]
 
 OPERATIONS = {"+": add, "-": sub, "*": mul}
-LISTED_DIGITS = 2
+MAX_LISTED_DIGITS = 2
 """Up to this many digits, all problems of a split are listed (at most 24,300).
 
 With more digits, problems are drawn at random, and those of the other split are rejected.
@@ -73,7 +73,7 @@ class Arithmetic:
         return [self._make_prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return Reward(float(last_number(answered(completion.full_text)) == int(prompt.answer)))
+        return Reward(float(find_last_number(extract_answer(completion.full_text)) == int(prompt.answer)))
 
     def solution(self, prompt: Prompt) -> str:
         return prompt.answer
@@ -81,7 +81,7 @@ class Arithmetic:
     def working(self, prompt: Prompt) -> str:
         """Return the steps by which a person gets to the result: tens first, then ones."""
         a, operator, b = prompt.columns["problem"]
-        return working(a, operator, b)
+        return write_working(a, operator, b)
 
     def _make_prompt(self, id: str, problem: Problem) -> Prompt:
         a, operator, b = problem
@@ -90,23 +90,23 @@ class Arithmetic:
         return Prompt(id, ({"role": "user", "content": question},), answer, columns={"problem": problem})
 
     def _draw_problems(self, rng: Random, n: int) -> list[Problem]:
-        low, high = operand_range(self.digits)
+        low, high = compute_operand_range(self.digits)
         share = self.test_share if self.split == "test" else 1 - self.test_share
         # Drawing n distinct problems takes long where n is near the size of the split, and never ends above it.
-        if self.digits <= LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
-            return cycle_shuffled(self._list_problems(self.split), rng, n)
+        if self.digits <= MAX_LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
+            return sample_in_passes(self._list_problems(self.split), rng, n)
         drawn: dict[Problem, None] = {}
         while len(drawn) < n:
             a, b = rng.randint(low, high), rng.randint(low, high)
-            if split_of(a, b, self.test_share) == self.split:
+            if assign_split(a, b, self.test_share) == self.split:
                 drawn[a, rng.choice(self.operators), b] = None
         return list(drawn)
 
     def _list_problems(self, split: Split) -> tuple[Problem, ...]:
-        return listed(self.digits, self.operators, self.test_share, split)
+        return list_problems(self.digits, self.operators, self.test_share, split)
 
 
-def working(a: int, operator: Operator, b: int) -> str:
+def write_working(a: int, operator: Operator, b: int) -> str:
     """Return a worked solution: tens, ones, then both together, so that the result is the last number.
 
     For products and for one-digit operands, it is a single equation.
@@ -114,29 +114,30 @@ def working(a: int, operator: Operator, b: int) -> str:
     Example: working(34, "+", 58) == "34 + 50 = 84, 4 + 8 = 12, 80 + 12 = 92"
     """
     if operator == "*" or max(a, b) < 10:
-        return equation(a, operator, b)
+        return format_equation(a, operator, b)
     tens = b - b % 10
     if operator == "+":
-        begun = equation(a, "+", tens)
-        return f"{begun}, {equation(a % 10, '+', b % 10)}, {equation(a + tens - a % 10, '+', a % 10 + b % 10)}"
-    begun, left = equation(a, "-", tens), a - tens
+        begun = format_equation(a, "+", tens)
+        return f"{begun}, {format_equation(a % 10, '+', b % 10)}, {format_equation(a + tens - a % 10, '+', a % 10 + b % 10)}"
+    begun, left = format_equation(a, "-", tens), a - tens
     # Always borrow a ten, since a small model cannot see in advance whether it must.
     borrowed = left % 10 + 10
-    return f"{begun}, {left} = {left - borrowed} + {borrowed}, {equation(borrowed, '-', b % 10)}, " + equation(
-        left - borrowed, "+", borrowed - b % 10
+    return (
+        f"{begun}, {left} = {left - borrowed} + {borrowed}, {format_equation(borrowed, '-', b % 10)}, "
+        + format_equation(left - borrowed, "+", borrowed - b % 10)
     )
 
 
-def equation(a: int, operator: Operator, b: int) -> str:
+def format_equation(a: int, operator: Operator, b: int) -> str:
     return f"{a} {operator} {b} = {OPERATIONS[operator](a, b)}"
 
 
-def operand_range(digits: int) -> tuple[int, int]:
+def compute_operand_range(digits: int) -> tuple[int, int]:
     """Return the smallest and the largest operand with this many digits."""
     return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
 
 
-def split_of(a: int, b: int, test_share: float) -> Split:
+def assign_split(a: int, b: int, test_share: float) -> Split:
     """Return the split of an unordered pair of operands, by its hash."""
     low, high = min(a, b), max(a, b)
     digest = hashlib.sha256(f"{low},{high}".encode()).digest()
@@ -144,14 +145,14 @@ def split_of(a: int, b: int, test_share: float) -> Split:
 
 
 @cache
-def listed(digits: int, operators: tuple[Operator, ...], test_share: float, split: Split) -> tuple[Problem, ...]:
-    low, high = operand_range(digits)
+def list_problems(digits: int, operators: tuple[Operator, ...], test_share: float, split: Split) -> tuple[Problem, ...]:
+    low, high = compute_operand_range(digits)
     pairs = ((a, b) for a in range(low, high + 1) for b in range(low, high + 1))
-    held = [(a, b) for a, b in pairs if split_of(a, b, test_share) == split]
+    held = [(a, b) for a, b in pairs if assign_split(a, b, test_share) == split]
     return tuple((a, operator, b) for a, b in held for operator in operators)
 
 
-def cycle_shuffled(problems: tuple[Problem, ...], rng: Random, n: int) -> list[Problem]:
+def sample_in_passes(problems: tuple[Problem, ...], rng: Random, n: int) -> list[Problem]:
     drawn: list[Problem] = []
     while len(drawn) < n:
         drawn += rng.sample(problems, min(len(problems), n - len(drawn)))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from pellucid.environments.talk import Talk
-from pellucid.rewards.answers import answered, last_number, only_number
+from pellucid.environments.spec import EnvironmentSpec
+from pellucid.rewards.answers import extract_answer, find_last_number, parse_only_number
 from pellucid.types import Completion, Message, Prompt, Reward
 
-TOOL = "multiply"
+TOOL_NAME = "multiply"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Calculator:
             raise ValueError(f"examples = {self.examples} must be from 0 to 8")
 
     @property
-    def environment_spec(self) -> Talk:
-        return Talk(tools=(f"pellucid.tasks.calculator:{TOOL}",))
+    def environment_spec(self) -> EnvironmentSpec:
+        return EnvironmentSpec(tools=(f"pellucid.tasks.calculator:{TOOL_NAME}",))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         random = Random(f"calculator/{self.seed}/{self.split}/{step}")
@@ -58,8 +58,8 @@ class Calculator:
         """Grade the answer, and the use of the tool: whether the tool has said the product."""
         answers = [message["content"] for message in completion.messages if message["role"] == "tool"]
         called = prompt.answer in answers
-        found = last_number(answered(completion.full_text))
-        right = found is not None and found == only_number(prompt.answer)
+        found = find_last_number(extract_answer(completion.full_text))
+        right = found is not None and found == parse_only_number(prompt.answer)
         value = self.credit * called + (1 - self.credit) * right
         by_tool = {"right_by_tool": float(right and called)}
         return Reward(value, {"called": float(called), "right": float(right)}, correct=right, logged=by_tool)
@@ -85,11 +85,11 @@ class Calculator:
 
     def _make_example(self, a: int, b: int) -> tuple[Message, ...]:
         """A question with the call of the tool, what it says, and the answer."""
-        call = {"id": "call_0", "type": "function", "function": {"name": TOOL, "arguments": {"a": a, "b": b}}}
+        call = {"id": "call_0", "type": "function", "function": {"name": TOOL_NAME, "arguments": {"a": a, "b": b}}}
         return (
             self._make_question(a, b),
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": TOOL, "content": str(a * b)},
+            {"role": "tool", "name": TOOL_NAME, "content": str(a * b)},
             {"role": "assistant", "content": f"{a} * {b} = {a * b}"},
         )
 

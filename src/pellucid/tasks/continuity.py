@@ -12,26 +12,26 @@ from itertools import pairwise
 from random import Random
 from typing import Literal, NamedTuple
 
-from pellucid.rewards.answers import after_thinking, marked_answer, only_number
-from pellucid.tasks.expressions import Linear, linear, plain, scaled, total
+from pellucid.rewards.answers import extract_marked_answer, parse_only_number, strip_thought
+from pellucid.tasks.countdown import LinearExpression, add_linear, convert_latex, parse_linear, scale_linear
 from pellucid.types import Completion, Prompt, Reward
 
-SYSTEM = "Solve the problem step by step, and put the final answer in \\boxed{}."
-WEIGHTS = {"points": 0.1, "right equation": 0.15, "a": 0.15, "left equation": 0.15, "b": 0.15, "sum": 0.3}
+DEFAULT_SYSTEM_MESSAGE = "Solve the problem step by step, and put the final answer in \\boxed{}."
+PARSED_WEIGHTS = {"points": 0.1, "right equation": 0.15, "a": 0.15, "left equation": 0.15, "b": 0.15, "sum": 0.3}
 """The weight of each part. Without the sum they add up to 0.7: nothing replaces the answer."""
 LITERAL_WEIGHTS = {"points": 0.2, "right equation": 0.25, "a": 0.15, "left equation": 0.25, "b": 0.15, "sum": 0.2}
 """The weights of literal grading. They add up to 1.2, capped at 1: the sum is not needed."""
 
 _BULLET = re.compile(r"^[ \t]*(?:[-+*\u2022]|\d+[.)])[ \t]+", re.MULTILINE)
 _REMARK = re.compile(r"\(([^()]*=[^()]*)\)")
-_OPENED = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
-_PIECE = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENED}|[ \t]+")
+_OPENING_BRACKET = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
+_EXPRESSION_TOKEN = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENING_BRACKET}|[ \t]+")
 _LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
-LONGEST = 20_000
+MAX_SEARCHED_CHARS = 20_000
 """How many characters of a completion are searched for statements; a marked answer is read wherever it is."""
 
 
-class Pieces(NamedTuple):
+class PiecewiseProblem(NamedTuple):
     """The function f(x) = a x + p for x > `right`, m x + q in between, k x - b for x < `left`; a and b are unknown."""
 
     right: int
@@ -50,23 +50,23 @@ class Pieces(NamedTuple):
         return self.k * self.left - self.m * self.left - self.q
 
     def format_question(self) -> str:
-        middle = f"{factor(self.m)}x {signed(self.q)}"
+        middle = f"{format_factor(self.m)}x {format_signed(self.q)}"
         return (
-            f"Let f(x) = ax {signed(self.p)} for x > {self.right}, f(x) = {middle} for {self.left} <= x <="
-            f" {self.right}, and f(x) = {factor(self.k)}x - b for x < {self.left}. f is continuous everywhere."
+            f"Let f(x) = ax {format_signed(self.p)} for x > {self.right}, f(x) = {middle} for {self.left} <= x <="
+            f" {self.right}, and f(x) = {format_factor(self.k)}x - b for x < {self.left}. f is continuous everywhere."
             " Find a + b."
         )
 
     def format_solution(self) -> str:
         at_right, at_left = self.m * self.right + self.q, self.m * self.left + self.q
         return (
-            f"f must agree with itself at x = {self.right} and at x = {self.left}. {self.right}a {signed(self.p)} ="
+            f"f must agree with itself at x = {self.right} and at x = {self.left}. {self.right}a {format_signed(self.p)} ="
             f" {at_right}, so a = {self.a}. {at_left} = {self.k * self.left} - b, so b = {self.b}."
             f" \\boxed{{{self.a + self.b}}}"
         )
 
 
-SOURCE = Pieces(right=2, left=-2, p=3, m=1, q=-5, k=2)
+ORIGINAL_PROBLEM = PiecewiseProblem(right=2, left=-2, p=3, m=1, q=-5, k=2)
 """The problem of problems = "one": a = -3, b = 3, a + b = 0."""
 
 
@@ -96,7 +96,7 @@ class Continuity:
     """parsed: equations are read and compared. literal: strings are searched for (problems = "one" only)."""
     test_share: float = 0.2
     """The share of the family that is held out for the test split."""
-    system: str = SYSTEM
+    system: str = DEFAULT_SYSTEM_MESSAGE
     """The system message; empty for none."""
 
     def __post_init__(self) -> None:
@@ -107,32 +107,32 @@ class Continuity:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         rng = Random(f"continuity/{self.seed}/{self.split}/{step}")
-        family = family_of(self.split, self.test_share) if self.problems == "family" else (SOURCE,)
+        family = list_problems(self.split, self.test_share) if self.problems == "family" else (ORIGINAL_PROBLEM,)
         chosen = rng.sample(family, n) if n <= len(family) else rng.choices(family, k=n)
         return [self._make_prompt(f"{self.split}/{step}/{i}", pieces) for i, pieces in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        found = parts = parts_of(completion.full_text, Pieces(**prompt.columns["pieces"]))
-        weights = WEIGHTS
+        found = parts = grade_parts(completion.full_text, PiecewiseProblem(**prompt.columns["pieces"]))
+        weights = PARSED_WEIGHTS
         if self.grading == "literal":
-            parts, weights = literal_parts(completion.text[:LONGEST]), LITERAL_WEIGHTS
+            parts, weights = grade_literal_parts(completion.text[:MAX_SEARCHED_CHARS]), LITERAL_WEIGHTS
         value = round(sum(weights[name] * part for name, part in parts.items()), 10)
         return Reward(min(1.0, value), parts, correct=bool(found["sum"]), weights=weights)
 
     def solution(self, prompt: Prompt) -> str:
-        return Pieces(**prompt.columns["pieces"]).format_solution()
+        return PiecewiseProblem(**prompt.columns["pieces"]).format_solution()
 
-    def _make_prompt(self, id: str, pieces: Pieces) -> Prompt:
+    def _make_prompt(self, id: str, pieces: PiecewiseProblem) -> Prompt:
         system = ({"role": "system", "content": self.system},) if self.system else ()
         text = (*system, {"role": "user", "content": pieces.format_question()})
         return Prompt(id, text, str(pieces.a + pieces.b), {"pieces": pieces._asdict()})
 
 
 @cache
-def family_of(split: str, test_share: float) -> tuple[Pieces, ...]:
+def list_problems(split: str, test_share: float) -> tuple[PiecewiseProblem, ...]:
     """Return all problems of a split. a and b are whole numbers from -9 to 9."""
     every = (
-        Pieces(right, left, m * right + q - a * right, m, q, k)
+        PiecewiseProblem(right, left, m * right + q - a * right, m, q, k)
         for right in range(1, 5)
         for left in range(-4, 0)
         for m in range(1, 4)
@@ -141,53 +141,53 @@ def family_of(split: str, test_share: float) -> tuple[Pieces, ...]:
         for a in range(-5, 6)
         if q and k != m and a
     )
-    return tuple(p for p in every if p.p and abs(p.p) < 15 and abs(p.b) < 10 and split_of(p, test_share) == split)
+    return tuple(p for p in every if p.p and abs(p.p) < 15 and abs(p.b) < 10 and assign_split(p, test_share) == split)
 
 
-def split_of(pieces: Pieces, test_share: float) -> str:
+def assign_split(pieces: PiecewiseProblem, test_share: float) -> str:
     digest = hashlib.sha256(repr(tuple(pieces)).encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
-def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
+def grade_parts(text: str, pieces: PiecewiseProblem) -> dict[str, float]:
     """Return 1 or 0 for each part: both joins named, both equations stated, both unknowns solved, the sum right."""
-    said = statements(text[:LONGEST])
-    equations = [difference(one, other) for one, other in said]
-    behind = after_thinking(text)
-    answering = said if behind == text else statements(behind[:LONGEST])
+    said = extract_equations(text[:MAX_SEARCHED_CHARS])
+    equations = [normalize_equation(one, other) for one, other in said]
+    behind = strip_thought(text)
+    answering = said if behind == text else extract_equations(behind[:MAX_SEARCHED_CHARS])
     a, b = pieces.a, pieces.b
 
     def says(unknown: str, value: int) -> float:
-        return float(Linear(Fraction(-value), {unknown: Fraction(1)}) in equations)
+        return float(LinearExpression(Fraction(-value), {unknown: Fraction(1)}) in equations)
 
     return {
         "points": says("x", pieces.right) * says("x", pieces.left),
         "right equation": says("a", a),
-        "a": float(solution(said, "a") == a),
+        "a": float(find_solution(said, "a") == a),
         "left equation": says("b", b),
-        "b": float(solution(said, "b") == b),
-        "sum": float(final_answer(text, answering) == a + b),
+        "b": float(find_solution(said, "b") == b),
+        "sum": float(extract_final_answer(text, answering) == a + b),
     }
 
 
-def statements(text: str) -> list[tuple[Linear, Linear]]:
+def extract_equations(text: str) -> list[tuple[LinearExpression, LinearExpression]]:
     """Return both sides of every equation in a text, in order: "2a + 3 = 2 - 5 = -3" holds two equations."""
     found = []
-    for run in runs(text):
+    for run in iter_expression_spans(text):
         first, *sides = run.split("=")
         if sides:
             # Emphasis and brackets at the outer ends belong to the text around the equation.
             first, last = first.lstrip(" \t*)"), sides[-1].rstrip(" \t*(")
-            sides = [outermost(first, "(", ""), *sides[:-1], outermost(last, "", ")")]
-            found += pairwise([linear(side, "abx") for side in sides])
+            sides = [remove_outer_bracket(first, "(", ""), *sides[:-1], remove_outer_bracket(last, "", ")")]
+            found += pairwise([parse_linear(side, "abx") for side in sides])
     return [(one, other) for one, other in found if one is not None and other is not None]
 
 
-def runs(text: str) -> Iterator[str]:
+def iter_expression_spans(text: str) -> Iterator[str]:
     """Yield the stretches of a text that consist of numbers, unknowns, signs and brackets alone."""
-    text = " " + _REMARK.sub(r"\n\1\n", plain(_BULLET.sub("", text.replace("**", " "))))
+    text = " " + _REMARK.sub(r"\n\1\n", convert_latex(_BULLET.sub("", text.replace("**", " "))))
     start = end = 0
-    for piece in _PIECE.finditer(text):
+    for piece in _EXPRESSION_TOKEN.finditer(text):
         if piece.start() != end:
             yield text[start:end]
             start = piece.start()
@@ -195,40 +195,40 @@ def runs(text: str) -> Iterator[str]:
     yield text[start:end]
 
 
-def outermost(side: str, opened: str, closed: str) -> str:
+def remove_outer_bracket(side: str, opened: str, closed: str) -> str:
     """Remove from a side with unbalanced brackets the one that stands around the whole equation."""
     if side.count("(") == side.count(")"):
         return side
     return side.removeprefix(opened) if opened else side.removesuffix(closed)
 
 
-def difference(left: Linear, right: Linear) -> Linear | None:
+def normalize_equation(left: LinearExpression, right: LinearExpression) -> LinearExpression | None:
     """Return one - other, scaled so that equivalent equations agree; None where no unknown is left.
 
     The coefficient of the first unknown in alphabetical order becomes 1.
     """
-    moved = total(left, scaled(right, Fraction(-1)))
-    return scaled(moved, 1 / moved.coefficients[min(moved.coefficients)]) if moved.coefficients else None
+    moved = add_linear(left, scale_linear(right, Fraction(-1)))
+    return scale_linear(moved, 1 / moved.coefficients[min(moved.coefficients)]) if moved.coefficients else None
 
 
-def solution(equations: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction | None:
+def find_solution(equations: Sequence[tuple[LinearExpression, LinearExpression]], *unknowns: str) -> Fraction | None:
     """Return the number in the last "a = number", or for several unknowns in the last "a + b = number"; or None."""
-    wanted = Linear(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
+    wanted = LinearExpression(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
     return next(
         (other.constant for one, other in reversed(equations) if one == wanted and not other.coefficients), None
     )
 
 
-def final_answer(text: str, equations: Sequence[tuple[Linear, Linear]]) -> Fraction | None:
+def extract_final_answer(text: str, equations: Sequence[tuple[LinearExpression, LinearExpression]]) -> Fraction | None:
     """Return the number that is marked as the answer, else the one behind the last "a + b = "; None without either.
 
     said: the equations behind the thought of the text.
     """
-    marked = marked_answer(text)
-    return solution(equations, "a", "b") if marked is None else only_number(marked.rpartition("=")[2])
+    marked = extract_marked_answer(text)
+    return find_solution(equations, "a", "b") if marked is None else parse_only_number(marked.rpartition("=")[2])
 
 
-def literal_parts(text: str) -> dict[str, float]:
+def grade_literal_parts(text: str) -> dict[str, float]:
     """Return the parts of SOURCE that a text states, found as strings: "a=-3" is found in "a=-39" too."""
     plain = re.sub(r"\s", "", text)
     answers = _LITERAL_ANSWER.findall(text.replace(" ", " ")) or _LITERAL_ANSWER.findall(plain)
@@ -243,9 +243,9 @@ def literal_parts(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def factor(n: int) -> str:
+def format_factor(n: int) -> str:
     return "" if n == 1 else str(n)
 
 
-def signed(n: int) -> str:
+def format_signed(n: int) -> str:
     return f"+ {n}" if n >= 0 else f"- {-n}"

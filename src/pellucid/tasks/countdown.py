@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from random import Random
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pellucid.rewards.answers import after_thinking, marked_answer
-from pellucid.tasks.expressions import linear, numbers_in, plain
+from pellucid.rewards.answers import ASCII_FORMS, extract_marked_answer, strip_thought
 from pellucid.types import Completion, Prompt, Reward
 
-TRIES = 10_000
+MAX_TRIES = 10_000
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,9 @@ class Countdown:
         return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        written = expression_of(completion.full_text)
-        value = linear(written)
-        fair = value is not None and Counter(numbers_in(written) or ()) == Counter(prompt.columns["numbers"])
+        written = extract_expression(completion.full_text)
+        value = parse_linear(written)
+        fair = value is not None and Counter(extract_numbers(written) or ()) == Counter(prompt.columns["numbers"])
         right = fair and value is not None and value.constant == int(prompt.answer)
         parts = {"right": float(right), "numbers": float(fair)}
         return Reward(1.0 if right else self.format_reward * fair, parts, correct=right)
@@ -77,26 +80,26 @@ class Countdown:
         return prompt.columns["solution"]
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
-            if split_of(numbers, self.test_share) != self.split:
+            if assign_split(numbers, self.test_share) != self.split:
                 continue
-            solution, value = combination(numbers, rng)
+            solution, value = generate_expression(numbers, rng)
             if value.denominator == 1 and 0 < value <= 10 * self.largest:
                 question = self.template.replace("{numbers}", ", ".join(map(str, numbers)))
                 question = question.replace("{target}", str(value))
                 columns = {"numbers": numbers, "solution": solution}
                 return Prompt(id, ({"role": "user", "content": question},), str(value), columns)
-        raise ValueError(f"no problem of the {self.split} split in {TRIES} tries: raise largest or test_share")
+        raise ValueError(f"no problem of the {self.split} split in {MAX_TRIES} tries: raise largest or test_share")
 
 
-def split_of(numbers: list[int], test_share: float) -> Literal["train", "test"]:
+def assign_split(numbers: list[int], test_share: float) -> Literal["train", "test"]:
     """Return the split of a set of numbers, by a hash that does not depend on their order."""
     digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
-def combination(numbers: list[int], rng: Random) -> tuple[str, Fraction]:
+def generate_expression(numbers: list[int], rng: Random) -> tuple[str, Fraction]:
     """Return a random expression that uses each of these numbers once, and its value."""
     parts = [(str(n), Fraction(n)) for n in numbers]
     while len(parts) > 1:
@@ -108,19 +111,161 @@ def combination(numbers: list[int], rng: Random) -> tuple[str, Fraction]:
     return expression[1:-1], value
 
 
-def expression_of(text: str) -> str:
+def extract_expression(text: str) -> str:
     """Return the expression that a completion is graded by, in plain text (see Countdown).
 
     Example: expression_of("So:\\n**143 = 11 \\\\times (14 - 1)**") == "11  *  (14 - 1)"
     """
-    marked = marked_answer(text)
-    written = "".join(after_thinking(text).strip().splitlines()[-1:]) if marked is None else marked
-    sides = [side.strip() for side in plain(without_emphasis(written)).split("=")]
+    marked = extract_marked_answer(text)
+    written = "".join(strip_thought(text).strip().splitlines()[-1:]) if marked is None else marked
+    sides = [side.strip() for side in convert_latex(strip_emphasis(written)).split("=")]
     return next((side for side in sides if not side.isdigit()), sides[0])
 
 
-def without_emphasis(written: str) -> str:
+def strip_emphasis(written: str) -> str:
     """Remove Markdown emphasis and a final full stop: the stars around `**3 * 5**.` are no powers."""
     bare = written.strip().rstrip(".\u3002")
     marks = len(bare) - len(bare.lstrip("*_`"))
     return bare[marks : len(bare) - marks] if marks and bare.endswith(bare[:marks][::-1]) else bare
+
+
+# ---------------------------------------------------------------- expressions
+# Read a model's arithmetic with Python's parser and compute it exactly: + - * / and brackets, nothing else.
+
+
+MAX_EXPRESSION_CHARS = 200
+"""The most characters of an expression; a longer text is not read."""
+
+_ASCII_TABLE = ASCII_FORMS | dict.fromkeys(map(ord, "\u00d7\u22c5\u00b7\u2217"), "*") | {0xF7: "/"}
+_LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_LATEX_COMMAND = re.compile(
+    r"\\(cdot|times|ast|div|left|right|quad|displaystyle|implies|Rightarrow|to)(?![A-Za-z])|\\\\"
+)
+_LATEX_MEANING = {"cdot": "*", "times": "*", "ast": "*", "div": "/"} | dict.fromkeys(
+    ["implies", "Rightarrow", "to", None], "\n"
+)
+_LATEX_SPACING = re.compile(r"\\[,;:! ()\[\]]|[$`&]")
+_BRACES_TO_BRACKETS = str.maketrans("{}", "()")
+_ALLOWED_CHARS = re.compile(r"[0-9a-z+*/(). -]*")
+_IMPLICIT_PRODUCT = re.compile(r"(?<=[0-9)])(?=[a-z(])|(?<=[a-z)])(?=[0-9(])")
+
+
+class LinearExpression(NamedTuple):
+    """A linear expression: a constant plus multiples of unknowns.
+
+    Example: linear("2a + 3", "a") == Linear(Fraction(3), {"a": Fraction(2)})
+    """
+
+    constant: Fraction
+    coefficients: dict[str, Fraction]
+    """The coefficient of each unknown, where it is not 0."""
+
+
+class ParsedExpression(NamedTuple):
+    """An expression as Python parses it, and its text."""
+
+    root: ast.expr
+    text: str
+
+
+def convert_latex(text: str) -> str:
+    """Return the same arithmetic without LaTeX: \\times becomes *, braces become brackets, arrows begin a new line.
+
+    Example: plain("$11 \\\\times \\\\frac{2}{2}$").split() == ["11", "*", "((2)/(2))"]
+    """
+    text = text.translate(_ASCII_TABLE)
+    # Each round rewrites the innermost fractions, whose braces hold no others.
+    for _ in range(MAX_EXPRESSION_CHARS // len(r"\frac{}{}")):
+        text, found = _LATEX_FRACTION.subn(r" ((\1)/(\2))", text)
+        if not found:
+            break
+    signs = _LATEX_COMMAND.sub(lambda match: f" {_LATEX_MEANING.get(match[1], '')} ", text)
+    return _LATEX_SPACING.sub(" ", signs).translate(_BRACES_TO_BRACKETS)
+
+
+@lru_cache(maxsize=4096)
+def parse_linear(text: str, unknowns: str = "") -> LinearExpression | None:
+    """Return the value of an expression in one-letter unknowns; None where it is not linear. 2a is a product.
+
+    Example: linear("(3 - 1) / 4") == Linear(Fraction(1, 2), {})
+    """
+    tree = parse_expression(text)
+    try:
+        return None if tree is None else evaluate_linear(tree, tree.root, unknowns)
+    except (ArithmeticError, ValueError):
+        return None
+
+
+def extract_numbers(text: str) -> list[int] | None:
+    """Return the numbers in an expression, repeats included; None where one is written with more than digits.
+
+    Example: numbers_in("3 * (3 + 10)") == [3, 3, 10]; numbers_in("3 * 0.0 + 10") is None
+    """
+    tree = parse_expression(text)
+    written = [] if tree is None else list(iter_constants(tree))
+    return [int(number) for number in written] if all(map(str.isdigit, written)) else None
+
+
+def iter_constants(tree: ParsedExpression) -> Iterator[str]:
+    """Return every constant as it is written: Python's value of 1_0 or 0x10 is not what the text shows."""
+    nodes = (node for node in ast.walk(tree.root) if isinstance(node, ast.Constant))
+    return (tree.text[node.col_offset : node.end_col_offset] for node in nodes)
+
+
+@lru_cache(maxsize=4096)
+def parse_expression(text: str) -> ParsedExpression | None:
+    if len(text) > MAX_EXPRESSION_CHARS:
+        return None
+    written = _IMPLICIT_PRODUCT.sub("*", " ".join(text.translate(_ASCII_TABLE).split()))
+    if not _ALLOWED_CHARS.fullmatch(written):
+        return None
+    try:
+        return ParsedExpression(ast.parse(written, mode="eval").body, written)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def evaluate_linear(tree: ParsedExpression, node: ast.expr, unknowns: str) -> LinearExpression:
+    """Evaluate a parsed expression. ValueError where it is not linear, ZeroDivisionError for a division by 0."""
+    match node:
+        case ast.Constant():
+            # Read from the text, since Python rounds decimals.
+            return LinearExpression(Fraction(tree.text[node.col_offset : node.end_col_offset]), {})
+        case ast.Name(id=name) if name in unknowns and len(name) == 1:
+            return LinearExpression(Fraction(0), {name: Fraction(1)})
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return scale_linear(evaluate_linear(tree, operand, unknowns), Fraction(-1))
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return evaluate_linear(tree, operand, unknowns)
+        case ast.BinOp(left=left, op=operator, right=right):
+            return apply_operator(
+                evaluate_linear(tree, left, unknowns), operator, evaluate_linear(tree, right, unknowns)
+            )
+    raise ValueError(f"no linear arithmetic: {ast.dump(node)}")
+
+
+def apply_operator(left: LinearExpression, operator: ast.operator, right: LinearExpression) -> LinearExpression:
+    match operator:
+        case ast.Add():
+            return add_linear(left, right)
+        case ast.Sub():
+            return add_linear(left, scale_linear(right, Fraction(-1)))
+        case ast.Mult() if not left.coefficients:
+            return scale_linear(right, left.constant)
+        case ast.Mult() if not right.coefficients:
+            return scale_linear(left, right.constant)
+        case ast.Div() if not right.coefficients:
+            return scale_linear(left, 1 / right.constant)
+    raise ValueError("not linear")
+
+
+def scale_linear(x: LinearExpression, factor: Fraction) -> LinearExpression:
+    return LinearExpression(x.constant * factor, {name: f * factor for name, f in x.coefficients.items() if factor})
+
+
+def add_linear(x: LinearExpression, y: LinearExpression) -> LinearExpression:
+    of = {
+        name: x.coefficients.get(name, Fraction(0)) + y.coefficients.get(name, Fraction(0))
+        for name in x.coefficients | y.coefficients
+    }
+    return LinearExpression(x.constant + y.constant, {name: factor for name, factor in of.items() if factor})

@@ -9,14 +9,13 @@ from random import Random
 from statistics import fmean
 from typing import Any, Literal
 
-from pellucid.protocols import with_split
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.wrappers import layers
-from pellucid.types import Completion, Group, Prompt, Reward, UserError, equal_rewards
+from pellucid.tasks.wrappers import list_task_layers
+from pellucid.types import Completion, Group, Prompt, Reward, UserError, get_equal_rewards, with_split
 
 
 @dataclass
-class Memory:
+class CurriculumState:
     """The state of a curriculum, saved in checkpoints as JSON. Questions are given by their index in the pool."""
 
     step: int = 0
@@ -61,7 +60,7 @@ class Curriculum:
     only fills up the last step of an epoch."""
 
     def __post_init__(self) -> None:
-        if any(isinstance(layer, Prefixed | Curriculum) for layer in layers(self.task)):
+        if any(isinstance(layer, Prefixed | Curriculum) for layer in list_task_layers(self.task)):
             raise ValueError("a curriculum goes around the questions themselves: put others around it, not inside")
         for name in ("pool", "window"):
             if getattr(self, name) < 1:
@@ -72,8 +71,8 @@ class Curriculum:
             raise ValueError(f"rest = {self.rest} must not be negative")
 
     @cached_property
-    def curriculum_state(self) -> Memory:
-        return Memory()
+    def curriculum_state(self) -> CurriculumState:
+        return CurriculumState()
 
     @cached_property
     def questions(self) -> list[Prompt]:
@@ -115,7 +114,7 @@ class Curriculum:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return self.task.reward(prompt, completion)
 
-    def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
+    def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:
         """Return the completion as the task inside sees it."""
         return completion
 
@@ -167,7 +166,7 @@ class Curriculum:
         before = memory.accuracy.get(q, accuracy)
         memory.accuracy[q] = self.decay * before + (1 - self.decay) * accuracy
         memory.dead_since.pop(q, None)
-        if bool(equal_rewards(group)) if group.is_zero_variance is None else group.is_zero_variance:
+        if bool(get_equal_rewards(group)) if group.is_zero_variance is None else group.is_zero_variance:
             memory.dead_since[q] = step
 
     def _order_questions(self) -> list[int]:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pellucid.environments.talk import Talk, makers
-from pellucid.rewards.parts import Part
-from pellucid.rewards.terms import ENVIRONMENT, RewardTerm, is_function, part_of
-from pellucid.rewards.trainer_state import state_of
+from pellucid.environments.spec import EnvironmentSpec, load_environment_factories
+from pellucid.rewards.functions import RewardPart, build_trainer_state
+from pellucid.rewards.terms import ENVIRONMENT_TERM, RewardTerm, compute_term_parts, is_function_term
+from pellucid.tasks.data_files import DataSource
 from pellucid.tasks.dataset import Dataset
-from pellucid.tasks.sources import Source
 from pellucid.types import Completion, Progress, Prompt, Reward
 
 
@@ -38,11 +37,11 @@ class Environment:
     """Functions that may be called, "path/to/file.py:function": their types and docstrings say what they take."""
     timeout: float = 10.0
     """Seconds that one call of a tool or of the environment may take."""
-    data: Source = ""
+    data: DataSource = ""
     """Files of questions, or the id of a data set on the Hub. Empty: the environment asks by itself."""
     subset: str = ""
     """The configuration of the Hub data set."""
-    test_data: Source = ""
+    test_data: DataSource = ""
     """The held-out rows: files, or a split of the Hub data set. Empty: a share of `data`."""
     test_share: float = 0.1
     """The share of questions that is held out where there is no `test_data`."""
@@ -72,20 +71,20 @@ class Environment:
         if not self.data and not self.environment:
             raise ValueError('data = "" needs an environment, which asks by itself')
         if not self.rewards:
-            object.__setattr__(self, "rewards", (RewardTerm(ENVIRONMENT),))
+            object.__setattr__(self, "rewards", (RewardTerm(ENVIRONMENT_TERM),))
         may_say = any(
             not isinstance(maker, type) or hasattr(maker, "get_reward")
-            for maker in makers(self.environment_spec).values()
+            for maker in load_environment_factories(self.environment_spec).values()
         )
-        if not may_say and any(term.name == ENVIRONMENT for term in self.rewards):
+        if not may_say and any(term.name == ENVIRONMENT_TERM for term in self.rewards):
             raise ValueError("the environment has no get_reward(): give rewards that grade without it")
         self._build_dataset()
 
     @property
-    def environment_spec(self) -> Talk:
+    def environment_spec(self) -> EnvironmentSpec:
         """Those whom the policy talks with."""
-        keeps = any(is_function(term.name) for term in self.rewards)
-        return Talk(self.environment, self.tools, self.timeout, keeps)
+        keeps = any(is_function_term(term.name) for term in self.rewards)
+        return EnvironmentSpec(self.environment, self.tools, self.timeout, keeps)
 
     @property
     def question_count(self) -> int | None:
@@ -103,10 +102,10 @@ class Environment:
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
-        alone = state_of(Progress(), None)
-        return self.combine_parts([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
+        alone = build_trainer_state(Progress(), None)
+        return self.combine_parts([compute_term_parts(term, [(prompt, completion)], alone)[0] for term in self.rewards])
 
-    def combine_parts(self, parts: Sequence[Part]) -> Reward:
+    def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
         """Add up what each term says of a completion, as Dataset does."""
         return self._build_dataset().combine_parts(parts)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from random import Random
 from typing import Literal
 
-from pellucid.rewards.answers import after_thinking
+from pellucid.rewards.answers import strip_thought
 from pellucid.types import Completion, Prompt, Reward
 
 QUESTIONS = {
@@ -33,9 +33,9 @@ QUESTIONS = {
 }
 """For each language and answer, the question of the train split, and that of the test split in other words. The Chinese
 ones are from the task's description; the English ones are for models that speak no Chinese."""
-LONGEST_RUN = 30
+MAX_COMBINING_MARKS = 30
 """The most combining marks on a letter, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
-LITERALLY_IGNORED = " \n\t。，,.!?：:\"'"
+LITERAL_IGNORED_CHARS = " \n\t。，,.!?：:\"'"
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Expected:
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         literal = self.matching == "literal"
-        normalise = literally_normalised if literal else normalised
-        said = completion.text if literal else after_thinking(completion.full_text)
+        normalise = normalize_literally if literal else normalize_text
+        said = completion.text if literal else strip_thought(completion.full_text)
         answer, gold = normalise(said), normalise(prompt.answer)
         hit = gold in answer if literal else gold == answer
         length = self.length_penalty * len(answer)
@@ -100,16 +100,16 @@ class Expected:
         return prompt.answer
 
 
-def normalised(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Return a text without case, white space, punctuation and full-width forms.
 
     Example: normalised("Ｃzq 是神！") == "czq是神"
     """
-    folded = unicodedata.normalize("NFKC", stream_safe(text)).casefold()
+    folded = unicodedata.normalize("NFKC", make_stream_safe(text)).casefold()
     return "".join(c for c in folded if not c.isspace() and unicodedata.category(c)[0] != "P")
 
 
-def stream_safe(text: str) -> str:
+def make_stream_safe(text: str) -> str:
     """Insert a joiner after every 30 marks on one letter (Unicode's Stream-Safe Text Format).
 
     Normalisation sorts the marks of a letter in quadratic time; no language has more than a few on a letter.
@@ -118,8 +118,8 @@ def stream_safe(text: str) -> str:
         return text
     safe, marks = [], 0
     for c in text:
-        marks = marks + 1 if is_mark(c) else 0
-        if marks > LONGEST_RUN:
+        marks = marks + 1 if is_combining_mark(c) else 0
+        if marks > MAX_COMBINING_MARKS:
             safe.append("\u034f")
             marks = 1
         safe.append(c)
@@ -127,14 +127,14 @@ def stream_safe(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def is_mark(c: str) -> bool:
+def is_combining_mark(c: str) -> bool:
     """Whether a character is, or decomposes into, a combining mark, which normalisation sorts among its neighbours."""
     return unicodedata.combining(unicodedata.normalize("NFKD", c)[0]) > 0
 
 
-def literally_normalised(text: str) -> str:
+def normalize_literally(text: str) -> str:
     """Return a text in lower case, without the characters in LITERALLY_IGNORED.
 
     Example: literally_normalised("czq 是神！") == "czq是神！"
     """
-    return text.strip().lower().translate(str.maketrans("", "", LITERALLY_IGNORED))
+    return text.strip().lower().translate(str.maketrans("", "", LITERAL_IGNORED_CHARS))

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pellucid.protocols import with_split
-from pellucid.types import Completion, Prompt, Reward, UserError
+from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 
 
-def class_around(task: Any) -> type:
+def make_task_class(task: Any) -> type:
     """Return a dataclass with the fields seed and split, whose instances ask and grade as this object does.
 
     Its `with_split("test")`, or of a dataclass its field `split`, gives the held-out questions: one without it has
@@ -36,7 +35,7 @@ def class_around(task: Any) -> type:
         def reward(self, prompt: Prompt, completion: Completion) -> Reward:
             return task.reward(prompt, completion)
 
-        def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002 - as wrappers have it
+        def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:
             """Return the completion as it is: the object grades it."""
             return completion
 

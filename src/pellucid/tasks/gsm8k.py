@@ -6,12 +6,18 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pellucid.rewards.answers import answer_tag, answered, last_number, only_number, tagged
+from pellucid.rewards.answers import (
+    extract_answer,
+    extract_tagged_answer,
+    find_answer_tag,
+    find_last_number,
+    parse_only_number,
+)
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import Completion, Message, Prompt, Reward
 
-SYSTEM = {
+SYSTEM_MESSAGES = {
     "en": (
         "You solve problems. First think step by step between <think> and </think>, then give the final answer alone"
         " between <answer> and </answer>."
@@ -19,7 +25,7 @@ SYSTEM = {
     "zh": "你来解题。先在 <think> 和 </think> 之间逐步思考，再在 <answer> 和 </answer> 之间只写出最终答案。",
 }
 
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 @dataclass(frozen=True)
@@ -90,12 +96,12 @@ class Gsm8k:
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         text = completion.full_text
-        whole = float(tagged(text) is not None)
+        whole = float(extract_tagged_answer(text) is not None)
         if self.grading == "literal":
-            value = max(literal_grade(text, gold) for gold in prompt.gold_answers)
+            value = max(grade_literally(text, gold) for gold in prompt.gold_answers)
             return Reward(value, {"answer": value, "format": whole}, value >= 1.0, weights={"format": 0.0})
-        found = None if answer_tag(text) is None else last_number(answered(text))
-        right = float(found is not None and found in map(only_number, prompt.gold_answers))
+        found = None if find_answer_tag(text) is None else find_last_number(extract_answer(text))
+        right = float(found is not None and found in map(parse_only_number, prompt.gold_answers))
         value = right + self.format_reward * whole
         return Reward(value, {"answer": right, "format": whole}, bool(right), weights={"format": self.format_reward})
 
@@ -115,7 +121,7 @@ class Gsm8k:
             subset=self.subset,
             test_data=self.test_data,
             question=self.question,
-            system=self.system or SYSTEM[self.language],
+            system=self.system or SYSTEM_MESSAGES[self.language],
             template="{question}",
             answer=self.answer,
             answer_pattern=self.answer_pattern,
@@ -124,7 +130,7 @@ class Gsm8k:
         )
 
 
-def literal_grade(text: str, gold: str) -> float:
+def grade_literally(text: str, gold: str) -> float:
     """Return the reward of literal grading. Commas that group thousands do not count, on either side.
 
     Example: literal_grade("<answer>16</answer>", "6") == 0.5; literal_grade("<answer>1,080</answer>", "1080") == 1.0
@@ -133,7 +139,7 @@ def literal_grade(text: str, gold: str) -> float:
     inside, closed, _ = text.partition("<answer>")[2].partition("</answer>")
     if not closed:
         return 0.0
-    inside, gold = _THOUSANDS.sub("", inside), _THOUSANDS.sub("", gold)
+    inside, gold = _THOUSANDS_COMMA.sub("", inside), _THOUSANDS_COMMA.sub("", gold)
     if inside == gold:
         return 1.0
     return 0.5 if gold in inside else 0.01

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
-from pellucid.environments.talk import Talk
+from pellucid.environments.spec import EnvironmentSpec
 from pellucid.types import Completion, Message, Prompt, Reward
 
 _NUMBER = re.compile(r"\d+")
@@ -50,8 +50,8 @@ class Guess:
             raise ValueError(f"format_reward = {self.format_reward} must be from 0 to below 1")
 
     @property
-    def environment_spec(self) -> Talk:
-        return Talk("pellucid.tasks.guess:Game")
+    def environment_spec(self) -> EnvironmentSpec:
+        return EnvironmentSpec("pellucid.tasks.guess:Game")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return n numbers; in each stretch of `largest` of them every number is there once."""
@@ -63,7 +63,7 @@ class Guess:
         ]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        guesses = guesses_in(completion.messages)[: self.guesses]
+        guesses = extract_guesses(completion.messages)[: self.guesses]
         found = int(prompt.answer) in guesses
         turns = [message["content"] for message in completion.messages if message["role"] == "assistant"]
         alone = sum(turn.strip().isdecimal() for turn in turns) / max(1, len(turns))
@@ -88,7 +88,7 @@ class Game:
 
     def reply(self, messages: Sequence[dict[str, Any]]) -> str | None:
         self.remaining_guesses -= 1
-        said = guesses_in(messages[-1:])
+        said = extract_guesses(messages[-1:])
         if self.remaining_guesses == 0 or said == [self.number]:
             return None
         if not said:
@@ -96,7 +96,7 @@ class Game:
         return "Higher." if said[0] < self.number else "Lower."
 
 
-def guesses_in(messages: Sequence[Message]) -> list[int]:
+def extract_guesses(messages: Sequence[Message]) -> list[int]:
     """Return the last number of each message of the policy that has one of up to nine digits."""
     said = [_NUMBER.findall(message["content"]) for message in messages if message["role"] == "assistant"]
     return [int(numbers[-1][:9]) for numbers in said if numbers]

@@ -12,14 +12,13 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from pellucid.environments.agent import AgentTalk
-from pellucid.protocols import stateful_task, with_split
-from pellucid.tasks.wrappers import innermost, layers
-from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError
+from pellucid.environments.agents import AgentSpec
+from pellucid.tasks.wrappers import get_innermost_task, list_task_layers
+from pellucid.types import ROUND_STRIDE, Completion, Group, Prompt, Reward, UserError, as_stateful_task, with_split
 
-SOURCES = ("teacher", "student")
-_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+PREFIX_SOURCES = ("teacher", "student")
+_UNSPACED_SCRIPTS = r"\u3040-\u30ff\u3400-\u9fff"
+_WORD = re.compile(rf"[{_UNSPACED_SCRIPTS}]|[^\s{_UNSPACED_SCRIPTS}]+")
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ class Prefixed:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from 0 to 1")
         if (self.schedule == "cosine") != (self.schedule_steps > 0):
             raise ValueError('schedule = "cosine" and schedule_steps above 0 go together')
-        if any(isinstance(layer, Prefixed) for layer in layers(self.task)):
+        if any(isinstance(layer, Prefixed) for layer in list_task_layers(self.task)):
             raise ValueError("prefixed goes around a task once")
-        if isinstance(getattr(innermost(self.task), "environment_spec", None), AgentTalk):
+        if isinstance(getattr(get_innermost_task(self.task), "environment_spec", None), AgentSpec):
             raise ValueError(
                 "prefixed does not work around agents: an agent asks the policy itself, and its questions are not those"
                 " of the rows; leave prefixed out"
@@ -86,9 +85,11 @@ class Prefixed:
         if split == "test":
             return inside
         if self.file:
-            prefixes_of(self.file)
-        elif not hasattr(innermost(self.task), "working"):
-            raise UserError(f"{type(innermost(self.task)).__name__} writes no working: set task.file = prefixes.json")
+            load_prefixes(self.file)
+        elif not hasattr(get_innermost_task(self.task), "working"):
+            raise UserError(
+                f"{type(get_innermost_task(self.task)).__name__} writes no working: set task.file = prefixes.json"
+            )
         return replace(self, task=inside)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
@@ -110,16 +111,16 @@ class Prefixed:
         return self.task.solution(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
-        watching = stateful_task(self.task)
+        watching = as_stateful_task(self.task)
         seen = watching.observe(step, groups) if watching else {}
         return {"prefix/share": sum(bool(group.demonstration) for group in groups) / len(groups), **seen}
 
     def state(self) -> dict[str, Any]:
-        watching = stateful_task(self.task)
+        watching = as_stateful_task(self.task)
         return watching.state() if watching else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if watching := stateful_task(self.task):
+        if watching := as_stateful_task(self.task):
             watching.load_state(state)
 
     def compute_share(self, step: int) -> float:
@@ -132,23 +133,23 @@ class Prefixed:
         rng = Random(f"prefixed/{self.seed}/{step}/{prompt.id}")
         if rng.random() < self.dropout:
             return prompt
-        share = self.compute_share(step % ROUND) * rng.uniform(self.shortest, 1.0)
+        share = self.compute_share(step % ROUND_STRIDE) * rng.uniform(self.shortest, 1.0)
         whole = self._choose_full_prefix(prompt, rng)
-        prefix = words(whole, share)
+        prefix = take_first_words(whole, share)
         # A prefix from a file is only the beginning of an answer; a complete `working` is an answer.
         is_answer = bool(prefix) and prefix == whole.rstrip() and not self.file
         return replace(prompt, prefix=prefix and self.opening + prefix, prefix_is_complete=is_answer)
 
     def _choose_full_prefix(self, prompt: Prompt, rng: Random) -> str:
         if not self.file:
-            return innermost(self.task).working(prompt)
-        sources = prefixes_of(self.file).get(prompt.key, {})
+            return get_innermost_task(self.task).working(prompt)
+        sources = load_prefixes(self.file).get(prompt.key, {})
         source = "teacher" if rng.random() < self.teacher_share else "student"
-        found = sources.get(source) or next((sources[s] for s in SOURCES if sources.get(s)), ())
+        found = sources.get(source) or next((sources[s] for s in PREFIX_SOURCES if sources.get(s)), ())
         return rng.choice(found) if found else ""
 
 
-def words(text: str, share: float) -> str:
+def take_first_words(text: str, share: float) -> str:
     """Return the first `share` of a text's words, rounded to the nearest number; inner white space is kept.
 
     A Chinese or Japanese character counts as a word.
@@ -159,18 +160,21 @@ def words(text: str, share: float) -> str:
 
 
 @cache
-def prefixes_of(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
+def load_prefixes(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
     """Return the prefixes of each question by source. UserError where `pellucid prefixes` has not written the file."""
     try:
         entries = json.loads(Path(file).read_text(encoding="utf-8"))["questions"]
-        return {entry["question"]: {source: listed(entry.get(source, [])) for source in SOURCES} for entry in entries}
+        return {
+            entry["question"]: {source: check_prefix_list(entry.get(source, [])) for source in PREFIX_SOURCES}
+            for entry in entries
+        }
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"task.file = {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(f"task.file = {file} is not what `pellucid prefixes` writes ({error})") from error
 
 
-def listed(prefixes: Any) -> list[str]:
+def check_prefix_list(prefixes: Any) -> list[str]:
     if not isinstance(prefixes, list) or not all(isinstance(prefix, str) for prefix in prefixes):
         raise TypeError("prefixes must be a list of strings")
     return prefixes

@@ -11,18 +11,19 @@ from functools import cache, partial
 from random import Random
 from typing import Any, Literal
 
-from pellucid.machine.extras import extra
-from pellucid.machine.plugins import did_you_mean
-from pellucid.rewards.answers import answered
+from pellucid.rewards.answers import extract_answer
 from pellucid.types import Completion, Prompt, Reward, UserError
+from pellucid.utils.plugins import did_you_mean, import_extra
 
-Options = dict[str, bool | int | float | str | list[int | float | str | dict[str, Any]]]
+FamilyOptions = dict[str, bool | int | float | str | list[int | float | str | dict[str, Any]]]
 
 TEST_SHARE = 0.25
-TRIES = 1000
-UNORDERED = "codeio isomorphic_strings knight_swap list_functions polynomial_multiplication ransom_note word_ladder"
+MAX_TRIES = 1000
+UNORDERED_FAMILIES = (
+    "codeio isomorphic_strings knight_swap list_functions polynomial_multiplication ransom_note word_ladder"
+)
 """Families that walk through sets of texts, whose order is another one in each process."""
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+GRADER_ERRORS = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 """What graders raise at an answer that they cannot read."""
 
 
@@ -43,23 +44,23 @@ class ReasoningGym:
     """`train` or `test`."""
     family: str = "chain_sum"
     """A data set of the package, such as mini_sudoku; composite mixes those in options.datasets."""
-    options: Options = field(default_factory=dict)
+    options: FamilyOptions = field(default_factory=dict)
     """The family's own settings, such as max_terms of chain_sum."""
     system: str = "default"
     """The system message: default, simple, direct, chain_of_draft or DeepSeekZero of the package, or your own text;
     empty for none."""
 
     def __post_init__(self) -> None:
-        families = package("factory").DATASETS
+        families = import_package_module("factory").DATASETS
         if self.family not in families:
             there = did_you_mean(self.family, families) or f"; there are {', '.join(sorted(families))}"
             raise ValueError(f'family "{self.family}" is unknown{there}')
         try:
-            made = data_set(self.family, self.options, 0)
-        except (AssertionError, *UNREADABLE) as error:
+            made = create_family_dataset(self.family, self.options, 0)
+        except (AssertionError, *GRADER_ERRORS) as error:
             known = [name for name in families[self.family][1].__dataclass_fields__ if name not in ("seed", "size")]
             raise ValueError(f"options = {self.options}: {error}; {self.family} has {', '.join(known)}") from error
-        unordered = [name for name in getattr(made, "datasets", [self.family]) if name in UNORDERED.split()]
+        unordered = [name for name in getattr(made, "datasets", [self.family]) if name in UNORDERED_FAMILIES.split()]
         if unordered and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise ValueError(f'family "{unordered[0]}" asks otherwise in each process: set PYTHONHASHSEED=0 outside')
 
@@ -72,10 +73,10 @@ class ReasoningGym:
         return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        grader = grader_of(self.family, json.dumps(self.options))
+        grader = load_grader(self.family, json.dumps(self.options))
         try:
-            score = float(grader.score_answer(answered(completion.full_text), prompt.columns["entry"]))
-        except UNREADABLE:
+            score = float(grader.score_answer(extract_answer(completion.full_text), prompt.columns["entry"]))
+        except GRADER_ERRORS:
             score = 0.0
         return Reward(score, correct=score >= 1)
 
@@ -84,36 +85,38 @@ class ReasoningGym:
         return f"<answer>{prompt.answer}</answer>"
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
-        for _ in range(TRIES):
-            entry = data_set(self.family, self.options, rng.getrandbits(31))[0]
-            if split_of(entry["question"]) == self.split:
-                system = package("utils").SYSTEM_PROMPTS.get(self.system, self.system).strip()
+        for _ in range(MAX_TRIES):
+            entry = create_family_dataset(self.family, self.options, rng.getrandbits(31))[0]
+            if assign_split(entry["question"]) == self.split:
+                system = import_package_module("utils").SYSTEM_PROMPTS.get(self.system, self.system).strip()
                 messages = ({"role": "system", "content": system},) if system else ()
                 asked = (*messages, {"role": "user", "content": entry["question"]})
                 return Prompt(id, asked, entry["answer"] or "", {"entry": entry})
         raise UserError(
-            f"{self.family} has no {self.split} question in {TRIES}: give it options that make more of them"
+            f"{self.family} has no {self.split} question in {MAX_TRIES}: give it options that make more of them"
         )
 
 
-def split_of(question: str) -> Literal["train", "test"]:
+def assign_split(question: str) -> Literal["train", "test"]:
     """Return the split of a question, by a hash of its text."""
     digest = hashlib.sha256(question.encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < TEST_SHARE * 2**64 else "train"
 
 
-def package(module: str) -> Any:
-    return extra(f"reasoning_gym.{module}", "gym", 'task "reasoning_gym"')
+def import_package_module(module: str) -> Any:
+    return import_extra(f"reasoning_gym.{module}", "gym", 'task "reasoning_gym"')
 
 
-def data_set(family: str, options: Mapping[str, Any], seed: int) -> Any:
+def create_family_dataset(family: str, options: Mapping[str, Any], seed: int) -> Any:
     """Return the family with one question, that of this seed."""
     if family == "composite":
-        options = {"datasets": [package("composite").DatasetSpec(**each) for each in options.get("datasets", [])]}
-    return package("factory").create_dataset(family, **options, seed=seed, size=1)
+        options = {
+            "datasets": [import_package_module("composite").DatasetSpec(**each) for each in options.get("datasets", [])]
+        }
+    return import_package_module("factory").create_dataset(family, **options, seed=seed, size=1)
 
 
 @cache
-def grader_of(family: str, options: str) -> Any:
+def load_grader(family: str, options: str) -> Any:
     """Return a data set that grades; its options are JSON. Some read long files."""
-    return data_set(family, json.loads(options), 0)
+    return create_family_dataset(family, json.loads(options), 0)

@@ -11,11 +11,11 @@ from itertools import pairwise
 from random import Random
 from typing import Literal
 
-from pellucid.rewards.answers import answered
+from pellucid.rewards.answers import extract_answer
 from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
-NO_NUMBER = -1
+INVALID_NUMBER = -1
 """Stands for a number below 0 or far too long, which no right answer contains."""
 Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
 
@@ -60,8 +60,8 @@ class Sorting:
         return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        written = _NUMBERS.findall(answered(completion.full_text))
-        answer = [int(digits) if digits.isdigit() and len(digits) < 20 else NO_NUMBER for digits in written]
+        written = _NUMBERS.findall(extract_answer(completion.full_text))
+        answer = [int(digits) if digits.isdigit() and len(digits) < 20 else INVALID_NUMBER for digits in written]
         right = sorted(prompt.columns["numbers"])
         return Reward(GRADINGS[self.grading](answer, right), correct=answer == right)
 
@@ -71,20 +71,20 @@ class Sorting:
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(10_000):
             numbers = [rng.randint(0, self.largest) for _ in range(self.length)]
-            if split_of(numbers, self.test_share) == self.split:
+            if assign_split(numbers, self.test_share) == self.split:
                 listed = ", ".join(map(str, numbers))
                 message = {"role": "user", "content": self.template.replace("{numbers}", listed)}
                 return Prompt(id, (message,), ", ".join(map(str, sorted(numbers))), {"numbers": numbers})
         raise ValueError(f"the {self.split} split has no set of numbers: raise length, largest or test_share")
 
 
-def split_of(numbers: Sequence[int], test_share: float) -> Literal["train", "test"]:
+def assign_split(numbers: Sequence[int], test_share: float) -> Literal["train", "test"]:
     """Return the split of a set of numbers, by a hash that does not depend on their order."""
     digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
-def positions(answer: Sequence[int], expected: Sequence[int]) -> float:
+def grade_positions(answer: Sequence[int], expected: Sequence[int]) -> float:
     """Return the share of places that hold the right number.
 
     Example: positions([1, 3, 2], [1, 2, 3]) == 1 / 3
@@ -92,7 +92,7 @@ def positions(answer: Sequence[int], expected: Sequence[int]) -> float:
     return sum(x == y for x, y in zip(answer, expected, strict=False)) / max(len(answer), len(expected))
 
 
-def distance(answer: Sequence[int], expected: Sequence[int]) -> float:
+def grade_distance(answer: Sequence[int], expected: Sequence[int]) -> float:
     """Return 1 minus the mean distance to the right numbers, as a share of their range; missing or extra ones count 1.
 
     Example: distance([1, 3, 2], [1, 2, 3]) == 1 - (0 + 1/2 + 1/2) / 3
@@ -102,7 +102,7 @@ def distance(answer: Sequence[int], expected: Sequence[int]) -> float:
     return 1 - (off + abs(len(answer) - len(expected))) / max(len(answer), len(expected))
 
 
-def inclusion_ordering(answer: Sequence[int], expected: Sequence[int]) -> float:
+def grade_inclusion_ordering(answer: Sequence[int], expected: Sequence[int]) -> float:
     """Return the share of points earned: one for each number of the prompt that is there, each counted at most as often
     as it was given, and one for each ascending pair of neighbours.
 
@@ -114,8 +114,13 @@ def inclusion_ordering(answer: Sequence[int], expected: Sequence[int]) -> float:
     return (included + ascending) / (2 * most - 1)
 
 
-def exact(answer: Sequence[int], expected: Sequence[int]) -> float:
+def grade_exact(answer: Sequence[int], expected: Sequence[int]) -> float:
     return float(answer == expected)
 
 
-GRADINGS = {"positions": positions, "distance": distance, "inclusion_ordering": inclusion_ordering, "exact": exact}
+GRADINGS = {
+    "positions": grade_positions,
+    "distance": grade_distance,
+    "inclusion_ordering": grade_inclusion_ordering,
+    "exact": grade_exact,
+}

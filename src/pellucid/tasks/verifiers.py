@@ -10,13 +10,13 @@ from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
-from pellucid.environments.agent import AgentTalk
-from pellucid.machine.extras import extra
-from pellucid.tasks.dataset import lowest_share, shuffled
-from pellucid.types import Completion, Outcome, Prompt, Reward, UserError
+from pellucid.environments.agents import AgentSpec
+from pellucid.tasks.dataset import iter_shuffled_indices, select_held_out
+from pellucid.types import Completion, ConversationOutcome, Prompt, Reward, UserError
+from pellucid.utils.plugins import import_extra
 
 TEST_SHARE = 0.1
-MOST = 10_000
+MAX_TASKS = 10_000
 """The most tasks that are taken, as some tasksets have no end."""
 
 
@@ -40,44 +40,44 @@ class Verifiers:
 
     def __post_init__(self) -> None:
         try:
-            played().environment(json.dumps(self.env))
+            import_verifiers_environment().environment(json.dumps(self.env))
         except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
             told = " ".join(str(error).split())
             raise ValueError(f"env = {self.env}: {told}; [task.env] is what verifiers calls [env]") from error
-        AgentTalk(played().Episode, self.timeout)  # whose time is checked
+        AgentSpec(import_verifiers_environment().Episode, self.timeout)  # whose time is checked
 
     @property
-    def environment_spec(self) -> AgentTalk:
-        return AgentTalk(played().Episode(json.dumps(self.env)), self.timeout)
+    def environment_spec(self) -> AgentSpec:
+        return AgentSpec(import_verifiers_environment().Episode(json.dumps(self.env)), self.timeout)
 
     @property
     def question_count(self) -> int:
         """The number of tasks of the split."""
-        return len(prompts_of(json.dumps(self.env), self.split))
+        return len(load_split_prompts(json.dumps(self.env), self.split))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return n tasks as they are shown; what the policy is asked is the environment's affair."""
-        prompts = prompts_of(json.dumps(self.env), self.split)
-        places = shuffled(f"{self.seed}/{self.split}", step, n, len(prompts))
+        prompts = load_split_prompts(json.dumps(self.env), self.split)
+        places = iter_shuffled_indices(f"{self.seed}/{self.split}", step, n, len(prompts))
         return [replace(prompts[place], id=f"{self.split}/{step}/{i}") for i, place in enumerate(places)]
 
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:  # noqa: ARG002 - as tasks have it
-        outcome = completion.outcome or Outcome(error="no episode was played")
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        outcome = completion.outcome or ConversationOutcome(error="no episode was played")
         value = math.nan if outcome.reward is None else outcome.reward
         return Reward(value, error=outcome.error, is_continuous=value not in (0.0, 1.0))
 
 
 @cache
-def prompts_of(env_json: str, split: str) -> list[Prompt]:
+def load_split_prompts(env_json: str, split: str) -> list[Prompt]:
     """Return the prompts of a split; equal tasks are in the same. UserError where there are none."""
-    tasks = list(islice(played().environment(env_json).taskset, MOST))
+    tasks = list(islice(import_verifiers_environment().environment(env_json).taskset, MAX_TASKS))
     keys = [int.from_bytes(hashlib.sha256(task.key.encode()).digest(), "big") for task in tasks]
-    held_out = lowest_share(keys, TEST_SHARE)
+    held_out = select_held_out(keys, TEST_SHARE)
     chosen = [task.data for task, key in zip(tasks, keys, strict=True) if (key in held_out) == (split == "test")]
     if not chosen:
         raise UserError(f"the taskset has no task for the {split} split: it has {len(tasks)} in all")
     return [Prompt("", data.prompt_text, columns={"task": data.model_dump(mode="json")}) for data in chosen]
 
 
-def played() -> Any:
-    return extra("pellucid.environments.verifiers", "verifiers", 'task "verifiers"')
+def import_verifiers_environment() -> Any:
+    return import_extra("pellucid.environments.verifiers", "verifiers", 'task "verifiers"')

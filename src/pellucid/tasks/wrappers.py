@@ -11,34 +11,33 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pellucid.machine.plugins import HERE
-from pellucid.protocols import Task
-from pellucid.types import Message
+from pellucid.types import Message, Task
+from pellucid.utils.plugins import IN_PROCESS_PREFIX
 
 
-def wraps(task: Any) -> bool:
+def is_task_wrapper(task: Any) -> bool:
     """Whether a task, or its class, wraps another. A field `task` of another type, such as str, is a plain setting."""
     if not dataclasses.is_dataclass(task):
         return False
     return any(field.name == "task" and field.type in ("Any", Any) for field in dataclasses.fields(task))
 
 
-def layers(task: Any) -> list[Any]:
+def list_task_layers(task: Any) -> list[Any]:
     """Return the task and those that it wraps, from the outside in."""
-    return [task, *layers(task.task)] if wraps(task) else [task]
+    return [task, *list_task_layers(task.task)] if is_task_wrapper(task) else [task]
 
 
-def innermost(task: Any) -> Any:
+def get_innermost_task(task: Any) -> Any:
     """Return the innermost task, which writes the questions."""
-    return layers(task)[-1]
+    return list_task_layers(task)[-1]
 
 
-def question_like(task: Any, question: str) -> str | tuple[Message, ...]:
+def format_question_for_task(task: Any, question: str) -> str | tuple[Message, ...]:
     """Return another question in the form in which a task asks its own: the text of a prompt.
 
     The task's method `asks` decides where it has one. Otherwise the question follows the system message of the task.
     """
-    inner = innermost(task)
+    inner = get_innermost_task(task)
     asks: Any = getattr(inner, "format_question", None)
     if asks is not None:
         return asks(question)
@@ -48,23 +47,23 @@ def question_like(task: Any, question: str) -> str | tuple[Message, ...]:
     return (*(message for message in text if message["role"] == "system"), {"role": "user", "content": question})
 
 
-def seeded(task: Any, seed: int) -> Any:
+def with_seed(task: Any, seed: int) -> Any:
     """Return the task with this seed, unless the innermost task has a seed of its own, other than 0."""
-    if wraps(task):
-        return dataclasses.replace(task, task=seeded(task.task, seed))
+    if is_task_wrapper(task):
+        return dataclasses.replace(task, task=with_seed(task.task, seed))
     return dataclasses.replace(task, seed=task.seed or seed)
 
 
-def only_here(task: Task) -> bool:
+def is_process_bound(task: Task) -> bool:
     """Return whether no other process could load the task: its class or a reward of it has no file."""
-    return any(is_local(type(layer)) or has_given_rewards(layer) for layer in layers(task))
+    return any(is_local_class(type(layer)) or has_reward_objects(layer) for layer in list_task_layers(task))
 
 
-def is_local(cls: type) -> bool:
+def is_local_class(cls: type) -> bool:
     return cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
 
 
-def has_given_rewards(task: Any) -> bool:
+def has_reward_objects(task: Any) -> bool:
     terms = getattr(task, "rewards", ())  # of a task of the user's own it may be anything
     names = [getattr(term, "name", "") for term in terms] if isinstance(terms, list | tuple) else []
-    return any(isinstance(name, str) and name.startswith(HERE) for name in names)
+    return any(isinstance(name, str) and name.startswith(IN_PROCESS_PREFIX) for name in names)

@@ -12,13 +12,24 @@ from operator import itemgetter
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol, TypeVar
 
-from pellucid.protocols import InFlight, Sampler, Task, grade
-from pellucid.reporting.measures import FEWEST
-from pellucid.types import Estimate, Evaluation, Group, Progress, Prompt, Sampling, state_correctness
+from pellucid.reporting.eval_metrics import MIN_INTERVAL_PROMPTS
+from pellucid.types import (
+    ContinuousBatchingSampler,
+    Estimate,
+    Evaluation,
+    Group,
+    Progress,
+    Prompt,
+    Sampler,
+    Sampling,
+    Task,
+    grade_groups,
+    rewards_are_verdicts,
+)
 
 T = TypeVar("T")
 
-MAX_ROWS = 128
+MAX_GRADED_ROWS = 128
 """How many rows are graded together, and decoded together by a sampler that does not keep rows in flight by itself.
 
 hf is one: it draws all rows of a call from one stream of random numbers, so that parts of its own would change what a
@@ -26,12 +37,12 @@ training step draws.
 """
 
 
-class Shards(Protocol):
+class ProcessGroup(Protocol):
     def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
     def gather(self, items: Sequence[Any]) -> list[Any]: ...
 
 
-class OneProcess:
+class SingleProcess:
     """`Shards` of a single process, which has nothing to share out."""
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:
@@ -48,7 +59,7 @@ def evaluate(
     sampler: Sampler,
     sampling: Sampling,
     k: int,
-    processes: Shards,
+    processes: ProcessGroup,
     progress: Progress = Progress(),  # noqa: B008 - frozen
 ) -> tuple[Evaluation, list[Group], list[Group]]:
     """The evaluation; the graded groups of sampling.n >= k samples each, from which mean@k and pass@k are estimated;
@@ -59,9 +70,9 @@ def evaluate(
     accuracy; the evaluation says how many there are of each.
     """
     own = processes.shard(prompts)
-    best = processes.gather(sample_and_grade(task, sampler, own, greedy(sampling), progress))
+    best = processes.gather(sample_and_grade(task, sampler, own, make_greedy_sampling(sampling), progress))
     groups = processes.gather(sample_and_grade(task, sampler, own, sampling, progress)) if k else []
-    sampled = [group for group in groups if counted(group)]
+    sampled = [group for group in groups if count_decided(group)]
     answered = [group.rewards[0] for group in best]
     answers = sorted(((prompt.key, group) for prompt, group in zip(prompts, best, strict=True)), key=itemgetter(0))
     rewards = [reward for group in (*best, *groups) for reward in group.rewards]
@@ -70,23 +81,27 @@ def evaluate(
         split=task.split,
         n=len(prompts),
         k=k,
-        greedy=if_enough(estimate, [correct(group) for group in best if counted(group)]),
-        mean_at_k=if_enough(estimate, [correct(group) / counted(group) for group in sampled]),
-        pass_at_k=if_enough(estimate, [pass_at(k, sampling.n, correct(group)) for group in sampled]),
-        greedy_correct=tuple(correct(group) if counted(group) else None for _, group in answers),
-        questions_digest=digest([question for question, _ in answers]),
+        greedy=estimate_if_enough(estimate_share, [count_correct(group) for group in best if count_decided(group)]),
+        mean_at_k=estimate_if_enough(
+            estimate_share, [count_correct(group) / count_decided(group) for group in sampled]
+        ),
+        pass_at_k=estimate_if_enough(
+            estimate_share, [compute_pass_at_k(k, sampling.n, count_correct(group)) for group in sampled]
+        ),
+        greedy_correct=tuple(count_correct(group) if count_decided(group) else None for _, group in answers),
+        questions_digest=digest_questions([question for question, _ in answers]),
         failed=sum(reward.failed and reward.applies for reward in rewards),
         left_out=sum(not reward.applies for reward in answered),
         undecided=sum(reward.applies and not reward.is_decided for reward in answered),
-        reward=mean_reward(best),
-        reward_at_k=mean_reward(groups),
-        rewards=tuple(mean_of(group) for _, group in answers),
-        has_verdicts=state_correctness(rewards),
+        reward=estimate_mean_reward(best),
+        reward_at_k=estimate_mean_reward(groups),
+        rewards=tuple(compute_group_mean(group) for _, group in answers),
+        has_verdicts=rewards_are_verdicts(rewards),
     )
     return evaluation, groups, best
 
 
-def held_out(task: Task, n: int) -> list[Prompt]:
+def sample_held_out_prompts(task: Task, n: int) -> list[Prompt]:
     """Up to n different prompts of the task's split, fewer where it has fewer.
 
     A question that is asked with several answers in mind, as in a game, is as many prompts.
@@ -94,7 +109,7 @@ def held_out(task: Task, n: int) -> list[Prompt]:
     return list({(prompt.key, prompt.answer): prompt for prompt in task.sample(0, n)}.values())
 
 
-def greedy(sampling: Sampling) -> Sampling:
+def make_greedy_sampling(sampling: Sampling) -> Sampling:
     """One answer of the likeliest tokens, as long as samples may be."""
     return replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
@@ -107,49 +122,51 @@ def sample_and_grade(
     progress: Progress = Progress(),  # noqa: B008 - frozen
 ) -> list[Group]:
     """Graded groups of sampling.n samples each. Every call has the same random numbers: only the policy differs."""
-    at_once = max(1, MAX_ROWS // sampling.n)
+    at_once = max(1, MAX_GRADED_ROWS // sampling.n)
     seeded = replace(sampling, seed=f"evaluate/{task.seed}")
-    in_flight = isinstance(sampler, InFlight) and sampler.batches_continuously
+    in_flight = isinstance(sampler, ContinuousBatchingSampler) and sampler.batches_continuously
     return [
         group
-        for asked in in_parts(prompts, len(prompts) if in_flight else at_once)
-        for groups in in_parts(sampler.generate(asked, seeded), at_once)
-        for group in grade(task, groups, progress)
+        for asked in split_into_chunks(prompts, len(prompts) if in_flight else at_once)
+        for groups in split_into_chunks(sampler.generate(asked, seeded), at_once)
+        for group in grade_groups(task, groups, progress)
     ]
 
 
-def in_parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
+def split_into_chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
     """The items in their order, in parts of `size` of which the last may be smaller; none where there are none."""
     return [items[start : start + size] for start in range(0, len(items), max(1, size))]
 
 
-def correct(group: Group) -> int:
+def count_correct(group: Group) -> int:
     return sum(reward.is_correct for reward in group.rewards)
 
 
-def counted(group: Group) -> int:
+def count_decided(group: Group) -> int:
     """Return how many answers of a group count as right or wrong. A failed reward counts as wrong; one that does not
     apply, or whose deciding term returned None, does not count.
     """
     return sum(reward.applies and reward.is_decided for reward in group.rewards)
 
 
-def mean_of(group: Group) -> float:
+def compute_group_mean(group: Group) -> float:
     """The mean of the rewards of a group that have not failed; NaN where all have."""
     values = [float(reward.value) for reward in group.rewards if not reward.failed]
     return fmean(values) if values else math.nan
 
 
-def mean_reward(groups: Sequence[Group]) -> Estimate:
+def estimate_mean_reward(groups: Sequence[Group]) -> Estimate:
     """The mean reward of one answer to a prompt, over the prompts of which at least one answer was graded."""
-    return if_enough(estimate_mean, [mean for group in groups if not math.isnan(mean := mean_of(group))])
+    return estimate_if_enough(
+        estimate_mean, [mean for group in groups if not math.isnan(mean := compute_group_mean(group))]
+    )
 
 
-def digest(questions: Sequence[str]) -> str:
+def digest_questions(questions: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]
 
 
-def pass_at(k: int, samples: int, correct: int) -> float:
+def compute_pass_at_k(k: int, samples: int, correct: int) -> float:
     """1 - C(n - c, k) / C(n, k): the chance that one of k drawn from n samples is right, unbiased for n >= k.
 
     Chen et al., arXiv 2107.03374, equation 1.
@@ -157,13 +174,15 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def if_enough(estimator: Callable[[Sequence[float]], Estimate], values: Sequence[float]) -> Estimate:
+def estimate_if_enough(estimator: Callable[[Sequence[float]], Estimate], values: Sequence[float]) -> Estimate:
     """The mean of one value per prompt; its interval only where there are FEWEST prompts, and their values differ."""
     measured = estimator(values)
-    return measured if len(values) >= FEWEST and measured.low < measured.high else Estimate(measured.value)
+    return (
+        measured if len(values) >= MIN_INTERVAL_PROMPTS and measured.low < measured.high else Estimate(measured.value)
+    )
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate_share(values: Sequence[float]) -> Estimate:
     """The mean of one value in [0, 1] per prompt, with Wilson's 95% score interval over the prompts.
 
     Exact in kind for hits and misses. For shares such as mean@k, whose variance is at most that of hits and misses
@@ -186,23 +205,23 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
     if not values:
         return Estimate()
     mean, n = fmean(values), len(values)
-    reach = student_quantile(n - 1) * stdev(values, mean) / math.sqrt(n) if n > 1 else math.inf
+    reach = compute_student_quantile(n - 1) * stdev(values, mean) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(mean, mean - reach, mean + reach)
 
 
 @cache
-def student_quantile(freedom: int, probability: float = 0.95) -> float:
+def compute_student_quantile(freedom: int, probability: float = 0.95) -> float:
     """The t that Student's variable with these degrees of freedom stays within, -t to t, with this probability."""
     low, high = 0.0, 1.0
-    while student_within(high, freedom) < probability:
+    while compute_student_probability(high, freedom) < probability:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if student_within(middle, freedom) < probability else (low, middle)
+        low, high = (middle, high) if compute_student_probability(middle, freedom) < probability else (low, middle)
     return high
 
 
-def student_within(t: float, freedom: int) -> float:
+def compute_student_probability(t: float, freedom: int) -> float:
     """The probability of -t to t: Abramowitz and Stegun 26.7.3 and 26.7.4, finite sums for whole degrees of freedom."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)

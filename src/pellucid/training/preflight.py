@@ -2,160 +2,195 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import rich
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from pellucid.algorithm.diagnostics import known_inert
+from pellucid import __version__
+from pellucid.algorithm.metrics import find_inert_settings
 from pellucid.config import Config
-from pellucid.doctor import memory
-from pellucid.machine import hardware
-from pellucid.machine.extras import extra
-from pellucid.machine.harmless import harmless
-from pellucid.models.family import longest
-from pellucid.policy import quantized
-from pellucid.policy.model import check_targets, has_own_code
+from pellucid.models.decoder import get_context_length
+from pellucid.policy import load
+from pellucid.policy.chat_template import (
+    RENDER_ERRORS,
+    ChatTemplate,
+    PromptText,
+    encode_prompt_texts,
+    find_token_fault,
+    format_template_error,
+    render_question,
+)
+from pellucid.policy.load import check_lora_targets, count_weights, has_custom_code
 from pellucid.policy.policy import Policy
-from pellucid.policy.quantized import numbers
-from pellucid.protocols import with_split
-from pellucid.reporting import boards
-from pellucid.reporting.charts import counted
-from pellucid.reporting.console import failing, first_error, first_line
-from pellucid.reporting.conversations import counts, events_of, turns_of, without_middle
-from pellucid.reporting.measures import FEWEST, TOO_FEW
-from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
-from pellucid.rewards.functions import arguments_for, check_signature
-from pellucid.rewards.graded import grading
-from pellucid.rewards.graders import notes_on
-from pellucid.rewards.plain import NoRewardError
-from pellucid.rewards.terms import is_function, terms_of
-from pellucid.samplers import remote, vllm_engine
+from pellucid.reporting import loggers
+from pellucid.reporting.charts import format_count
+from pellucid.reporting.console import find_first_error, format_error_line, format_failed_terms
+from pellucid.reporting.conversations import count_turns, cut_middle, describe_tool_use, get_tool_events
+from pellucid.reporting.eval_metrics import MIN_INTERVAL_PROMPTS, TOO_FEW_PROMPTS
+from pellucid.reporting.loggers import compute_failed_shares, have_all_failed, predict_zero_variance_share
+from pellucid.rewards.functions import InvalidRewardError, check_signature, list_argument_names
+from pellucid.rewards.grading import collect_grader_notices, get_grading_task
+from pellucid.rewards.terms import get_reward_terms, is_function_term
+from pellucid.rollout import vllm, vllm_client
+from pellucid.tasks.dataset import (
+    Dataset,
+    ScanKey,
+    SourceScan,
+    format_bad_rows,
+    list_bad_rows,
+    list_scan_keys,
+    load_split_prompts,
+    mark_bad_rows,
+    scan_source,
+)
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.wrappers import innermost, layers
-from pellucid.training import bad_rows, room
-from pellucid.training.claim import first_process
-from pellucid.training.evaluate import estimate, held_out, if_enough
-from pellucid.types import Completion, Group, NotBegunError, Prompt, Reward, UserError, state_correctness
+from pellucid.tasks.wrappers import get_innermost_task, list_task_layers
+from pellucid.training import memory
+from pellucid.training.evaluate import estimate_if_enough, estimate_share, sample_held_out_prompts
+from pellucid.training.run_dir import is_first_process
+from pellucid.types import (
+    Completion,
+    DataError,
+    Group,
+    NotBegunError,
+    Prompt,
+    Reward,
+    UserError,
+    rewards_are_verdicts,
+    with_split,
+)
+from pellucid.utils import files, hardware
+from pellucid.utils.plugins import import_extra
+from pellucid.utils.text import escape_controls
 
-MANY_CUT_OFF = 0.1
+CUT_OFF_WARNING_SHARE = 0.1
 """From which share of the samples on a line says that they were cut off."""
-MOST_GIVEN = 4000
+MAX_GIVEN_CHARACTERS = 4000
 """How many characters are shown at a time of what was not sampled."""
-MARK = "bold cyan"
-MANY_FAILED = 0.1
+MARK_STYLE = "bold cyan"
+FAILED_WARNING_SHARE = 0.1
 """From which share of the rewards on the advice is to mend them."""
-OTHER_ARITHMETIC = '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
+OTHER_ARITHMETIC_NOTE = '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
 
 
-def check(cfg: Config, run_dir: Path) -> None:
+def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
     """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
-    for note in filter(None, (cfg.policy.access.format_warning(cfg.policy.model), *notes_on_others(cfg))):
-        if first_process():
-            print(harmless(f"! {note}"), flush=True)
+    for note in filter(None, (cfg.policy.access.format_warning(cfg.policy.model), *collect_disclosure_notes(cfg))):
+        if is_first_process():
+            print(escape_controls(f"! {note}"), flush=True)
     if cfg.log.tensorboard:
-        extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
+        import_extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
-        boards.check_wandb(cfg.log.wandb)
+        loggers.check_wandb(cfg.log.wandb)
     if cfg.policy.lora:
-        extra("peft", "lora", "policy.lora")
+        import_extra("peft", "lora", "policy.lora")
     if cfg.policy.load_in_4bit:
-        quantized.check_library()
+        load.check_bitsandbytes_installed()
     if cfg.sampler.urls:
-        remote.reach(cfg.sampler.urls, cfg.sampler.timeout)
+        vllm_client.check_servers(cfg.sampler.urls, cfg.sampler.timeout)
     elif cfg.sampler.name == "vllm":
-        vllm_engine.check_library()
-    model = described(cfg)
+        vllm.check_vllm_installed()
+    model = find_model_facts(cfg)
     if model:
-        check_model(cfg, model)
-        bad_rows.check_settings(cfg, model.config)
+        check_model_config(cfg, model)
+        check_configured_prompts(cfg, model.config)
     prompts = with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
-    check_rewards(cfg, prompts)
+    check_reward_signatures(cfg, prompts)
     if cfg.evaluate.every:
-        held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
+        sample_held_out_prompts(with_split(cfg.task, "test"), cfg.evaluate.n)
     if model:
-        check_room(cfg, model, run_dir)
+        check_disk_space(cfg, model, run_dir)
 
 
-def described(cfg: Config) -> memory.Model | None:
+def find_model_facts(cfg: Config) -> memory.ModelFacts | None:
     """Return the facts of the model of a run; None where it cannot be found, of which loading it says more."""
     try:
-        return memory.of_policy(cfg.policy)
+        return memory.describe_policy_model(cfg.policy)
     except UserError:
         return None
 
 
-def notes_on_others(cfg: Config) -> list[str]:
+def collect_disclosure_notes(cfg: Config) -> list[str]:
     """Return the lines that must be shown before graders are loaded and before anything is sent to anybody."""
-    return [*notes_on(cfg.task), *([remote.note(cfg.sampler.urls)] if cfg.sampler.urls else [])]
+    return [
+        *collect_grader_notices(cfg.task),
+        *([vllm_client.format_servers_notice(cfg.sampler.urls)] if cfg.sampler.urls else []),
+    ]
 
 
-def check_rewards(cfg: Config, prompts: Sequence[Prompt]) -> None:
+def check_reward_signatures(cfg: Config, prompts: Sequence[Prompt]) -> None:
     """Raise UserError for a reward function that does not take what it will be given."""
-    environments = ["environments"] if hasattr(innermost(cfg.task), "environment_spec") else []
-    for term in terms_of(grading(cfg.task)):
-        if is_function(term.name):
+    environments = ["environments"] if hasattr(get_innermost_task(cfg.task), "environment_spec") else []
+    for term in get_reward_terms(get_grading_task(cfg.task)):
+        if is_function_term(term.name):
             try:
-                check_signature(term.name, [*arguments_for(prompts), *environments])
-            except NoRewardError as error:
+                check_signature(term.name, [*list_argument_names(prompts), *environments])
+            except InvalidRewardError as error:
                 raise UserError(f"reward {error}") from error
 
 
-def check_model(cfg: Config, model: memory.Model) -> None:
+def check_model_config(cfg: Config, model: memory.ModelFacts) -> None:
     """Raise UserError where the configuration of the model shows that it cannot do what the settings ask."""
     text = model.config.get_text_config()
-    if cfg.sampler.max_tokens >= longest(text):
+    if cfg.sampler.max_tokens >= get_context_length(text):
         raise UserError(
             f"sampler.max_tokens = {cfg.sampler.max_tokens} leaves no room for a prompt: {cfg.policy.model} has a"
-            f" context of {longest(text)} tokens"
+            f" context of {get_context_length(text)} tokens"
         )
     if cfg.algorithm.similarity != "none":
-        check_layer(cfg.algorithm.similarity_layer, text)
+        check_similarity_layer(cfg.algorithm.similarity_layer, text)
     if cfg.policy.lora_targets:
-        check_targets(memory.without_weights(cfg.policy.model, cfg.policy.access)[1], cfg.policy.lora_targets)
+        check_lora_targets(memory.build_meta_model(cfg.policy.model, cfg.policy.access)[1], cfg.policy.lora_targets)
 
 
-def check_layer(layer: int, text: Any) -> None:
+def check_similarity_layer(layer: int, text: Any) -> None:
     """Raise UserError for a layer that a model of this configuration does not have."""
     layers = getattr(text, "num_hidden_layers", None)
     if layers is not None and not -layers <= layer + 1 <= layers + 1:
         raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
 
 
-def check_room(cfg: Config, model: memory.Model, run_dir: Path) -> None:
+def check_disk_space(cfg: Config, model: memory.ModelFacts, run_dir: Path) -> None:
     """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
-    needs = room.of_run(cfg, model, run_dir)
+    needs = memory.plan_disk(cfg, model, run_dir)
     if needs.needed_gb > needs.free_gb:
-        checkpoints = counted(needs.max_checkpoints, "checkpoint")
+        checkpoints = format_count(needs.max_checkpoints, "checkpoint")
         raise UserError(
             f"{run_dir} needs {needs.needed_gb:.1f} GB for the model and {checkpoints}, and {needs.free_gb:.1f} GB are free:"
             " make room, lower checkpoint.keep_last, or choose another folder with --run"
         )
 
 
-def show_numbers(cfg: Config, policy: Policy, world_size: int, run_dir: Path) -> None:
-    show_plan(cfg, count(policy), policy.find_fallback_reason(), world_size, run_dir)
+def show_loaded_plan(cfg: Config, policy: Policy, world_size: int, run_dir: Path) -> None:
+    show_plan(cfg, describe_loaded_model(policy), policy.find_fallback_reason(), world_size, run_dir)
 
 
-def show_plan(cfg: Config, model: memory.Model, fallback: str, world_size: int, run_dir: Path) -> None:
+def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: int, run_dir: Path) -> None:
     """Print the numbers that follow from the settings. `fallback` is why our decoder does not compute, or empty."""
     a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
     completions = a.prompts_per_step * a.group_size
-    reason = memory.unlike(model.config)
-    expected, here = memory.peak(model, cfg, world_size), hardware.device_gb(device)
-    note = memory.on_checkpointing(model, cfg, world_size)
+    reason = memory.explain_unknown_memory(model.config)
+    expected, here = memory.estimate_peak(model, cfg, world_size), hardware.get_device_memory_gb(device)
+    note = memory.describe_checkpointing(model, cfg, world_size)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M trained",
         "computes": f"in {cfg.policy.dtype} on {device}, {world_size} process{'es' if world_size > 1 else ''}, by"
         + (f" transformers ({fallback})" if fallback else " our decoder"),
-        **rows_of(cfg),
+        **describe_rows(cfg),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
@@ -166,33 +201,33 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world_size: int, 
         + (f", activations unknown ({reason})" if reason else "")
         + (f" of {here:.0f} GB: pellucid doctor --plan says what would fit" if expected > here else "")
         + (f"; {note}" if note and (expected > here or cfg.policy.gradient_checkpointing) else ""),
-        **{name: f"{gb:.1f} GB of it" for name, gb in memory.reward_models(cfg).items()},
-        "disk": room.of_run(cfg, model, run_dir).describe(cfg.checkpoint.every > 0),
+        **{name: f"{gb:.1f} GB of it" for name, gb in memory.estimate_reward_models(cfg).items()},
+        "disk": memory.plan_disk(cfg, model, run_dir).describe(cfg.checkpoint.every > 0),
     }.items():
-        table.add_row(f"[dim]{name}", escape(harmless(value)))
+        table.add_row(f"[dim]{name}", escape(escape_controls(value)))
     rich.print(table)
-    slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
+    slow = {"float32": hardware.describe_missing_bf16, "float16": hardware.describe_slow_float16}.get(cfg.policy.dtype)
     other = cfg.sampler.inexact_setting
-    corrected = OTHER_ARITHMETIC.format(other, a.correction) if other else ""
-    for line in filter(None, (slow(device) if slow else "", corrected, *known_inert(a))):
-        print(harmless(f"! {line}"), flush=True)
+    corrected = OTHER_ARITHMETIC_NOTE.format(other, a.correction) if other else ""
+    for line in filter(None, (slow(device) if slow else "", corrected, *find_inert_settings(a))):
+        print(escape_controls(f"! {line}"), flush=True)
 
 
-def rows_of(cfg: Config) -> dict[str, str]:
+def describe_rows(cfg: Config) -> dict[str, str]:
     """How many rows train and how many are held out; empty for a task that makes its questions."""
-    train, test = (rows_in(cfg, split) for split in ("train", "test"))
+    train, test = (count_split_rows(cfg, split) for split in ("train", "test"))
     if train is None:
         return {}
     if not test:
-        return {"data": f"{counted(train, 'row')} to train on, none held out"}
+        return {"data": f"{format_count(train, 'row')} to train on, none held out"}
     evaluations = f"an evaluation asks {min(test, cfg.evaluate.n):,} of these" if cfg.evaluate.every else "not asked"
-    return {"data": f"{counted(train, 'row')} to train on, {test:,} held out ({evaluations})"}
+    return {"data": f"{format_count(train, 'row')} to train on, {test:,} held out ({evaluations})"}
 
 
-def rows_in(cfg: Config, split: str) -> int | None:
+def count_split_rows(cfg: Config, split: str) -> int | None:
     """The number of rows of a split; None where the task does not know it."""
     try:
-        return getattr(with_split(innermost(cfg.task), split), "question_count", None)
+        return getattr(with_split(get_innermost_task(cfg.task), split), "question_count", None)
     except UserError:  # nothing is held out
         return None
 
@@ -200,29 +235,35 @@ def rows_in(cfg: Config, split: str) -> int | None:
 def show_exchange(policy: Policy, group: Group) -> None:
     """Print the exact strings, special tokens included; a bar stands where sampling began, and where it gave way."""
     completion, reward = group.completions[0], group.rewards[0]
-    shown, after_sampled = exact(policy, group.prompt_ids, is_given=True), False
-    for ids, given in stretches(completion):
-        shown.append("" if given and not after_sampled else "|", MARK).append_text(exact(policy, ids, given))
+    shown, after_sampled = format_tokens(policy, group.prompt_ids, is_given=True), False
+    for ids, given in split_spans(completion):
+        shown.append("" if given and not after_sampled else "|", MARK_STYLE).append_text(
+            format_tokens(policy, ids, given)
+        )
         after_sampled = not given
     rich.print(Text("\n"), shown, sep="")
-    graded = f"not graded: {first_line(reward)}" if reward.failed else f"reward {reward.value:g}"
-    verdict = graded + (f", gold answer {harmless(group.prompt.answer)}" if group.prompt.answer else "")
+    graded = f"not graded: {format_error_line(reward)}" if reward.failed else f"reward {reward.value:g}"
+    verdict = graded + (f", gold answer {escape_controls(group.prompt.answer)}" if group.prompt.answer else "")
     given = len(completion.token_ids) - completion.length
     lengths = f"{completion.length} sampled" + (f", {given} given" if given else "")
-    held = f" in {', '.join(counts(turns_of(completion), events_of(completion)))}" if completion.messages else ""
+    held = (
+        f" in {', '.join(describe_tool_use(count_turns(completion), get_tool_events(completion)))}"
+        if completion.messages
+        else ""
+    )
     rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {lengths}{escape(held)}; {escape(verdict)}\n")
 
 
-def exact(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
+def format_tokens(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
     """The string of these tokens for the screen; of what was given dim, and without the middle of a very long one."""
-    text = harmless(policy.decode(ids, special=True))
-    begin, left_out, end = without_middle(text, MOST_GIVEN if is_given else len(text))
-    between = f"[{counted(left_out, 'character')} left out]" if left_out else ""
+    text = escape_controls(policy.decode(ids, special=True))
+    begin, left_out, end = cut_middle(text, MAX_GIVEN_CHARACTERS if is_given else len(text))
+    between = f"[{format_count(left_out, 'character')} left out]" if left_out else ""
     style = "dim" if is_given else ""
-    return Text.assemble((begin, style), (between, MARK), (end, style))
+    return Text.assemble((begin, style), (between, MARK_STYLE), (end, style))
 
 
-def stretches(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
+def split_spans(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
     """The tokens of a completion, stretch by stretch, and whether each was given and not sampled."""
     at = 0
     for start, end in completion.given_spans:
@@ -234,19 +275,19 @@ def stretches(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
         yield rest, False
 
 
-def refuse_failing(groups: Sequence[Group]) -> None:
+def refuse_failed_rewards(groups: Sequence[Group]) -> None:
     """Raise NotBegunError where every reward of the first look failed: there is nothing to learn from."""
-    if all_failed(groups) and first_error(groups):
+    if have_all_failed(groups) and find_first_error(groups):
         n = sum(len(group.rewards) for group in groups)
-        raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
+        raise NotBegunError(f"every reward of the first {n} samples failed, the first with {find_first_error(groups)}")
 
 
-def refuse_none(groups: Sequence[Group]) -> None:
+def refuse_inapplicable_rewards(groups: Sequence[Group]) -> None:
     """Raise NotBegunError where every reward of the first look is None: there is nothing to learn from."""
     rewards = [reward for group in groups for reward in group.rewards]
     if rewards and not any(reward.applies for reward in rewards):
         raise NotBegunError(
-            f"every reward of the first {counted(len(rewards), 'sample')} is None: no reward applies to these rows, and"
+            f"every reward of the first {format_count(len(rewards), 'sample')} is None: no reward applies to these rows, and"
             " nothing can be learned from them; return a number, or name a reward for them in task.rewards"
         )
 
@@ -260,43 +301,52 @@ def show_signal(groups: Sequence[Group], cfg: Config, eos_ids: Collection[int]) 
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
-    dead, found = expected_dead(groups, cfg)
-    failures = unreliable(groups)
-    few = len(groups) < FEWEST
-    print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg), few))
-    for warning in cut_off([completion for group in groups for completion in group.completions], cfg, eos_ids):
-        print(harmless(f"! {warning}"), flush=True)
+    dead, found = estimate_zero_variance_share(groups, cfg)
+    failures = describe_failures(groups)
+    few = len(groups) < MIN_INTERVAL_PROMPTS
+    print(
+        f"{describe_outcome(graded, len(groups))}; {found}",
+        failures or give_advice(dead, graded, can_add_prefixes(cfg), few),
+    )
+    for warning in find_cut_off_warnings(
+        [completion for group in groups for completion in group.completions], cfg, eos_ids
+    ):
+        print(escape_controls(f"! {warning}"), flush=True)
 
 
-def expected_dead(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:
+def estimate_zero_variance_share(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:
     """The share of groups that will have equal rewards, and a sentence on it, to follow the number of prompts."""
     size, least = cfg.algorithm.group_size, cfg.algorithm.min_reward_range
     rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
-    dead = if_enough(estimate, [predicted_dead_share([of_prompt], size, least) for of_prompt in rewards])
-    interval = f"95% interval {dead.low:.0%} to {dead.high:.0%}" if dead.has_interval else TOO_FEW
+    dead = estimate_if_enough(
+        estimate_share, [predict_zero_variance_share([of_prompt], size, least) for of_prompt in rewards]
+    )
+    interval = f"95% interval {dead.low:.0%} to {dead.high:.0%}" if dead.has_interval else TOO_FEW_PROMPTS
     return dead.value, f"judging by them, {dead.value:.0%} of groups of {size} will be dead ({interval})."
 
 
-def unreliable(groups: Sequence[Group]) -> str:
+def describe_failures(groups: Sequence[Group]) -> str:
     """What to do where more than a few rewards failed: nothing that is said of the others would help."""
     rewards = [reward for group in groups for reward in group.rewards if reward.applies]
     share = fmean(reward.failed for reward in rewards) if rewards else 0.0
-    if share < MANY_FAILED:
+    if share < FAILED_WARNING_SHARE:
         return ""
-    terms = failing(failed_shares(rewards))
+    terms = format_failed_terms(compute_failed_shares(rewards))
     whose = f" ({terms})" if terms else ""
-    return f"{share:.0%} of rewards failed{whose}, the first with {first_error(groups)}: mend them first."
+    return f"{share:.0%} of rewards failed{whose}, the first with {find_first_error(groups)}: mend them first."
 
 
-def outcome(graded: Sequence[Reward], prompts: int) -> str:
+def describe_outcome(graded: Sequence[Reward], prompts: int) -> str:
     """How the samples did, and how many they are."""
-    n = f"{counted(len(graded), 'sample')} of {counted(prompts, 'prompt')}"
-    if state_correctness(graded):
+    n = f"{format_count(len(graded), 'sample')} of {format_count(prompts, 'prompt')}"
+    if rewards_are_verdicts(graded):
         return f"{fmean(reward.is_correct for reward in graded):.0%} of {n} are right"
     return f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
 
 
-def advice(zero_variance_share: float, graded: Sequence[Reward], has_workings: bool = False, few: bool = False) -> str:
+def give_advice(
+    zero_variance_share: float, graded: Sequence[Reward], has_workings: bool = False, few: bool = False
+) -> str:
     """What to do where many groups will be dead: all alike, they have no gradient.
 
     can_begin: the task can begin the answers, and does not do so yet. few: too few prompts were asked to promise
@@ -309,7 +359,7 @@ def advice(zero_variance_share: float, graded: Sequence[Reward], has_workings: b
     ways = [
         "a larger algorithm.group_size",
         "algorithm.max_rounds to draw dead groups anew",
-        judged if state_correctness(graded) else "a reward that grades more finely",
+        judged if rewards_are_verdicts(graded) else "a reward that grades more finely",
     ]
     if has_workings and not too_easy:
         ways.append('prefixes, the beginnings of right answers: [task] name = "prefixed" around this task')
@@ -318,50 +368,230 @@ def advice(zero_variance_share: float, graded: Sequence[Reward], has_workings: b
     )
 
 
-def can_begin(cfg: Config) -> bool:
+def can_add_prefixes(cfg: Config) -> bool:
     """Whether the task writes workings that could be prefixes, and nothing gives them yet."""
-    given = any(isinstance(layer, Prefixed) for layer in layers(cfg.task))
-    return not given and hasattr(innermost(cfg.task), "working")
+    given = any(isinstance(layer, Prefixed) for layer in list_task_layers(cfg.task))
+    return not given and hasattr(get_innermost_task(cfg.task), "working")
 
 
-def cut_off(completions: Sequence[Completion], cfg: Config, eos_ids: Collection[int]) -> Iterator[str]:
+def find_cut_off_warnings(completions: Sequence[Completion], cfg: Config, eos_ids: Collection[int]) -> Iterator[str]:
     """Lines on the samples, and on the turns of conversations, that did not come to an end: for more than a few.
 
     A conversation that ended with the last of sampler.turns is not cut off.
     """
     n, most, longest = len(completions), cfg.sampler.turn_tokens, cfg.sampler.max_tokens
-    of_turns = [cut_turns(completion, most, eos_ids) for completion in completions]
+    of_turns = [find_cut_turns(completion, most, eos_ids) for completion in completions]
     turns = sum(any(cut) for cut in of_turns)
     cut = sum(not c.finished and not (at and at[-1]) for c, at in zip(completions, of_turns, strict=True))
-    if turns and turns >= MANY_CUT_OFF * n:
+    if turns and turns >= CUT_OFF_WARNING_SHARE * n:
         yield (
-            f"{turns / n:.0%} of {counted(n, 'sample')} have a turn that was cut off at sampler.turn_tokens = {most}:"
+            f"{turns / n:.0%} of {format_count(n, 'sample')} have a turn that was cut off at sampler.turn_tokens = {most}:"
             " raise it, or ask for shorter turns"
         )
-    if cut >= MANY_CUT_OFF * n:
+    if cut >= CUT_OFF_WARNING_SHARE * n:
         held = any(completion.messages for completion in completions)
         all_in_it = ", which is for all that follows the question, whoever says it" if held else ""
         yield (
-            f"{cut / n:.0%} of {counted(n, 'sample')} were cut off at sampler.max_tokens = {longest}{all_in_it}: raise"
+            f"{cut / n:.0%} of {format_count(n, 'sample')} were cut off at sampler.max_tokens = {longest}{all_in_it}: raise"
             " it, or ask for shorter answers, if what is cut off is the answer"
         )
 
 
-def cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection[int]) -> list[bool]:
+def find_cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection[int]) -> list[bool]:
     """Whether each turn of a conversation was cut off at so many tokens; empty where a turn may have any number."""
     turns = (
-        [ids for ids, is_given in stretches(completion) if not is_given] if max_tokens and completion.messages else []
+        [ids for ids, is_given in split_spans(completion) if not is_given] if max_tokens and completion.messages else []
     )
     return [len(ids) == max_tokens and ids[-1] not in eos_ids for ids in turns]
 
 
-def count(policy: Policy) -> memory.Model:
+def describe_loaded_model(policy: Policy) -> memory.ModelFacts:
     """The facts of a model as it is loaded."""
-    sizes = [(numbers(p), p) for p in policy.model.parameters()]
-    return memory.Model(
+    sizes = [(count_weights(p), p) for p in policy.model.parameters()]
+    return memory.ModelFacts(
         policy.model.config,
         parameter_count=sum(n for n, _ in sizes),
         trained_count=sum(n for n, p in sizes if p.requires_grad),
-        quantized_count=sum(n for n, p in sizes if quantized.is_quantized(p)),
-        has_own_code=has_own_code(policy.model),
+        quantized_count=sum(n for n, p in sizes if load.is_quantized(p)),
+        has_own_code=has_custom_code(policy.model),
     )
+
+
+# ---------------------------------------------------------------- bad_rows
+# Which prompts a policy cannot be asked: all of a data set are tokenized before step 1, before a model is loaded.
+
+
+TOKENIZE_BATCH_SIZE = 1024
+"""How many prompts are tokenized at once, in parallel where the tokenizer is a fast one."""
+MIN_CACHED_ROWS = 2048
+"""From how many rows on the result is kept on disk."""
+PROBE_PROMPT_COUNT = 256
+"""How many prompts of a task without an end are tried."""
+
+
+class PromptLimits(NamedTuple):
+    """What a prompt must keep to."""
+
+    max_prompt_tokens: int
+    """The most tokens that leave room for a completion in the context of the model."""
+    max_completion_tokens: int
+    """sampler.max_tokens, which the completion may have."""
+    vocabulary_size: int
+    """The number of tokens that the model has embeddings of."""
+
+
+def check_configured_prompts(cfg: Config, config: PreTrainedConfig) -> None:
+    """Check the prompts of both splits against the tokenizer and the configuration of the policy, without its weights.
+
+    DataError for bad rows that are not to be skipped. A tokenizer that cannot be found is left to whoever loads it.
+    """
+    config = config.get_text_config()
+    try:
+        words = load.load_tokenizer(cfg.policy.model, cfg.policy.access)
+    except UserError:
+        return
+    ChatTemplate(cfg.policy.template, cfg.policy.template_kwargs).apply_to_tokenizer(words)
+    splits = ("train", "test") if cfg.evaluate.every else ("train",)
+    check_prompts(cfg, words, get_context_length(config), config.vocab_size, splits)
+
+
+def check_prompts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, context_length: int, vocabulary_size: int, splits: Sequence[str]
+) -> None:
+    """Tokenize all prompts of a data set, or some of a task without an end, and mark or refuse those that are bad.
+
+    context: the most tokens that the model reads. vocabulary: how many tokens it has embeddings of. splits: those of
+    which bad rows are an error where they are not to be skipped.
+    """
+    limits = PromptLimits(context_length - cfg.sampler.max_tokens, cfg.sampler.max_tokens, vocabulary_size)
+    task = get_innermost_task(cfg.task)
+    if limits.max_prompt_tokens < 1 or hasattr(
+        task, "environment_spec"
+    ):  # the world of a conversation says how it begins, later
+        return
+    if hasattr(task, "as_dataset"):
+        check_dataset_prompts(task.as_dataset(), tokenizer, limits, splits)
+    else:
+        check_probe_prompts(cfg, tokenizer, limits, splits)
+
+
+def check_dataset_prompts(
+    task: Dataset, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits, splits: Sequence[str]
+) -> None:
+    """Mark the bad rows of a data set. DataError where they are not to be skipped, or no others are left."""
+    found = {key: find_bad_rows(scan_source(key), tokenizer, limits) for key in list_scan_keys(task)}
+    for key, bad in found.items():
+        mark_bad_rows(key, bad if task.skip_bad_rows or len(splits) > 1 else filter_by_split(task, key, bad, splits))
+    if not task.skip_bad_rows and (bad := list_bad_rows(task)):
+        raise DataError(
+            f"{format_bad_rows(bad)}; fix {'it' if len(bad) == 1 else 'them'}, or set task.skip_bad_rows = true"
+        )
+    for split in splits:
+        load_split_prompts(replace(task, split=split))
+    if (bad := list_bad_rows(task)) and is_first_process():
+        print(
+            f"! task.skip_bad_rows leaves out {len(bad)} of {count_rows(task)} rows: {format_bad_rows(bad)}", flush=True
+        )
+
+
+def filter_by_split(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits: Sequence[str]) -> dict[int, str]:
+    """Return those of the bad rows of a source that are in one of these splits."""
+    chosen = [load_split_prompts(replace(task, split=split)) for split in splits]
+    rows = scan_source(key).prompts.rows
+    inside = {place for prompts in chosen if prompts.rows is rows for place in prompts.indices}
+    return {place: reason for place, reason in bad.items() if place in inside}
+
+
+def count_rows(task: Dataset) -> int:
+    return sum(len(scan_source(key).prompts) for key in list_scan_keys(task))
+
+
+def check_probe_prompts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits, splits: Sequence[str]
+) -> None:
+    """Raise DataError for a bad prompt among the first ones of a task that makes its questions."""
+    for prompt, reason in zip(
+        some := list(sample_first_prompts(cfg, splits)), find_prompt_faults(some, tokenizer, limits), strict=True
+    ):
+        if reason:
+            asked = " ".join(prompt.question.split())[:60]
+            raise DataError(f'{cfg.task_name}: prompt {prompt.id}, "{asked}": {reason}')
+
+
+def sample_first_prompts(cfg: Config, splits: Sequence[str]) -> Iterator[Prompt]:
+    """Yield the prompts of the first step of the user's own task, and of as many steps as needed of one of ours."""
+    train, n = get_innermost_task(with_split(cfg.task, "train")), cfg.algorithm.prompts_per_step
+    ours = type(train).__module__.startswith("pellucid.")
+    for step in range(-(-PROBE_PROMPT_COUNT // n) if ours else 1) if "train" in splits else ():
+        yield from train.sample(step, n)
+    if "test" in splits and cfg.evaluate.every:
+        yield from sample_held_out_prompts(get_innermost_task(with_split(cfg.task, "test")), cfg.evaluate.n)
+
+
+# ---------------------------------------------------------------- reasons
+
+
+def find_bad_rows(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits) -> dict[int, str]:
+    """Return why rows of a source cannot be asked, by their places. Known from an earlier run where it can be."""
+    if len(scanned.prompts) < MIN_CACHED_ROWS:
+        return find_bad_rows_uncached(scanned, tokenizer, limits)
+    path = get_cache_path(scanned, tokenizer, limits)
+    with suppress(OSError, ValueError, AttributeError):  # a damaged file is written anew
+        return {int(place): str(reason) for place, reason in json.loads(path.read_text(encoding="utf-8")).items()}
+    found = find_bad_rows_uncached(scanned, tokenizer, limits)
+    with suppress(OSError):  # the next run tokenizes them again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_file_atomically(path, json.dumps(found))
+    return found
+
+
+def find_bad_rows_uncached(
+    scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
+) -> dict[int, str]:
+    places = [place for place, known in enumerate(scanned.fingerprints) if known]
+    found: dict[int, str] = {}
+    for start in range(0, len(places), TOKENIZE_BATCH_SIZE):
+        batch = places[start : start + TOKENIZE_BATCH_SIZE]
+        faults = find_prompt_faults([scanned.prompts[place] for place in batch], tokenizer, limits)
+        found |= {place: fault for place, fault in zip(batch, faults, strict=True) if fault}
+    return found
+
+
+def find_prompt_faults(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
+) -> list[str]:
+    """Return for each prompt why it cannot be asked; empty where it can."""
+    faults: list[str] = [""] * len(prompts)
+    texts: dict[int, PromptText] = {}
+    for i, prompt in enumerate(prompts):
+        try:
+            texts[i] = render_question(tokenizer, prompt)
+        except UserError as error:
+            faults[i] = str(error)
+        except RENDER_ERRORS as error:
+            faults[i] = format_template_error(error)
+    for i, ids in zip(texts, encode_prompt_texts(tokenizer, list(texts.values())), strict=True):
+        faults[i] = find_token_fault(ids, limits.vocabulary_size)
+        if not faults[i] and len(ids) > limits.max_prompt_tokens:
+            room = (
+                f"{limits.max_prompt_tokens}, which leave room for sampler.max_tokens = {limits.max_completion_tokens}"
+            )
+            faults[i] = f"its prompt has {len(ids)} tokens, more than {room}"
+    return faults
+
+
+def get_cache_path(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits) -> Path:
+    """Return where the result for these very prompts, this tokenizer and these limits is kept."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    facts = (
+        __version__,
+        type(tokenizer).__name__,
+        str(tokenizer.chat_template),
+        str(tokenizer.special_tokens_map),
+        vocabulary,
+    )
+    digest = hashlib.sha256(scanned.fingerprints.tobytes())
+    digest.update(json.dumps([*facts, *limits]).encode())
+    cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid")
+    return cache / "rows" / f"{digest.hexdigest()[:32]}.json"

@@ -1,0 +1,237 @@
+"""Advantages and loss for a training loop of somebody else's: the loop's own pieces, on tensors, with settings by name.
+
+Every setting is one of `[algorithm]`; those that speak of other stages of a step are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral, Real
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades
+from pellucid.algorithm.batch import Batch, fill_with_sibling_mean
+from pellucid.algorithm.grpo import Scores, compute_loss
+from pellucid.algorithm.objectives import AGGREGATES
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.types import UserError
+from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, provide_objects
+
+ADVANTAGE_SETTINGS = (
+    "advantage",
+    "min_reward_range",
+    "length_buckets",
+    "length_min_cell",
+    "length_shrinkage",
+)
+LOSS_SETTINGS = (
+    "objective",
+    "clip_low",
+    "clip_high",
+    "clip_cap",
+    "dual_clip",
+    "soft_temperature",
+    "aggregate",
+    "constant_length",
+    "max_length",
+    "kl",
+    "kl_coef",
+    "entropy_coef",
+    "correction",
+    "correction_cap",
+)
+LOSS_KL_ESTIMATORS = ("k2", "k3", "k3_weighted")
+"""Estimators whose gradient is that of a KL; k1 has none there in expectation, and exact needs the vocabulary."""
+
+
+def group_advantages(
+    rewards: Any,
+    advantage: str | Callable[..., Tensor] = "grpo",
+    *,
+    lengths: Any = None,
+    correct: Any = None,
+    parts: Any = None,
+    weights: Any = None,
+    **settings: Any,
+) -> Tensor:
+    """Return how much better each completion did than its siblings, [P, G] float64, on the device of `rewards`.
+
+    rewards: [P, G], G completions of each of P prompts, as a tensor, an array or lists; NaN where there is none, which
+        counts as the mean of its siblings.
+    advantage: a name of ADVANTAGES, "file.py:function", or a function.
+    lengths: [P, G] tokens, for the variants that compare like lengths. correct: [P, G], for "lead"; else rewards of at
+        least 1 are right. parts, weights: [P, G, K] and [K], the terms of the reward and their weights, for "gdpo".
+
+    UserError for what has another shape, and for a setting that does not exist.
+
+    Example: group_advantages([[0.0, 1.0, 1.0, 0.0]], "rloo")
+    """
+    settings, functions = name_functions({"advantage": advantage, **settings})
+    cfg = make_grpo_config(settings, ADVANTAGE_SETTINGS, "group_advantages")
+    known = fill_with_sibling_mean(convert_to_float64("rewards", rewards, 2)).nan_to_num(0.0)
+    device = rewards.device if isinstance(rewards, Tensor) else known.device
+    if cfg.advantage.startswith("length_grouped") and lengths is None:
+        raise UserError(f'advantage = "{cfg.advantage}" compares completions of like length: give lengths=')
+    if cfg.advantage == "gdpo" and parts is None:
+        raise UserError('advantage = "gdpo" compares the terms of a reward: give parts=')
+    terms = (
+        known[..., None]
+        if parts is None
+        else fill_with_sibling_mean(convert_to_float64("parts", parts, 3)).nan_to_num(0.0)
+    )
+    each = torch.ones(terms.shape[-1]).double() if weights is None else convert_to_float64("weights", weights, 1)
+    grades = Grades(
+        rewards=known,
+        correct=(known >= 1).double()
+        if correct is None
+        else fill_with_sibling_mean(convert_to_float64("correct", correct, 2)),
+        lengths=torch.ones_like(known) if lengths is None else convert_to_float64("lengths", lengths, 2),
+        parts=terms,
+        weights=each.expand(len(known), -1),
+    )
+    with provide_objects(functions):
+        return compute_advantages_from_grades(grades, known, cfg).to(device)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    old_logprobs: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    rows: int | Tensor | None = None,
+    tokens: int | Tensor | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Return the loss of completions, whose `backward()` is the step of GRPO.
+
+    logprobs: [B, T] of each response token under the policy, in nats, with gradient. The padding is not read, nor is
+        that of any other tensor.
+    advantages: [B], [P, G] with B = P * G in the same order, or [B, T]. mask: [B, T], where the policy drew a token.
+    old_logprobs: [B, T] under the policy that drew them; None where that is the one that is trained, as it is at first.
+    sampler_logprobs: [B, T] as the sampler computed them, for `correction`. ref_logprobs: [B, T], for `kl_coef`, with
+        kl = "k2", "k3" or "k3_weighted". entropy: [B, T] with gradient, for `entropy_coef`.
+    rows, tokens: how many responses and response tokens one optimizer step has in all, where this is a part of them, as
+        in gradient accumulation; None means those of `mask`. The losses of the parts then add up to that of the whole.
+
+    settings: an objective may be a function, or "file.py:function".
+
+    UserError for what is missing, and for a setting that does not exist.
+
+    Example: policy_loss(logprobs, group_advantages(rewards), mask, objective="gspo", aggregate="sequence").backward()
+    """
+    settings, functions = name_functions(settings)
+    cfg = make_grpo_config(settings, LOSS_SETTINGS, "policy_loss")
+    check_required_tensors(
+        settings, {"ref_logprobs": ref_logprobs, "entropy": entropy, "sampler_logprobs": sampler_logprobs}
+    )
+
+    def known(x: Tensor) -> Tensor:
+        """An infinity in the padding would have a gradient, and a mean over its row, that is no number."""
+        return x.masked_fill(~mask.bool(), 0.0)
+
+    logprobs = known(logprobs)
+    batch = make_loss_batch(mask.bool(), logprobs.detach() if sampler_logprobs is None else known(sampler_logprobs))
+    counted = batch.response_mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
+    drawn = batch.response_mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
+    batch = replace(
+        batch,
+        advantages=known(broadcast_advantages(advantages, batch).to(logprobs)),
+        token_weights=AGGREGATES[cfg.aggregate](batch.response_mask, counted.clamp(min=1), drawn.clamp(min=1), cfg),
+        old_logprobs=None if old_logprobs is None else known(old_logprobs),
+        ref_logprobs=None if ref_logprobs is None else known(ref_logprobs),
+    )
+    scores = Scores(logprobs, torch.zeros_like(logprobs) if entropy is None else known(entropy))
+    with provide_objects(functions):
+        return compute_loss(scores, batch, cfg)[0]
+
+
+def name_functions(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """Return settings with names for those that are functions, and the functions by these names."""
+    names = {key: f"{IN_PROCESS_PREFIX}{key}" for key, value in settings.items() if callable(value)}
+    return {**settings, **names}, {name: settings[key] for key, name in names.items()}
+
+
+def make_grpo_config(settings: Mapping[str, Any], names: Sequence[str], function: str) -> GRPOConfig:
+    """Return the settings of a step. UserError for one that is none of these names, or that contradicts another."""
+    for name in settings:
+        if name not in names:
+            hint = did_you_mean(name, names) or f"; its settings are {', '.join(names)}"
+            raise UserError(f"{function} has no setting {name}{hint}")
+        check_setting_type(name, settings[name])
+    try:
+        return GRPOConfig(kl_in="loss", **settings)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_setting_type(name: str, value: Any) -> None:
+    """Raise UserError for a value that is not of the type of its setting, where nothing else reads it as one."""
+    kind = get_type_hints(GRPOConfig)[name]
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    if choices and value not in choices:
+        raise UserError(f"{name} = {value!r} is unknown; there are {', '.join(choices)}")
+    pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, Real) for each in value)
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    fits, what = {
+        int: (number and isinstance(value, Integral), "a whole number"),
+        float: (number, "a number"),
+        tuple[float, float]: (pair, "two numbers"),
+    }.get(kind, (isinstance(value, str), "a name or a function"))
+    if not fits:
+        raise UserError(f"{name} = {value!r} must be {what}")
+
+
+def check_required_tensors(settings: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
+    needed = {"kl_coef": "ref_logprobs", "entropy_coef": "entropy"}
+    needed |= {"correction": "sampler_logprobs"} if settings.get("correction", "none") != "none" else {}
+    for setting, name in needed.items():
+        if settings.get(setting) and given[name] is None:
+            raise UserError(f"{setting} = {settings[setting]} needs {name}=")
+    if settings.get("kl_coef") and settings.get("kl") not in LOSS_KL_ESTIMATORS:
+        raise UserError(f"kl_coef in a loss needs kl=, one of {', '.join(LOSS_KL_ESTIMATORS)} (docs/kl.md)")
+    if settings.get("aggregate") == "constant" and not (settings.get("constant_length") or settings.get("max_length")):
+        raise UserError('aggregate = "constant" needs constant_length=, its divisor in tokens')
+
+
+def make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
+    """Return rows of which nothing is known but where their tokens are: no model is going to see them."""
+    rows = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
+    return Batch(
+        prompt_ids=((0,),),
+        demonstrations=((),),
+        prompt_indices=rows,
+        response_ids=torch.zeros(mask.shape, dtype=torch.long, device=mask.device),
+        response_mask=mask,
+        action_mask=mask,
+        finished=torch.ones_like(rows, dtype=torch.bool),
+        sampler_logprobs=sampler_logprobs,
+    )
+
+
+def broadcast_advantages(advantages: Tensor, batch: Batch) -> Tensor:
+    """Return advantages as [B, T]."""
+    if advantages.shape == batch.response_mask.shape and advantages.numel() != len(batch):
+        return advantages
+    if advantages.numel() != len(batch):
+        raise UserError(
+            f"advantages of shape {list(advantages.shape)} are not one for each of {len(batch)} completions:"
+            " give [B], [P, G] with P * G = B, or [B, T]"
+        )
+    return batch.broadcast_to_tokens(advantages.flatten().to(batch.sampler_logprobs))
+
+
+def convert_to_float64(name: str, values: Any, dimensions: int) -> Tensor:
+    """Return float64 on the CPU. UserError for another number of dimensions, or a single completion of a prompt."""
+    tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    form = {1: "[K]", 2: "[P, G], G completions of each of P prompts", 3: "[P, G, K]"}[dimensions]
+    if tensor.dim() != dimensions or (dimensions > 1 and tensor.shape[1] < 2):
+        raise UserError(f"{name} of shape {list(tensor.shape)} must be {form}, and G at least 2")
+    return tensor

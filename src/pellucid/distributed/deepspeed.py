@@ -1,0 +1,254 @@
+"""DeepSpeed's ZeRO (arXiv 1910.02054): stage 2 shards gradients and optimizer state, stage 3 the weights as well.
+
+DeepSpeed holds the fp32 masters and their moments; the model's parameters are in the compute dtype, as in any program
+of its users, and gradients are added up in fp32. `deepspeed.initialize` is called here, not Accelerate's plug-in,
+whose backward pass takes the optimizer step with it: clipping, rate and micro-batches are the loop's.
+
+What is saved is laid out as FSDP2 lays it out, tensor by tensor, so that any engine goes on with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.distributed import fsdp2
+from pellucid.distributed.fsdp2 import ShardablePolicy
+from pellucid.distributed.settings import REDUCE_BUCKET_ELEMENTS
+from pellucid.distributed.torch_engine import Moments, TrainablePolicy
+from pellucid.models.linear import POLICY_MISMATCH, copy_to_cpu, gather_full_tensor
+from pellucid.types import UserError
+from pellucid.utils.plugins import import_extra
+
+PERSISTENCE_THRESHOLD_ELEMENTS = 10_000
+"""Parameters of fewer elements, such as norms, stay whole in stage 3."""
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+class SkipZeroGradientAdamW(torch.optim.AdamW):
+    """AdamW that does nothing where the whole gradient is 0: momentum alone would move the weights."""
+
+    get_grad_norm: Callable[[], float]
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.get_grad_norm() > 0:
+            super().step(closure)
+
+
+class ShardedParameters:
+    """Parameters that stage 3 has sharded, whole from `unshard` to `reshard`."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.parameters = list(parameters)
+
+    def unshard(self) -> None:
+        if missing := [p for p in self.parameters if p.ds_status.name == "NOT_AVAILABLE"]:
+            missing[0].all_gather(missing)
+
+    def reshard(self, persistent: bool = False) -> None:
+        """Keep only this process's parts; of those that stay whole, too, where `persistent` says so."""
+        kept = [p for p in self.parameters if p.ds_status.name == "AVAILABLE" and (persistent or not p.ds_persist)]
+        if kept:
+            kept[0].partition(kept)
+
+
+class ZeroEngine:
+    """A policy whose optimizer steps DeepSpeed takes."""
+
+    is_lockstep = True
+
+    def __init__(self, policy: TrainablePolicy, cfg: AdamWConfig, stage: int, world_size: int) -> None:
+        self.policy, self.stage, self.world_size = policy, stage, world_size
+        self.mesh: DeviceMesh = fsdp2.make_device_mesh(policy.device, world_size, 0)
+        self.deepspeed = import_deepspeed(policy.device)
+        rounded = any(p.dtype != policy.dtype for p in policy.trainable().values())
+        exact = {name: copy_to_cpu(p) for name, p in policy.trainable().items()} if rounded else {}
+        reads = policy.list_external_parameters() if stage == 3 else []
+        self.deepspeed_config = build_deepspeed_config(policy.dtype, cfg, stage)
+        facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+        self.optimizer = SkipZeroGradientAdamW(list(policy.trainable().values()), **facts, fused=True)
+        self.optimizer.get_grad_norm = self.get_grad_norm
+        self.zero_optimizer: Any = None
+        self.module = self.wrap_policy(policy, reads, self.optimizer)
+        self.zero_optimizer = self.module.optimizer
+        self.parameters = policy.trainable()
+        self.initialize_moments()
+        if exact:
+            self.load_masters(exact)
+
+    def wrap_policy(
+        self,
+        policy: ShardablePolicy,
+        external_parameters: Sequence[tuple[torch.nn.Module, list[Any]]],
+        optimizer: Any = None,
+    ) -> Any:
+        """DeepSpeed's engine around the module of a policy, which takes its place."""
+        module = policy.module
+        policy.module, *_ = self.deepspeed.initialize(model=module, optimizer=optimizer, config=self.deepspeed_config)
+        for reader, parameters in external_parameters:
+            for p in parameters:
+                self.deepspeed.zero.register_external_parameter(reader, p)
+        if self.stage == 3:
+            policy.sharded_modules = [ShardedParameters(module.parameters())]
+            # What was gathered to sample from is dropped before the layers gather for themselves.
+            policy.module.register_forward_pre_hook(lambda *_: policy.sharded_modules[0].reshard())
+        return policy.module
+
+    def shard_reference(self, reference: ShardablePolicy) -> None:
+        """Shard a frozen policy on the same device, where weights are sharded."""
+        if self.stage == 3 and reference.device == self.policy.device:
+            self.wrap_policy(reference, reference.list_external_parameters())
+
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
+        self.module.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss = loss * self.world_size  # DeepSpeed averages over processes; the loss is a sum over them
+        self.module.backward(loss.to(self.policy.device))
+
+    def reset_for_retry(self) -> bool:
+        """DeepSpeed makes no part of a step again."""
+        return False
+
+    def get_grad_norm(self) -> float:
+        """Of the gradient before it was clipped; DeepSpeed knows it before it asks for the step."""
+        return float(self.zero_optimizer._global_grad_norm)
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.module.step()
+        norm = math.inf if self.zero_optimizer.overflow else self.get_grad_norm()
+        return {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
+
+    # ------------------------------------------------------------ what is saved, tensor by tensor
+
+    def initialize_moments(self) -> None:
+        """Moments of 0, as AdamW begins with, so that they can be read and loaded before the first step."""
+        for flat in self.get_flat_masters():
+            self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device)} | {
+                moment: torch.zeros_like(flat) for moment in MOMENT_NAMES
+            }
+        if self.stage == 2:
+            self.zero_optimizer._lazy_init_hp_params_optimizer_state()
+
+    def get_flat_masters(self) -> list[Tensor]:
+        """This process's part of the masters, flat, a tensor a group."""
+        return (
+            self.zero_optimizer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else self.zero_optimizer.single_partition_of_fp32_groups
+        )
+
+    def shard_tensor(self, value: Tensor) -> Tensor:
+        """This process's part of a whole tensor, as FSDP2 would lay it out."""
+        return distribute_tensor(value, self.mesh, [Shard(0)], src_data_rank=None)
+
+    def masters(self) -> dict[str, Tensor]:
+        read = self.deepspeed.utils.safe_get_full_fp32_param
+        return {name: self.shard_tensor(read(p)) for name, p in self.parameters.items()}
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        read, steps = (
+            self.deepspeed.utils.safe_get_full_optimizer_state,
+            self.optimizer.state[self.get_flat_masters()[0]]["step"],
+        )
+        found = {m: {name: self.shard_tensor(read(p, m)) for name, p in self.parameters.items()} for m in MOMENT_NAMES}
+        return {"step": {name: steps.clone() for name in self.parameters}, **found}
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters by name, trained ones unrounded; this process's part of each."""
+        frozen = {name: p for name, p in self.policy.weights().items() if name not in self.parameters}
+        return {**{name: self.shard_tensor(gather_full_tensor(p)) for name, p in frozen.items()}, **self.masters()}
+
+    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
+        if masters.keys() != self.parameters.keys():
+            raise UserError(POLICY_MISMATCH)
+        if self.stage == 3:
+            ShardedParameters(self.parameters.values()).reshard(persistent=True)  # what is whole would stay as it was
+        for name, p in self.parameters.items():  # in one order in all processes
+            self.write_local_shard(p, gather_full_tensor(masters[name]))
+        if self.stage == 2:
+            self.zero_optimizer.update_lp_params()
+            for p in self.parameters.values():
+                torch.autograd.graph.increment_version(p)
+
+    def load_moments(self, moments: Moments) -> None:
+        if not moments:  # no step had been taken
+            return
+        for flat in self.get_flat_masters():
+            self.optimizer.state[flat]["step"].copy_(next(iter(moments["step"].values())))
+        for moment in MOMENT_NAMES:
+            for name, p in self.parameters.items():
+                self.write_local_shard(p, gather_full_tensor(moments[moment][name]), moment)
+
+    def write_local_shard(self, p: Any, value: Tensor, moment: str | None = None) -> None:
+        """Set this process's part of a master, or of one of its moments, from the whole tensor."""
+        tools, value = self.deepspeed.utils, value.to(p.device, torch.float32)
+        if self.stage == 2:
+            if moment:
+                tools.safe_set_full_optimizer_state(p, value, moment)
+            else:
+                tools.safe_set_full_fp32_param(p, value)
+            return
+        size = p.ds_tensor.numel()
+        part = F.pad(value.flatten(), (0, size * self.world_size - value.numel())).split(size)[self.rank]
+        if moment:
+            tools.safe_set_local_optimizer_state(p, part, moment)
+        else:
+            tools.safe_set_local_fp32_param(p, part)
+            p.ds_tensor.copy_(part)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_rank()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, facts: Mapping[str, Any]) -> None:
+        pass
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, which picks its accelerator when it is imported and says much while it works."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    found = import_extra("deepspeed", "deepspeed", 'runtime.engine = "deepspeed"')
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    os.environ.setdefault("LOCAL_RANK", "0")  # one process that was started by itself
+    return found
+
+
+def build_deepspeed_config(dtype: torch.dtype, cfg: AdamWConfig, stage: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration. Every micro-batch is summed as it is: the loop knows how many there are."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": cfg.max_grad_norm,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD_ELEMENTS,
+            "offload_optimizer": {"device": "cpu" if cfg.offload else "none"},
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }

@@ -1,0 +1,239 @@
+"""AdamW whose state lives on the CPU: 12 bytes a weight less on the device, for a copy each way a step."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw
+from torch.profiler import record_function
+
+from pellucid.models.linear import CastWeights, copy_to_cpu
+from pellucid.models.native import KernelUnavailableError, call_kernel, load_library
+
+
+class OffloadedAdamW(Optimizer):
+    """AdamW (arXiv 1711.05101) as torch computes it, on the CPU, in fp32: both moments, and a master of every weight.
+
+    Weights and gradients stay where they are, in whatever dtype; bf16 weights are the rounded masters, so that steps
+    too small for bf16 are not lost. Pinned memory makes the copies asynchronous where there is a GPU.
+
+    `masters`: of each weight in its order, where someone holds them already; else copies of the weights.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        masters: Sequence[Tensor] | None = None,
+    ) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.masters = dict(zip(params, masters or map(copy_to_cpu, params), strict=True))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        for group in self.param_groups:
+            live = [p for p in group["params"] if p.grad is not None]
+            grads = [copy_to_cpu(p.grad) for p in live]
+            masters, states = [self.masters[p] for p in live], [self._get_state(p) for p in live]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copies have arrived
+            adamw(
+                masters,
+                grads,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for p, master in zip(live, masters, strict=True):
+                p.copy_(master, non_blocking=True)
+
+    def _get_state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(self.masters[p]) for _ in range(2))
+            state["step"] = torch.zeros(())
+        return state
+
+
+# ---------------------------------------------------------------- one_pass
+# AdamW in one pass over memory on the CPU, in C++ (models/cpp/optimizer.cpp): torch needs another to clip gradients,
+# and one to cast weights that are computed with in bf16.
+#
+# Each process tries it once, on small tensors: it is used where it has torch's bits, and torch's elsewhere.
+
+
+VECTOR_ELEMENTS = 16
+"""Sizes of parameters are a multiple of it."""
+
+
+class ParameterStruct(ctypes.Structure):
+    """As in cpp/optimizer.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "grad", "mean", "square", "cast")),
+        ("size", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("rate", "root")),
+    )
+
+
+class RatesStruct(ctypes.Structure):
+    """As in cpp/optimizer.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float) for name in ("clip", "decayed", "of_mean", "kept_square", "of_square", "eps")
+    )
+
+
+class OnePassAdamW(Optimizer):
+    """AdamW (arXiv 1711.05101) of parameters that `fits` allows, with the state that torch's has.
+
+    casts: what is computed with. Copies in bf16 that they keep of these parameters are made anew in each step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        cast_weights: Sequence[CastWeights] = (),
+    ) -> None:
+        super().__init__(list(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.cast_weights, self.clip_factor = cast_weights, 1.0
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """The norm of all gradients together. The next step multiplies them as torch's clip_grad_norm_ does."""
+        live = self._list_gradients()
+        norms = torch.empty(len(live))
+        run_optimizer_kernel(
+            "gradient_norms", [ParameterStruct(grad=grad.data_ptr(), size=grad.numel()) for _, grad in live], norms
+        )
+        norm = torch.linalg.vector_norm(norms)
+        self.clip_factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        [group], live = self.param_groups, self._list_gradients()
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        parts = self._select_cast_weights([p for p, _ in live])
+        casts = {id(p): copy for part in parts for p, copy in part.pair_masters_with_copies()}
+        parameters = []
+        for p, grad in live:
+            state = self._get_state(p)
+            state["step"] += 1
+            n = float(state["step"])
+            tensors = (p, grad, state["exp_avg"], state["exp_avg_sq"], casts.get(id(p)))
+            addresses = (None if x is None else x.data_ptr() for x in tensors)
+            parameters.append(ParameterStruct(*addresses, p.numel(), -(lr / (1 - beta1**n)), math.sqrt(1 - beta2**n)))
+        decayed = 1 - lr * group["weight_decay"]
+        run_optimizer_kernel(
+            "step_adamw", parameters, RatesStruct(self.clip_factor, decayed, 1 - beta1, beta2, 1 - beta2, group["eps"])
+        )
+        self.clip_factor = 1.0
+        for part in parts:
+            part.mark_as_cast()
+
+    def _list_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters that have a gradient, and their gradients, which lie as they do."""
+        return [(p, p.grad.contiguous()) for p in self.param_groups[0]["params"] if p.grad is not None]
+
+    def _select_cast_weights(self, parameters: Sequence[Tensor]) -> list[CastWeights]:
+        """Those of which a copy is kept in bf16 and every master is stepped."""
+        stepped = set(map(id, parameters))
+        bf16 = [part for part in self.cast_weights if part.dtype == torch.bfloat16]
+        return [
+            part
+            for part in bf16
+            if part.pair_masters_with_copies() and all(id(p) in stepped for p, _ in part.pair_masters_with_copies())
+        ]
+
+    def _get_state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return state
+
+
+def run_optimizer_kernel(name: str, parameters: Sequence[ParameterStruct], output: Any) -> None:
+    """A function of the library, by this name in torch's profiler."""
+    array = (ParameterStruct * len(parameters))(*parameters)
+    with record_function(name):
+        call_kernel(getattr(load_library(), name), array, len(parameters), output, torch.get_num_threads())
+
+
+def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
+    """Whether such parameters are stepped here, to torch's bits: whole ones, in fp32 on the CPU."""
+    found = {
+        (p.device.type, p.dtype, p.is_contiguous(), p.numel() % VECTOR_ELEMENTS, isinstance(p, DTensor))
+        for p in parameters
+    }
+    return found <= {("cpu", torch.float32, True, 0, False)} and is_one_pass_available()
+
+
+@functools.cache
+def is_one_pass_available() -> bool:
+    """Whether there is a library, and it has torch's bits."""
+    try:
+        load_library()
+    except (KernelUnavailableError, OSError):
+        return False
+    return passes_self_check()
+
+
+# ---------------------------------------------------------------- the trial
+
+
+def passes_self_check() -> bool:
+    """Of two steps, the first of which is clipped."""
+    ours, theirs = make_self_check_module(), make_self_check_module()
+    casts = CastWeights([(ours, "matrix")], torch.bfloat16)
+    one = OnePassAdamW(ours.parameters(), 0.1, weight_decay=0.1, cast_weights=[casts])
+    other = AdamW(theirs.parameters(), 0.1, weight_decay=0.1, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    for scale in (1.0, 0.001):
+        copy = casts.get_cast_copy()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator) * scale
+            q.grad = p.grad.clone()
+        norms = one.clip_gradients(1.0), clip_grad_norm_(theirs.parameters(), 1.0)
+        one.step()
+        other.step()
+        pairs = [norms, (copy, ours.matrix.bfloat16()), *zip(ours.parameters(), theirs.parameters(), strict=True)]
+        if not all(torch.equal(*pair) for pair in pairs):
+            return False
+    return True
+
+
+def make_self_check_module() -> Any:
+    """The parameters of the trial."""
+    module, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
+    for name, size in {"matrix": (48, 560), "vector": (48,)}.items():
+        module.register_parameter(name, torch.nn.Parameter(torch.randn(size, generator=generator)))
+    return module

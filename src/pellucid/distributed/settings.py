@@ -1,0 +1,31 @@
+"""The settings of the processes of a run. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Elements of gradients that DeepSpeed reduces at once."""
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """`[runtime]`: how the processes of a run share the work."""
+
+    engine: Literal["auto", "ddp", "fsdp2", "deepspeed"] = "auto"
+    """ddp: every process holds the whole model. fsdp2: each holds a part of every parameter, gradient and moment, and
+    gathers a layer while it computes. deepspeed: ZeRO, by `zero_stage`. auto: ddp."""
+    zero_stage: Literal[2, 3] = 2
+    """With deepspeed. 2: gradients and optimizer state are sharded among all processes. 3: weights, too."""
+    shards: int = 0
+    """With fsdp2, among how many processes the parameters are sharded, such as those of one machine; across such groups
+    they are replicated. 0: among all."""
+    timeout: float = 10.0
+    """Minutes that processes wait for one that does not answer before they end."""
+
+    def __post_init__(self) -> None:
+        if self.shards < 0:
+            raise ValueError(f"shards = {self.shards} must not be negative")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout = {self.timeout} must be positive")

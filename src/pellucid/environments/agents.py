@@ -1,0 +1,171 @@
+"""An agent of the user's own, in a process of its own: a function of a row and a client, or a command.
+
+It talks with the policy as with any OpenAI-compatible service, whose address is that of its rollout alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import re
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pellucid.environments.worker import WorkerAnswer, await_result, replace_surrogates, seed_generators
+from pellucid.rewards import worker
+from pellucid.rewards.functions import InvalidRewardError, describe_error, validate_number
+from pellucid.utils.files import exit_if_forked
+from pellucid.utils.plugins import import_extra, load_function
+
+PLACEHOLDER_API_KEY = "rollout"
+"""What clients show as their key, since they insist on one: the address is what lets them in."""
+LOOPBACK_HOST = "127.0.0.1"
+_FUNCTION_SPEC = re.compile(r"\S+:[^\W\d]\w*")
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """The agent of a task, and how long it may take.
+
+    Example: AgentTalk("my_agent.py:solve"); AgentTalk("python my_agent.py", timeout=60.0)
+    """
+
+    run: str | Callable[..., Any]
+    """A function `solve(row, client)`, as "path/to/file.py:name" or one that can be pickled, or a command."""
+    timeout: float = 120.0
+    """Seconds that a rollout may take in the hands of the agent; while it waits for the policy no time is counted."""
+    has_rewards: bool = False
+    """Whether others say what a conversation was worth where the agent does not."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout <= 1e6:
+            raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
+
+    def load_function(self) -> Callable[..., Any] | None:
+        """Return the function; None for a command. UserError where the function is not found."""
+        if not isinstance(self.run, str):
+            return self.run
+        return load_function(self.run, "agent") if _FUNCTION_SPEC.fullmatch(self.run) else None
+
+
+@dataclass(frozen=True)
+class SolveRequest:
+    """What an agent is asked: the row, where the policy is to be found, and the seed of its random numbers."""
+
+    row: Mapping[str, Any]
+    base_url: str
+    seed: str
+
+
+class AgentRunner:
+    """Runs once. `note` takes what went wrong in the user's code, and the error."""
+
+    def __init__(self, agent_spec: AgentSpec, log_error: Callable[[str, BaseException], None]) -> None:
+        self._agent_spec, self._log_error = agent_spec, log_error
+        self._function = agent_spec.load_function()
+        self._openai: Any = None
+        if self._function:
+            self._openai = import_extra("openai", "agents", f'run = "{agent_spec.run}"')
+            import_extra(
+                "openai.resources", "agents", "an agent"
+            )  # half a second that each process would otherwise need
+            load_certificates()
+
+    def run(self, request: SolveRequest) -> WorkerAnswer:
+        """Return what the agent says that its rollout was worth, or why it came to nothing."""
+        owner = os.getpid()
+        seed_generators(request.seed)
+        os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=PLACEHOLDER_API_KEY)
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK_HOST)))
+        try:
+            value = (
+                self._call_function(request) if self._function else run_command(str(self._agent_spec.run), request.row)
+            )
+            exit_if_forked(owner)
+            if value is None and not self._agent_spec.has_rewards:
+                raise InvalidRewardError("the agent has said no reward, and the task has no rewards")
+            reward = None if value is None else validate_number(value, "what the agent returned")
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+            exit_if_forked(owner, error)
+            told = replace_surrogates(describe_error(error))
+            self._log_error(told, error)
+            return WorkerAnswer([], {}, is_over=True, error=told)
+        return WorkerAnswer([], {}, is_over=True, reward=reward)
+
+    def _call_function(self, request: SolveRequest) -> Any:
+        assert self._function and self._openai
+        settings: Any = {
+            "base_url": request.base_url,
+            "api_key": PLACEHOLDER_API_KEY,
+            "max_retries": 0,
+            "timeout": None,
+        }
+        if not inspect.iscoroutinefunction(self._function):
+            http = self._openai.DefaultHttpxClient(verify=load_certificates())
+            return self._function(dict(request.row), self._openai.OpenAI(**settings, http_client=http))
+        http = self._openai.DefaultAsyncHttpxClient(verify=load_certificates())
+        client = self._openai.AsyncOpenAI(**settings, http_client=http)
+        return asyncio.run(await_result(self._function(dict(request.row), client)))
+
+
+@cache
+def load_certificates() -> Any:
+    """Return what clients trust. It is read once, before processes are forked: that takes longer than a fork."""
+    return import_extra("httpx", "agents", "an agent").create_ssl_context()
+
+
+def run_command(command: str, row: Mapping[str, Any]) -> float | None:
+    """Run a command, with the row as JSON in its standard input. Return the number in the last line that it prints.
+
+    NoRewardError where it cannot be run, or ends with another status than 0.
+    """
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    try:
+        ended = subprocess.run(
+            shlex.split(command), input=text, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=False
+        )
+    except OSError as error:
+        raise InvalidRewardError(f"{command}: {error.strerror or error}") from error
+    print(ended.stdout, end="", flush=True)
+    if ended.returncode:
+        raise InvalidRewardError(f"{command}: exit status {ended.returncode}")
+    try:
+        return float(ended.stdout.split("\n")[-2 if ended.stdout.endswith("\n") else -1])
+    except (ValueError, IndexError):
+        return None
+
+
+def run_agent_worker(connection: Connection, agent_spec: AgentSpec) -> None:
+    """Answer one request. The process ends with its parent's end of the connection, whatever the agent does."""
+    try:
+        connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())
+        request: SolveRequest
+        request, _ = pickle.loads(connection.recv_bytes())
+        parent = threading.Thread(target=exit_with_connection, args=(connection,), daemon=True)
+        parent.start()
+        answer = AgentRunner(agent_spec, worker.log_error).run(request)
+        connection.send_bytes(json.dumps(asdict(answer)).encode())
+        connection.send_bytes(b"")
+        parent.join()
+    except (EOFError, OSError):
+        worker.exit_with_children()
+
+
+def exit_with_connection(connection: Connection) -> None:
+    """Wait for the other end to close, then end this process."""
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        worker.exit_with_children()

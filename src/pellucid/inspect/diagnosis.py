@@ -1,0 +1,162 @@
+"""Why nothing happens: what a run's numbers say where its users are lost, each in a plain sentence with a mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+from pellucid.inspect.group_history import ALL_RIGHT, ALL_WRONG, EQUAL, PARTIAL
+from pellucid.inspect.sentences import format_significant
+from pellucid.reporting.charts import NON_TERM_METRICS
+from pellucid.reporting.report import get_setting
+from pellucid.reporting.run_files import Record
+
+JUDGED_STEPS = 20
+"""How many of the last steps are judged."""
+ALL_FAILED_SHARE = 0.95
+NO_SIGNAL_SHARE = 0.8
+"""The share of groups without a signal from which a run has little to learn from."""
+CUT_OFF_NOTE_SHARE, CUT_OFF_TROUBLE_SHARE = 0.1, 0.5
+"""The shares of answers that were cut off from which that is noted, and from which it holds a run back."""
+CLIPPED_TROUBLE_SHARE = 0.5
+"""The share of clipped tokens from which the clip is what holds the run back."""
+ZERO_LOSS_TOLERANCE = 1e-3
+"""A loss smaller than this is read as 0."""
+TROUBLE, NOTE, FINE = "trouble", "note", "fine"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    key: str
+    """why.KEY of the words."""
+    level: str
+    step: int
+    """Where it is best seen."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def diagnose_run(
+    config: Record, metrics: Sequence[Record], summaries: Sequence[Record], error: str = ""
+) -> list[dict[str, Any]]:
+    """What explains a run that does not learn, then what looks wrong and is right.
+
+    summaries: of the last steps whose groups are known. error: why the last reward failed, where one did.
+    """
+    if not metrics:
+        return [asdict(Finding("no_step", TROUBLE, 0))]
+    recent, last = metrics[-JUDGED_STEPS:], metrics[-1]["step"]
+    found = [
+        *find_reward_failures(config, recent, error),
+        *find_missing_signal(recent, summaries),
+        *find_cut_off_answers(config, recent),
+        *find_zero_terms(metrics),
+        *find_clipping(config, recent),
+        *find_skipped_updates(recent),
+        *find_zero_loss(config, recent),
+    ]
+    steps = {"steps": len(recent), "first": recent[0]["step"], "last": last}
+    return [asdict(Finding(each.key, each.level, each.step, {**steps, **each.values})) for each in found]
+
+
+def average_metric(rows: Sequence[Record], name: str) -> float | None:
+    values = [value for row in rows if (value := row.get(name)) is not None]
+    return fmean(values) if values else None
+
+
+def format_percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def find_reward_failures(config: Record, rows: Sequence[Record], error: str) -> Iterator[Finding]:
+    failed = average_metric(rows, "reward/failed") or 0.0
+    completions = get_setting(config, "algorithm.prompts_per_step", 0) * get_setting(config, "algorithm.group_size", 0)
+    if not failed:
+        return
+    where = next(row["step"] for row in reversed(rows) if row.get("reward/failed"))
+    part = min(1.0, failed / completions) if completions else 0.0
+    key = "reward_fails" if part >= ALL_FAILED_SHARE else "reward_fails_sometimes"
+    told = {
+        "failed": format_significant(failed),
+        "share": format_percent(part),
+        "error": error.strip().partition("\n")[0] or "?",
+    }
+    yield Finding(key, TROUBLE, where, told)
+
+
+def find_missing_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Iterator[Finding]:
+    """All groups of equal rewards: which reward, where the groups themselves are known."""
+    right, wrong, equal = (average_metric(rows, f"groups/dead_{name}") or 0.0 for name in (ALL_RIGHT, ALL_WRONG, EQUAL))
+    if right + wrong + equal < NO_SIGNAL_SHARE:
+        return
+    kinds = [group["signal"] for each in summaries for group in each["groups"]]
+    partial = kinds.count(PARTIAL) / len(kinds) if kinds else 0.0
+    last = rows[-1]["step"]
+    told = {
+        "share": format_percent(right + wrong + equal),
+        "right": format_percent(right),
+        "wrong": format_percent(wrong),
+    }
+    if equal:
+        yield Finding("all_equal", TROUBLE, last, told)
+    elif partial > 0.5:
+        reward = next(g["rewards"][0] for each in summaries for g in each["groups"] if g["signal"] == PARTIAL)
+        yield Finding("all_partial", TROUBLE, last, {**told, "reward": format_significant(reward)})
+    elif right >= NO_SIGNAL_SHARE:
+        yield Finding("all_right", TROUBLE, last, told)
+    elif wrong >= NO_SIGNAL_SHARE:
+        yield Finding("all_wrong", TROUBLE, last, told)
+    else:
+        yield Finding("no_signal", TROUBLE, last, told)
+
+
+def find_cut_off_answers(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
+    ended = average_metric(rows, "completion/finished")
+    if ended is not None and 1 - ended >= CUT_OFF_NOTE_SHARE:
+        limit, level = (
+            get_setting(config, "sampler.max_tokens", "?"),
+            TROUBLE if 1 - ended >= CUT_OFF_TROUBLE_SHARE else NOTE,
+        )
+        yield Finding("cut_off", level, rows[-1]["step"], {"share": format_percent(1 - ended), "limit": limit})
+
+
+def find_zero_terms(rows: Sequence[Record]) -> Iterator[Finding]:
+    """Terms of the reward that were 0 in every completion of the run."""
+    terms = {name: None for row in rows for name in row if name.startswith("reward/") and name not in NON_TERM_METRICS}
+    for name in terms:
+        values = [value for row in rows if (value := row.get(name)) is not None]
+        if values and not any(values):
+            told = {"term": name.removeprefix("reward/"), "all": len(values)}
+            yield Finding("never_sampled", TROUBLE, rows[-1]["step"], told)
+
+
+def find_clipping(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
+    low, high = (average_metric(rows, f"clip/{side}") or 0.0 for side in ("low", "high"))
+    if low + high >= CLIPPED_TROUBLE_SHARE:
+        bounds = {
+            name: format_significant(get_setting(config, f"algorithm.{name}", None))
+            for name in ("clip_low", "clip_high")
+        }
+        worst = max(rows, key=lambda row: (row.get("clip/low") or 0.0) + (row.get("clip/high") or 0.0))
+        yield Finding("clipped", TROUBLE, worst["step"], {"share": format_percent(low + high), **bounds})
+
+
+def find_skipped_updates(rows: Sequence[Record]) -> Iterator[Finding]:
+    """Updates that were not taken, or by a learning rate of 0."""
+    if (skipped := average_metric(rows, "skipped") or 0.0) >= 0.5:
+        yield Finding("skipped", TROUBLE, rows[-1]["step"], {"share": format_percent(skipped)})
+    rates = [rate for row in rows[:-1] if (rate := row.get("lr")) is not None]  # the last one of a schedule may be 0
+    if rates and not any(rates):
+        yield Finding("lr_zero", TROUBLE, rows[-1]["step"])
+
+
+def find_zero_loss(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
+    """A loss of 0 whose gradient is not: with one optimizer step on each set of rollouts every ratio is 1."""
+    loss, norm = average_metric(rows, "loss"), average_metric(rows, "grad_norm")
+    ratio = average_metric(rows, "ratio/mean")
+    if loss is None or not norm or abs(loss) >= ZERO_LOSS_TOLERANCE:
+        return
+    once = get_setting(config, "algorithm.epochs", 1) == 1 and get_setting(config, "algorithm.minibatches", 1) == 1
+    told = {"loss": format_significant(loss), "norm": format_significant(norm), "ratio": format_significant(ratio)}
+    yield Finding("loss_zero" if once else "loss_small", FINE, rows[-1]["step"], told)

@@ -1,0 +1,190 @@
+"""The page on the loopback, live while a run trains: GET alone, from this machine alone, under its own name alone.
+
+Other users of the machine can reach the loopback as well, so that the address has a token in its path.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import tempfile
+import time
+import webbrowser
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread, Timer
+
+from pellucid.inspect import single_file
+from pellucid.inspect.page import build_inspect_page
+from pellucid.inspect.run_reader import RunReader, open_recorded_run
+from pellucid.types import UserError
+from pellucid.utils.text import escape_controls
+
+HOST = "127.0.0.1"
+ALLOWED_HOSTS = (HOST, "localhost")
+"""What a browser may call this machine. Another name is one that somebody else's page made up for this address."""
+CLIENT_TIMEOUT_SECONDS = 20.0
+"""How many seconds a client has to send a whole request, and to take a piece of the answer."""
+STEPS_PER_BATCH, BATCH_PAUSE_SECONDS = 100, 0.01
+"""Steps of a run that are read while answers wait, and seconds until the next ones."""
+COMMON_HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class InspectServer(ThreadingHTTPServer):
+    """Serves the answers of runs by their keys, and the page that asks for them."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[RunReader], port: int):
+        self.runs, self.lock = runs, Lock()
+        self.token = secrets.token_urlsafe(16)
+        self.page_html, self.content_security_policy = build_inspect_page()
+        try:
+            super().__init__((HOST, port), InspectHandler)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{HOST}:{port} cannot be listened on ({reason}): name another --port") from error
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def answer(self, key: str) -> str:
+        """JSON of `RUN/KEY`, of which RUN is a number. UserError where there is none."""
+        number, _, rest = key.partition("/")
+        if key == "runs":
+            return json.dumps([run.run_dir.resolve().name for run in self.runs])
+        if not number.isdecimal() or len(number) > 9 or int(number) >= len(self.runs):
+            raise UserError(f"there is no run {number}")
+        with self.lock:
+            return json.dumps(self.runs[int(number)].answer(rest))
+
+    def prepare_questions(self) -> None:
+        """Read a long run for its questions before anybody asks for them; other answers come in between."""
+        with suppress(OSError):  # of a folder that goes away, whoever asks for an answer is told
+            for run in self.runs:
+                steps = run.prepare_questions(STEPS_PER_BATCH)
+                while self.prepare_batch(steps):
+                    time.sleep(BATCH_PAUSE_SECONDS)
+
+    def prepare_batch(self, batches: Iterator[int]) -> bool:
+        with self.lock:
+            return next(batches, None) is not None
+
+
+class InspectHandler(BaseHTTPRequestHandler):
+    server_version = "pellucid"
+    sys_version = ""
+    timeout = CLIENT_TIMEOUT_SECONDS  # of each read and write; a request that comes byte by byte meets the timer
+
+    def setup(self) -> None:
+        super().setup()
+        self.timer = Timer(CLIENT_TIMEOUT_SECONDS, self.abort_connection)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def finish(self) -> None:
+        self.timer.cancel()
+        with suppress(OSError):  # of a client that has gone
+            super().finish()
+
+    def abort_connection(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def inspect_server(self) -> InspectServer:
+        assert isinstance(self.server, InspectServer)
+        return self.server
+
+    def do_GET(self) -> None:
+        self.timer.cancel()
+        # Through a tunnel the port is another, and a browser leaves out 80.
+        if self.headers.get("Host", "").partition(":")[0] not in ALLOWED_HOSTS:
+            self.reply(
+                HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {HOST}:{self.inspect_server.server_port}"
+            )
+            return
+        token, _, path = self.path.removeprefix("/").partition("/")
+        mine = secrets.compare_digest(token.encode("utf-8", "replace"), self.inspect_server.token.encode())
+        if not mine or self.path == f"/{token}":  # without a slash behind it the page would ask for other addresses
+            self.reply(HTTPStatus.FORBIDDEN, "text/plain", "open the whole address that pellucid look has printed")
+        elif not path:
+            policy = f"{self.inspect_server.content_security_policy}; frame-ancestors 'none'"
+            self.reply(HTTPStatus.OK, "text/html", self.inspect_server.page_html, {"Content-Security-Policy": policy})
+        elif path.startswith("data/"):
+            self.reply_data(path.removeprefix("data/"))
+        else:
+            self.reply(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here")
+
+    def reply_data(self, key: str) -> None:
+        try:
+            self.reply(HTTPStatus.OK, "application/json", self.inspect_server.answer(key))
+        except UserError as error:
+            self.reply(HTTPStatus.NOT_FOUND, "application/json", json.dumps({"error": str(error)}))
+
+    def reply(self, status: HTTPStatus, content_type: str, text: str, headers: dict[str, str] | None = None) -> None:
+        body = text.encode("utf-8", "replace")
+        self.send_response(status)
+        for name, value in {**COMMON_HEADERS, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{content_type}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        with suppress(ConnectionError, TimeoutError):  # a browser that went elsewhere does not wait for the answer
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: the terminal may be that of a run."""
+
+
+# ---------------------------------------------------------------- command
+# `pellucid look`: the page, on the loopback or in a file.
+
+
+def run_look(run_dirs: Sequence[Path], port: int, output: Path | None, open_browser: bool) -> int:
+    """Serve the page until Ctrl-C, or write it as a file. UserError where there is nothing to look at."""
+    if not 1 <= len(run_dirs) <= 2:
+        raise UserError("look takes a RUN, or two to see side by side")
+    runs = [open_recorded_run(folder) for folder in run_dirs]
+    if output:
+        if not output.parent.is_dir():
+            raise UserError(f"there is no folder {output.parent}: name another --output, or make it")
+        try:
+            left_out = single_file.write_page(runs, output)
+        except FileNotFoundError as error:
+            raise UserError(f"{error.filename} went while it was read, as a resume deletes it: look again") from error
+        size = output.stat().st_size / 1e6
+        page = f"page     {output}, {size:.1f} MB, works without network"
+        print(escape_controls(page + (f"\n         {left_out}" if left_out else "")))
+        return 0
+    with InspectServer(runs, port) as server, ExitStack() as door:
+        print(f"look at {server.url}  (Ctrl-C ends it)", flush=True)
+        Thread(target=server.prepare_questions, daemon=True).start()
+        if open_browser:  # beside the server: a browser of the terminal is waited for
+            Thread(
+                target=webbrowser.open, args=(door.enter_context(create_redirect_file(server.url)),), daemon=True
+            ).start()
+        server.serve_forever()
+    return 0
+
+
+@contextmanager
+def create_redirect_file(url: str) -> Iterator[str]:
+    """Yield the address of a file that leads to a page and that this user alone can read.
+
+    The command line of a browser can be read by every user of the machine, and the address of the page has a token.
+    """
+    with tempfile.TemporaryDirectory(prefix="pellucid-look-") as folder:
+        file = Path(folder) / "open.html"
+        file.write_text(f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={url}">\n')
+        yield file.as_uri()

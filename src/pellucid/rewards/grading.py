@@ -1,0 +1,232 @@
+"""A task whose rewards are computed where they can do no harm, all those of a step at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pellucid.rewards import worker
+from pellucid.rewards.calls import TASK_REWARD, AnswerFields, RewardCall, TermFinished, run_call
+from pellucid.rewards.functions import (
+    InvalidRewardError,
+    ModelGrader,
+    PromptCompletion,
+    RewardPart,
+    TrainerState,
+    build_trainer_state,
+    validate_reward,
+)
+from pellucid.rewards.judge import Judge
+from pellucid.rewards.pool import RewardPool
+from pellucid.rewards.reward_model import RewardModel
+from pellucid.rewards.settings import RewardConfig, RewardModelSettings
+from pellucid.rewards.terms import REWARD_MODEL_PREFIX, get_reward_terms, is_batch_term
+from pellucid.types import Completion, Progress, Prompt, Reward, Task, has_batch_rewards, with_split
+from pellucid.utils.endpoint import describe_destination
+
+
+class CallExecutor(Protocol):
+    """Where calls are computed: in other processes, or in this one."""
+
+    def compute(self, calls: Sequence[RewardCall]) -> list[dict[int, list[AnswerFields]]]:
+        """Return for each call the answers of its terms, one for each of its pairs."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GradedTask:
+    """A task whose rewards are computed in other processes, or with `here` in this one.
+
+    A reward that raises, takes longer than `cfg.timeout` seconds, ends its process or is no finite number becomes
+    Reward(nan, error="what happened"). Where functions are terms of the reward, or the task has a method
+    `rewards(prompts, completions)`, they are called once for all completions of a step, within `cfg.step_timeout`
+    seconds; where one raises, once for each group. A judge and a reward model, `graders` by their places in
+    `task.rewards`, work in threads of this process meanwhile. What rewards print in other processes is appended to the
+    file `log`, and so are tracebacks, one for each kind of error.
+
+    here: for rewards that exist in this process alone, as in a notebook. There is no time limit then: what hangs, hangs
+    the run, and what ends the process, ends it.
+
+    Example: task = Graded(Dataset(data="train.jsonl"), RewardConfig(timeout=5.0)); test = task.with_split("test")
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        cfg: RewardConfig | None = None,
+        log: Path | None = None,
+        graders: Mapping[int, ModelGrader] | None = None,
+        in_process: bool = False,
+    ) -> None:
+        self.task, self.seed, self.split = task, task.seed, task.split
+        self._cfg, self._graders = cfg or RewardConfig(), graders or {}
+        self._metrics_file = str(log.with_name("metrics.jsonl")) if log else ""
+        self._grading_task = get_grading_task(task)
+        self._terms = get_reward_terms(self._grading_task)
+        self._executor: CallExecutor = (
+            InProcessExecutor(self._grading_task, log) if in_process else RewardPool(self._grading_task, self._cfg, log)
+        )
+
+    def sample(self, step: int, n: int) -> Sequence[Prompt]:
+        return self.task.sample(step, n)
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        return self.reward_all([(prompt, completion)])[0]
+
+    def reward_all(self, pairs: Sequence[PromptCompletion], progress: Progress = Progress()) -> list[Reward]:  # noqa: B008 - frozen
+        """Return the rewards of completions in their order, group by group."""
+        if not pairs:
+            return []
+        state = build_trainer_state(progress, getattr(self._grading_task, "question_count", None), self._metrics_file)
+        seen = [(prompt, transform_completion(self.task, prompt, completion)) for prompt, completion in pairs]
+        if not self._terms:
+            return [Reward(**{"value": math.nan, **answer}) for answer in self._compute_task_rewards(seen, state)]
+        with ThreadPoolExecutor(len(self._graders) or 1, "grader") as beside:
+            waiting = {term: beside.submit(grader.grade, seen) for term, grader in self._graders.items()}
+            try:
+                parts = self._compute_term_parts(seen, state)
+                parts |= {term: future.result() for term, future in waiting.items()}
+            except BaseException:  # such as Ctrl-C: nobody will read what graders are still to say
+                for grader in self._graders.values():
+                    grader.stop()
+                raise
+        columns = [parts[term] for term in sorted(parts)]
+        return [check_reward(self._grading_task.total(of_one)) for of_one in zip(*columns, strict=True)]
+
+    @property
+    def is_batch_graded(self) -> bool:
+        """Whether completions are graded together, as what compares them needs it."""
+        return has_batch_rewards(self._grading_task) or any(is_batch_term(term.name) for term in self._terms)
+
+    def with_split(self, split: str) -> GradedTask:
+        """Return the same task on another split. Both share the processes: rewards do not depend on the split."""
+        twin = copy.copy(self)
+        twin.task, twin.split = with_split(self.task, split), split
+        return twin
+
+    def close(self) -> None:
+        """End the processes."""
+        self._executor.close()
+
+    def _compute_task_rewards(self, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[AnswerFields]:
+        """Return the fields of the rewards that the task gives by itself."""
+        if has_batch_rewards(self._grading_task):
+            return self._executor.compute([RewardCall((TASK_REWARD,), pairs, state, (self._cfg.step_timeout,))])[0][
+                TASK_REWARD
+            ]
+        calls = [RewardCall((TASK_REWARD,), [pair], state, (self._cfg.timeout,), is_batch=False) for pair in pairs]
+        return [answers[TASK_REWARD][0] for answers in self._executor.compute(calls)]
+
+    def _compute_term_parts(
+        self, pairs: Sequence[PromptCompletion], state: TrainerState
+    ) -> dict[int, list[RewardPart]]:
+        """Return the parts of all terms but those of graders: each completion's own, and what functions say of all."""
+        terms = self._terms
+        here = [i for i in range(len(terms)) if i not in self._graders]
+        each = tuple(i for i in here if not is_batch_term(terms[i].name))
+        batch = tuple(i for i in here if is_batch_term(terms[i].name))
+        limits = tuple(terms[i].timeout or self._cfg.step_timeout for i in batch)
+        alone = [RewardCall(each, [pair], state, (self._cfg.timeout,) * len(each), is_batch=False) for pair in pairs]
+        calls = [*(alone if each else []), *([RewardCall(batch, pairs, state, limits)] if batch else [])]
+        answers = self._executor.compute(calls)
+        found = {i: [RewardPart(**answer[i][0]) for answer in answers[: len(pairs)]] for i in each}
+        return found | {i: [RewardPart(**answer) for answer in answers[-1][i]] for i in batch}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the task: its name and settings, solution, observe."""
+        if name == "task" or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.task, name)
+
+
+class InProcessExecutor:
+    """Computes calls in this process."""
+
+    def __init__(self, task: Any, log: Path | None) -> None:
+        self._task, self._log, self._logged_errors = task, log, set[str]()
+
+    def compute(self, calls: Sequence[RewardCall]) -> list[dict[int, list[AnswerFields]]]:
+        """Return for each call the answers of its terms, one for each of its pairs."""
+        endless = [call._replace(limits=(None,) * len(call.terms)) for call in calls]
+        events = [list(run_call(self._task, call, self._log_error)) for call in endless]
+        return [{e.term: e.answers for e in of_call if isinstance(e, TermFinished)} for of_call in events]
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+    def _log_error(self, description: str, error: BaseException) -> None:
+        """Write the traceback of an error to the log, the first time that it occurs."""
+        if (
+            self._log
+            and description not in self._logged_errors
+            and len(self._logged_errors) < worker.MAX_LOGGED_TRACEBACKS
+        ):
+            self._logged_errors.add(description)
+            with self._log.open("a", encoding="utf-8") as log:
+                traceback.print_exception(error, file=log)
+
+
+def get_grading_task(task: Any) -> Any:
+    """Return the task that grades: a wrapper with a method `seen` leaves that to the task inside."""
+    return get_grading_task(task.task) if is_wrapper(task) else task
+
+
+def transform_completion(task: Any, prompt: Prompt, completion: Completion) -> Completion:
+    """Return a completion as the task that grades sees it, without what only the algorithm needs and is large."""
+    if is_wrapper(task):
+        return transform_completion(task.task, prompt, task.transform_completion(prompt, completion))
+    return replace(completion, sampling_mask=())
+
+
+def is_wrapper(task: Any) -> bool:
+    return callable(getattr(type(task), "transform_completion", None)) and hasattr(task, "task")
+
+
+def check_reward(reward: Reward) -> Reward:
+    """Return a reward whose value is finite, or that has failed."""
+    try:
+        return Reward(**validate_reward(reward))
+    except InvalidRewardError as error:
+        return replace(reward, value=math.nan, error=str(error))
+
+
+# ---------------------------------------------------------------- graders
+# The terms of a reward that are computed in the process of the run, beside the processes of all others.
+
+
+def load_graders(task: Any, cache_folder: Path | None = None) -> dict[int, ModelGrader]:
+    """Return the graders of a task by their places in its `rewards`. Models are loaded: UserError as they have it.
+
+    answers: the folder in which judges keep their answers; without one they keep none.
+    """
+    judged = {place: term.judge for place, term in enumerate(get_reward_terms(get_grading_task(task))) if term.judge}
+    graders: dict[int, ModelGrader] = {place: Judge(settings, cache_folder) for place, settings in judged.items()}
+    return graders | {
+        place: RewardModel(source, settings) for place, (source, settings) in find_reward_models(task).items()
+    }
+
+
+def collect_grader_notices(task: Any) -> list[str]:
+    """Return the lines that must be shown before the graders of a task are loaded: whose code runs, what is sent."""
+    codes = [
+        note for source, settings in find_reward_models(task).values() if (note := settings.get_trust_notice(source))
+    ]
+    judges = [term.judge for term in get_reward_terms(get_grading_task(task)) if term.judge]
+    sent = [describe_destination(judge.base_url, judge.key, "judge: prompts and completions") for judge in judges]
+    return list(dict.fromkeys([*codes, *sent]))
+
+
+def find_reward_models(task: Any) -> dict[int, tuple[str, RewardModelSettings]]:
+    """Return name and settings of each reward model of a task, by its place in `rewards`."""
+    return {
+        place: (term.name.removeprefix(REWARD_MODEL_PREFIX), term.reward_model or RewardModelSettings())
+        for place, term in enumerate(get_reward_terms(get_grading_task(task)))
+        if term.name.startswith(REWARD_MODEL_PREFIX)
+    }

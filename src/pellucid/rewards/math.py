@@ -1,0 +1,1088 @@
+"""Decide whether a completion states the formula that is the gold answer.
+
+This file extracts the answer and refuses what would take for ever to compute. It compares words, numbers and constants
+itself, exactly, and lists, intervals and unions piece by piece. math-verify parses formulas and compares the rest:
+expressions with unknowns, equations, matrices. latex.py puts numbers, units and signs into LaTeX that it reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
+
+import regex  # as in answers.py
+
+from pellucid.rewards.answers import (
+    extract_gold_answer,
+    extract_marked_answer,
+    normalize_to_ascii,
+    parse_only_number,
+    strip_thought,
+)
+from pellucid.utils.plugins import import_extra
+
+MIN_ROUNDED_PLACES = 6
+"""With at least this many decimal places, a rounded decimal equals the exact number: 0.333333 for 1/3."""
+MAX_ROUNDING_ERROR = Fraction(1, 10**5)
+"""The largest error of such a decimal, relative to the exact number: 0.0000003 is not 1/3000000."""
+MIN_COMPARED_DIGITS = 100
+"""Constants such as \\sqrt{2} are compared to so many digits, and more where exponents are large."""
+MAX_COMPARED_DIGITS = 4000
+SYMPY_ERRORS = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+"""Errors by which sympy says that it cannot evaluate a formula."""
+MAX_COMPARED_PAIRS = 36
+"""The most pairs of pieces of two lists that are compared by math-verify."""
+MAX_SEARCHED_CHARACTERS = 20_000
+"""How many characters at the end of a completion are searched where no answer is marked."""
+MAX_ANSWER_CHARACTERS = 1000
+"""The most characters of an answer."""
+
+_FORMULA_WORDS_PATTERN = r"sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|mod|or|and"
+_DELIMITED_FORMULA = regex.compile(
+    r"\$\$[^$]++\$\$|(?<![\\\d])\$[^$\n]+(?<!\\)\$|\\\((?:[^\\\n]|\\(?![()]))*+\\\)|\\\[(?:[^\\]|\\(?![\[\]]))*+\\\]"
+)
+_CONNECTIVES = ("and", "or", ",", ", and", ", or")
+_WORD = re.compile(
+    rf"(?:(?<![A-Za-z\\{{_^])(?!(?:{_FORMULA_WORDS_PATTERN})(?![A-Za-z]))[A-Za-z]{{2,}}(?:['\u2019][A-Za-z]+)*"
+    r"|[\u2e80-\u9fff\uac00-\ud7af])[,:]?|[.;!?](?=\s)|[\n\u3002]|#+|:(?=\s)"
+)
+_NEGATION = re.compile(
+    r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bcannot|\bwithout)(?:\s+(?:be|equal|equals|to|a|the|exactly))*\s*\Z"
+)
+_ANSWER_IS = re.compile(
+    r"(?:\A|[.!?:,;\n]\s*|\b(?:so|thus|hence|therefore|and|then)\s+)(?:the\s+)?(?:final\s+|correct\s+)?answer\s*"
+    r"(?:is|:|=|equals|is\s+equal\s+to)\s*:?\s*(?P<answer>[^\n]+?)\s*\Z",
+    re.IGNORECASE,
+)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_NUMBER_WITH_BASE = re.compile(r"(-?[0-9A-Fa-f]+)_\{?(\d{1,2})\}?")
+_THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_APPROXIMATELY = re.compile(r"(?<!\\not)\\(?:approx(?:eq)?|simeq|doteq)(?![A-Za-z])")
+_RELATION = re.compile(r"\\(?:neq?|approx|sim|not|equiv)(?![A-Za-z])|!=|~")
+
+
+def states_formula(text: str, gold: str) -> bool | None:
+    """Whether a completion states the gold answer; None where the gold answer cannot be read.
+
+    Example: states_formula("So $x = \\\\frac{2}{4}$.", "0.5"); not states_formula("<answer>3x</answer>", "3")
+    """
+    gold = strip_answer_sentence(extract_gold_answer(gold))
+    marked, behind = extract_marked_answer(text), strip_thought(text)[-MAX_SEARCHED_CHARACTERS:]
+    if is_words(gold):
+        return states_words(behind, marked, gold)
+    expected = normalize_formula(gold)
+    if parse_plain_number(expected.body) is None and not is_readable(expected.body):
+        return None
+    found = extract_conclusion(behind) if marked is None else marked
+    found = strip_answer_sentence(found) if marked is not None and len(found) <= MAX_ANSWER_CHARACTERS else found
+    return len(found) <= MAX_ANSWER_CHARACTERS and are_equal(normalize_formula(found), expected)
+
+
+@lru_cache(maxsize=1024)
+def strip_answer_sentence(gold: str) -> str:
+    """Return the formula of a gold answer such as "The answer is 0.5"; any other text as it is."""
+    match = _ANSWER_IS.search(gold) if "nswer" in gold or "NSWER" in gold else None
+    return match["answer"] if match else gold
+
+
+def is_readable(body: str) -> bool:
+    """Whether math-verify can read the formula of a gold answer, within a bounded time."""
+    stray = "$" in body.replace(r"\$", "")
+    return not stray and is_computable(body, allowed=body) and bool(parse_formula(body))
+
+
+def are_equal(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
+    """Whether two formulas are equal. Either may lack its unit; units that are both there must agree.
+
+    A percentage is its amount or a hundredth of it, where only one side has the sign.
+    """
+    if not found.body:
+        return False
+    if (found.has_currency and expected.unit in NON_CURRENCY_UNITS) or (
+        expected.has_currency and found.unit in NON_CURRENCY_UNITS
+    ):
+        return False
+    if found.unit != expected.unit and found.unit and expected.unit:
+        return False
+    if are_equal_without_units(found, expected):
+        return True
+    if found.unit == expected.unit or "%" not in (found.unit, expected.unit):
+        return False
+    one, other = (
+        replace_body(side, divide_by_hundred(side.body)) if side.unit == "%" else side for side in (found, expected)
+    )
+    return are_equal_without_units(one, other)
+
+
+NON_CURRENCY_UNITS = ("%", "degrees")
+"""Units that contradict a currency."""
+
+
+def replace_body(side: NormalizedFormula, body: str) -> NormalizedFormula:
+    return side._replace(body=body, range="", unknown="")
+
+
+def are_equal_without_units(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
+    """Whether two formulas without their units are equal."""
+    one, other = found.body, expected.body
+    if one.split() == other.split():
+        return True
+    quick = get_first_verdict(check(one, other) for check in (compare_numbers, compare_in_base))
+    if quick is not None or not is_computable(one, allowed=other):
+        return bool(quick)
+    structured = get_first_verdict(
+        check(found, expected) for check in (compare_approximation, compare_ranges, compare_structures)
+    )
+    return compare_formulas(one, other) if structured is None else structured
+
+
+def get_first_verdict(verdicts: Iterable[bool | None]) -> bool | None:
+    """Return the first verdict that is no None; None where there is none."""
+    return next((verdict for verdict in verdicts if verdict is not None), None)
+
+
+def compare_numbers(found: str, expected: str) -> bool | None:
+    """Whether two plain numbers are equal; None where either is none."""
+    x, y = parse_plain_number(found), parse_plain_number(expected)
+    if x is None or y is None:
+        return None
+    return x == y or is_rounded_ratio(found, x, expected, y) or is_rounded_ratio(expected, y, found, x)
+
+
+def compare_approximation(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
+    """Whether an answer with an approximation sign states the gold answer; None where there is no such sign."""
+    if not _APPROXIMATELY.search(found.body) or _APPROXIMATELY.search(expected.body):
+        return None
+    return approximates(found.body, expected)
+
+
+def compare_structures(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
+    """Whether two lists or sets are equal; False for formulas of different kinds, None for other formulas."""
+    return compare_pieces(found.body, expected.body) if are_same_kind(found.body, expected.body) else False
+
+
+def compare_formulas(found: str, expected: str) -> bool:
+    sides = split_sides(found) if "=" not in expected else [found]
+    # The last side of a chain of equations is the answer; a false chain, such as 4 = 3, is none.
+    constant = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
+    if not all(verify_formula(side, constant[-1]) for side in constant[:-1]):
+        return False
+    if len(sides) > 1 and constant and sides[-1] == constant[-1] and "=" not in expected:
+        return verify_formula(sides[-1], expected)
+    return verify_formula(found, expected)
+
+
+def verify_formula(found: str, expected: str) -> bool:
+    """Whether two formulas are equal: constants exactly, anything else as math-verify compares it."""
+    one, other = parse_formula(found), parse_formula(expected)
+    if not are_comparable(one, other):
+        return False
+    digits = count_compared_digits(found, expected)
+    constants = compare_constants(found, one, expected, other, digits)
+    if constants is not None:
+        return constants
+    _, verify = load_math_verify()
+    # Its numeric comparison is absolute: a difference below 10^-digits counts as none.
+    return bool(verify(other, one, numeric_precision=digits, timeout_seconds=None))
+
+
+def count_compared_digits(*bodies: str) -> int:
+    """Return how many digits tell constants apart that have these exponents."""
+    exponents = [int(n) for body in bodies for n in re.findall(r"\^\s*\{?\s*-?(\d{1,5})", body)]
+    return min(MAX_COMPARED_DIGITS, MIN_COMPARED_DIGITS + 3 * max(exponents, default=0))
+
+
+def compare_constants(found: str, one: Sequence[Any], expected: str, other: Sequence[Any], digits: int) -> bool | None:
+    """Whether two constants are equal; None where either is no constant.
+
+    A plain decimal of SAME_PLACES places equals the number that it is rounded from.
+    """
+    x, y = (evaluate_constant(side) for side in (one, other))
+    if x is None or y is None:
+        return None
+    if x.is_Rational and y.is_Rational:
+        return bool(x == y)
+    for decimal, exact in ((found, y), (expected, x)):
+        value = parse_plain_number(decimal)
+        if value is not None and (places := decimal.partition(".")[2]).isdigit() and len(places) >= MIN_ROUNDED_PLACES:
+            return is_rounded_constant(value, exact, len(places))
+    if x.is_infinite or y.is_infinite:
+        return bool(x == y)
+    sympy = import_extra("sympy", "data", 'reward "math"')
+    try:
+        near, far = (sympy.N(side, digits, maxn=2 * digits) for side in (x, y))
+        size, difference = max(abs(near), abs(far)), abs(near - far)
+        return bool(difference <= size * sympy.Float(10, digits) ** (10 - digits))
+    except SYMPY_ERRORS:
+        return None
+
+
+def is_rounded_constant(decimal: Fraction, exact: Any, places: int) -> bool:
+    """Whether a decimal is a constant of sympy rounded at so many places."""
+    sympy = import_extra("sympy", "data", 'reward "math"')
+    value = sympy.N(exact, places + 30)
+    if not value.is_Float:
+        return False
+    error = abs(Fraction(str(value)) - decimal)
+    return 2 * error <= Fraction(1, 10**places) and error <= MAX_ROUNDING_ERROR * abs(decimal)
+
+
+def evaluate_constant(formula: Sequence[Any]) -> Any:
+    """Return the evaluated constant of sympy that was parsed; None where it has unknowns or is no expression."""
+    sympy = import_extra("sympy", "data", 'reward "math"')
+    if not formula or not isinstance(formula[0], sympy.Expr) or formula[0].free_symbols:
+        return None
+    try:
+        value = formula[0].doit()
+    except SYMPY_ERRORS:
+        return None
+    if not isinstance(value, sympy.Expr) or value.has(sympy.nan, sympy.zoo, sympy.core.function.AppliedUndef):
+        return None
+    return value if value.is_number or value.is_infinite else None
+
+
+def compare_in_base(found: str, expected: str) -> bool | None:
+    """Whether numbers with a base such as 101_2 agree, of which one may lack the base; None where none has one."""
+    one, other = (_NUMBER_WITH_BASE.fullmatch("".join(side.split())) for side in (found, expected))
+    if one and other:
+        return (one[1].lower(), one[2]) == (other[1].lower(), other[2])
+    if other:  # the question has asked for this base
+        return "".join(found.split()).lower() == other[1].lower()
+    value = parse_plain_number(expected)
+    if one and value is not None and 2 <= int(one[2]) <= 36:
+        digits = re.fullmatch("-?[0-9a-z]+", one[1].lower())
+        return (
+            digits is not None
+            and all(int(c, 36) < int(one[2]) for c in one[1].lstrip("-"))
+            and value == int(one[1], int(one[2]))
+        )
+    return None
+
+
+def approximates(found: str, expected: NormalizedFormula) -> bool:
+    """Whether "x \\approx 3.14" or "\\pi \\approx 3.14" states the gold answer: by either side, where both agree."""
+    sides = [side.strip() for side in _APPROXIMATELY.split(found)]
+    if len(sides) != 2 or not all(sides):
+        return False
+    exact, decimal = sides[0].rpartition("=")[2].strip(), parse_plain_number(sides[1])
+    value = evaluate_constant(parse_formula(exact)) if exact else None
+    if value is None:
+        return re.fullmatch(r"[A-Za-z]|\\[A-Za-z]+", exact) is not None and are_equal_without_units(
+            replace_body(expected, sides[1]), expected
+        )
+    if decimal is None:
+        return False
+    places = len(sides[1].partition(".")[2]) if "." in sides[1] else 0
+    near = import_extra("sympy", "data", 'reward "math"').N(value, 30 + places)
+    if not near.is_Float and not near.is_Rational:
+        return False
+    if 2 * abs(Fraction(str(near)) - decimal) > Fraction(1, 10**places):
+        return False
+    return any(are_equal_without_units(replace_body(expected, side), expected) for side in (exact, sides[1]))
+
+
+def compare_ranges(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
+    """Whether a condition and an interval, or two conditions, hold for the same numbers.
+
+    None where this does not say: neither is a condition, or a condition that must be solved first differs.
+    """
+    if found.range and expected.range:
+        same_bounds = found.unknown == expected.unknown and bool(compare_pieces(found.range, expected.range))
+        return True if same_bounds else None
+    if not (found.range or expected.range):
+        return None
+    conditional, other = (found, expected) if found.range else (expected, found)
+    interval = parse_intervals(other.body)
+    if interval is None:
+        return None
+    return bool(compare_pieces(conditional.range, interval))
+
+
+def parse_intervals(body: str) -> str | None:
+    """Return the intervals of a set such as (-5,3), "x \\in [0,1]" and \\mathbb{R}; None for anything else."""
+    inside = re.sub(r"\A\s*(?:[A-Za-z]|\\[a-z]+)\s*\\in(?![A-Za-z])\s*", "", body).strip()
+    reals = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\u211d|\(-\\infty\s*,\s*\+?\\infty\s*\))"
+    if re.fullmatch(reals, inside):
+        return r"(-\infty,\infty)"
+    if left_out := re.fullmatch(reals + r"\s*(?:\\setminus|\\backslash|-|\\)\s*\\\{([^{},]+)\\\}", inside):
+        return rf"(-\infty,{left_out[1]})\cup({left_out[1]},\infty)"
+    pieces = split_pieces(inside)
+    return inside if pieces and all(len(piece.parts) == 2 for piece in pieces[1]) and pieces[0] == "cup" else None
+
+
+class Piece(NamedTuple):
+    """A bracketed list, or a part of a list without brackets."""
+
+    brackets: str
+    parts: tuple[str, ...]
+
+
+def split_pieces(body: str) -> tuple[str, list[Piece]] | None:
+    """Return the pieces of a union of intervals, "cup", or of a list, "list"; None where it is neither.
+
+    Example: pieces_of("[0,1) \\cup \\{3\\}") == ("cup", [Piece("[)", ("0", "1")), Piece("{}", ("3",))])
+    """
+    body = body.strip()
+    if r"\cup" in body or body.startswith(("(", "[", r"\{")):
+        found = [parse_bracketed(part.strip()) for part in re.split(r"\\cup(?![A-Za-z])", body)]
+        pieces = [piece for piece in found if piece is not None]
+        if len(pieces) == len(found) and (len(pieces) > 1 or len(pieces[0].parts) > 1 or pieces[0].brackets == "{}"):
+            return "cup", pieces
+    parts = split_at_commas(body)
+    return ("list", [Piece("", (part,)) for part in parts]) if len(parts) > 1 else None
+
+
+def parse_bracketed(part: str) -> Piece | None:
+    """Return the elements of a list in brackets that close at its end; None where they do not."""
+    opening, closing = (2 if part.startswith(r"\{") else 1), (2 if part.endswith(r"\}") else 1)
+    brackets = part[:opening][-1:] + part[-1:]
+    if len(part) < 3 or brackets not in ("()", "[]", "(]", "[)", "{}") or (brackets == "{}" and opening + closing != 4):
+        return None
+    inside = part[opening:-closing]
+    parts = split_at_commas(inside)
+    return Piece(brackets, tuple(parts)) if all(parts) and has_no_stray_bracket(inside) else None
+
+
+def has_no_stray_bracket(body: str) -> bool:
+    """Whether no bracket in a text closes one that was opened before it."""
+    level = 0
+    for c in body:
+        level += (c in "([{") - (c in ")]}")
+        if level < 0:
+            return False
+    return level == 0
+
+
+def split_at_commas(body: str) -> list[str]:
+    """Split at commas outside of brackets. Where there are commas with a space, those in 1,000 group thousands."""
+    if ", " in body:
+        body = _THOUSANDS_COMMA.sub("\0", body)
+    parts, level, start = list[str](), 0, 0
+    for place, c in enumerate(body):
+        level += (c in "([{") - (c in ")]}")
+        if c in ",;" and level <= 0:
+            parts.append(body[start:place])
+            start = place + 1
+    return [part.replace("\0", ",").strip() for part in (*parts, body[start:])]
+
+
+def expand_plus_minus(body: str) -> str:
+    r"""Return "3, -3" for "\pm 3"; any other text as it is."""
+    if body.count(r"\pm") != 1 or "," in body:
+        return body
+    plus = body.replace(r"\pm", "+").replace(r"\mp", "-").strip().removeprefix("+")
+    return plus + ", " + body.replace(r"\pm", "-").replace(r"\mp", "+")
+
+
+def compare_pieces(found: str, expected: str) -> bool | None:
+    """Whether two lists, tuples, sets, intervals or unions have equal pieces; None where they are not of one kind."""
+    if (
+        not any(sign in found and sign in expected for sign in (",", ";", r"\{", r"\pm"))
+        and r"\pm" not in found + expected
+    ):
+        return None
+    one, other = (split_pieces(expand_plus_minus(side)) for side in (found, expected))
+    if one is None or other is None:
+        return None
+    (kind, first), (other_kind, second) = one, other
+    lists = get_elements(first), get_elements(second)
+    if "list" in (kind, other_kind):  # a list without brackets is a set
+        return None if lists[0] is None or lists[1] is None else have_equal_elements(lists[0], lists[1])
+    if len(first) == len(second) == 1:
+        return are_equal_pieces(first[0], second[0])
+    return len(first) == len(second) and have_perfect_matching(first, second, are_equal_pieces)
+
+
+def get_elements(pieces: Sequence[Piece]) -> tuple[str, ...] | None:
+    """Return the elements of a set or of a list without brackets; None for anything else."""
+    if len(pieces) == 1 and pieces[0].brackets == "{}":
+        return pieces[0].parts
+    return None if any(piece.brackets for piece in pieces) else tuple(piece.parts[0] for piece in pieces)
+
+
+def are_equal_pieces(one: Piece, other: Piece) -> bool:
+    """Whether two bracketed lists are equal: in their order, unless they are sets."""
+    if one.brackets != other.brackets or len(one.parts) != len(other.parts):
+        return False
+    if one.brackets == "{}":
+        return have_equal_elements(one.parts, other.parts)
+    return all(map(are_equal_elements, one.parts, other.parts))
+
+
+def have_equal_elements(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two lists have the same elements, in whatever order."""
+    return len(one) == len(other) and have_perfect_matching(one, other, are_equal_elements)
+
+
+def are_equal_elements(one: str, other: str) -> bool:
+    return are_equal(normalize_formula(one), normalize_formula(other))
+
+
+def have_perfect_matching(one: Sequence[Any], other: Sequence[Any], alike: Callable[[Any, Any], bool]) -> bool:
+    """Whether each element has a partner of its own. Equal texts are paired first, as comparing formulas is slow."""
+    rest = list(other)
+    left = [each for each in one if not (each in rest and (rest.remove(each) is None))]
+    if len(left) ** 2 > MAX_COMPARED_PAIRS:
+        return False
+    for each in left:
+        partner = next((place for place, candidate in enumerate(rest) if alike(each, candidate)), None)
+        if partner is None:
+            return False
+        del rest[partner]
+    return not rest
+
+
+def are_same_kind(found: str, expected: str) -> bool:
+    """Whether both or neither hold a relation such as != or ~, and `found` holds no adjacent numbers.
+
+    math-verify drops such relations and joins such numbers.
+    """
+    alike = bool(_RELATION.search(found)) == bool(_RELATION.search(expected))
+    return alike and not re.search(r"\d\s+\.?\d", found)
+
+
+def is_rounded_ratio(decimal: str, value: Fraction, ratio: str, exact: Fraction) -> bool:
+    """Whether a decimal of at least SAME_PLACES places is the ratio rounded at its last place."""
+    places = decimal.partition(".")[2]
+    if not places.isdigit() or len(places) < MIN_ROUNDED_PLACES or "." in ratio:
+        return False
+    error = abs(value - exact)
+    return 2 * error <= Fraction(1, 10 ** len(places)) and error <= MAX_ROUNDING_ERROR * abs(exact)
+
+
+def parse_plain_number(body: str) -> Fraction | None:
+    """Return the value of a formula that is a number alone; None where letters, brackets or signs make it more."""
+    letters = re.sub(r"\\(?:[dtc]?frac|times|cdot)(?![A-Za-z])", "", body)
+    return None if re.search(r"[A-Za-z()\[\]|]", letters) else parse_only_number(body)
+
+
+def split_sides(body: str) -> list[str]:
+    return [body] if "," in body else re.split(r"(?<![<>!:])=(?!=)", body)
+
+
+def divide_by_hundred(body: str) -> str:
+    value = parse_plain_number(body)
+    return rf"\frac{{{body}}}{{100}}" if value is None else f"{(value / 100).numerator}/{(value / 100).denominator}"
+
+
+def states_words(text: str, marked: str | None, gold: str) -> bool:
+    """Whether a completion states these words: as its marked answer, else as its last line or the end of that."""
+    expected = normalize_words(strip_to_words(gold))
+    if marked is not None:
+        named = re.sub(
+            r"^(?:option|choice|answer)\s+", "", strip_to_words(marked[:MAX_ANSWER_CHARACTERS]), flags=re.IGNORECASE
+        )
+        return normalize_words(strip_to_words(named)) == expected
+    last = "".join(text.strip().splitlines()[-1:])[-MAX_ANSWER_CHARACTERS:]
+    said = re.split(r"(?:\b(?:is|are|on)\b|[:=])", last)[-1]
+    return expected in (normalize_words(strip_to_words(last)), normalize_words(strip_to_words(said)))
+
+
+def extract_conclusion(text: str) -> str:
+    """Return the last formula of a text without a marked answer, between $ and $ or words; empty where it is negated.
+
+    Example: conclusion("She makes 18 dollars") == "18"; conclusion("It is x^2 + 1.") == "x^2 + 1"
+    """
+    text = remove_emphasis(text)
+    start, end, formula = find_last_delimited(text)
+    spoken = find_last_span(text, end)
+    if spoken is not None and (not formula or re.search(r"\d", text[slice(*spoken)])):
+        start, formula = spoken[0], text[slice(*spoken)]
+        # Alone, 3! is a factorial; at the end of a sentence it is a 3.
+        formula = formula.rstrip().rstrip("!?") if start else formula
+    return "" if _NEGATION.search(text[max(0, start - 60) : start]) else formula
+
+
+def find_last_delimited(text: str) -> tuple[int, int, str]:
+    """Return start, end and text of the last formula between delimiters. "$1$ and $2$" is one formula: "1, 2"."""
+    start, end, formulas = 0, 0, list[str]()
+    for match in _DELIMITED_FORMULA.finditer(text):
+        if " ".join(text[end : match.start()].split()) not in _CONNECTIVES:
+            start, formulas = match.start(), []
+        formulas.append(strip_formatting(match[0]))
+        end = match.end()
+    return start, end, ", ".join(formulas)
+
+
+def find_last_span(text: str, begin: int) -> tuple[int, int] | None:
+    """Return start and end of the last stretch between words that has a digit, else a letter, in it; or None."""
+    spans, start = [], begin
+    for word in _WORD.finditer(text, begin):
+        spans.append((start, word.start()))
+        start = word.end()
+    spans.append((start, len(text)))
+    for wanted in (r"\d", r"[A-Za-z]"):
+        for span in reversed(spans):
+            if re.search(wanted, text[span[0] : span[1]]):
+                return span
+    return None
+
+
+def are_comparable(found: list[Any], expected: list[Any]) -> bool:
+    """Whether comparing is safe: expressions in different unknowns are not equal, and simplifying them may not end."""
+    expression = import_extra("sympy", "data", 'reward "math"').Expr
+    pair = (found[:1], expected[:1])
+    if not all(formula and isinstance(formula[0], expression) for formula in pair):
+        return True
+    x, y = ({str(symbol) for symbol in formula[0].free_symbols} for formula in pair)
+    return x == y
+
+
+@lru_cache(maxsize=1024)
+def parse_formula(body: str) -> list[Any]:
+    """Return the formula as math-verify parses it, with exact decimals, and i as the imaginary unit."""
+    parse, _ = load_math_verify()
+    return [make_exact(each) for each in parse(rf"\boxed{{{body}}}")]
+
+
+def make_exact(formula: Any) -> Any:
+    """Return a formula of sympy with decimals as ratios and the symbol i as the imaginary unit; other things as is."""
+    sympy = import_extra("sympy", "data", 'reward "math"')
+    if not isinstance(formula, sympy.Expr | sympy.core.relational.Relational | sympy.MatrixBase):
+        return formula
+    exact: dict[Any, Any] = {number: sympy.Rational(str(number)) for number in formula.atoms(sympy.Float)}
+    exact |= {symbol: sympy.I for symbol in formula.free_symbols if symbol.name == "i"}
+    try:
+        return formula.xreplace(exact) if exact else formula
+    except SYMPY_ERRORS:  # such as a relation that does not order complex numbers
+        return formula
+
+
+@cache
+def load_math_verify() -> tuple[Callable[[str], list[Any]], Callable[..., bool]]:
+    """Return math-verify's parse and verify, without units: it takes the ab of 2ab for one, so latex.py reads them."""
+    library = import_extra("math_verify", "data", 'reward "math"')
+    normalization = replace(library.LatexExtractionConfig().normalization_config, units=False)
+    reading = [library.LatexExtractionConfig(normalization_config=normalization), library.ExprExtractionConfig()]
+    # Hide its warning that its own time limits are off. They need the main thread and turn a slow comparison into a
+    # silent 0; the sandbox limits the time of every reward, and reports what it stopped.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return partial(library.parse, extraction_config=reading, parsing_timeout=None), library.verify
+
+
+# ---------------------------------------------------------------- latex
+# Rewrite formulas, in LaTeX or not, for math-verify: numbers, units and signs. Tell words from formulas.
+
+
+_SIGNS = {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u00d7": r"\times ", "\u00f7": r"\div ", "\u00b7": r"\cdot "}
+_SIGNS |= {"\u22c5": r"\cdot ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b0": r"^\circ "}
+_SIGNS |= {"\u00b1": r"\pm ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset "}
+_SIGNS |= {
+    "\u03b1": r"\alpha ",
+    "\u03b2": r"\beta ",
+    "\u03b8": r"\theta ",
+    "\u03bb": r"\lambda ",
+    "\u2248": r"\approx ",
+}
+_SIGNS |= {"\u00a3": r"\$", "\u20ac": r"\$", "\u00a5": r"\$"}
+LATEX_FORMS = str.maketrans(_SIGNS)
+_FULL_STOP = "\u3002"
+_SUPERSCRIPT_DIGITS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
+_SUPERSCRIPT = re.compile(f"[{_SUPERSCRIPT_DIGITS}]+")
+
+_DELIMITED = re.compile(
+    r"\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*|__(.*)__|`(.*)`|\\displaystyle\s*(.*)", re.DOTALL
+)
+_SQRT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
+_CURRENCY = re.compile(r"(?:\bUS\s*)?(?:\\\$|\$)\s*(?=-?\.?\d)|(?<=\d)\s*(?:\\\$|\$)\s*\Z|\b(?:USD|EUR|GBP)\s*(?=\d)")
+_SEPARATOR = r"(?:\\[,:; ]|\{,\}|\{\\,\}|[ '_]|~)"
+_GROUPED = re.compile(rf"(?<![\d.,])(?<!\d[ ])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d|{_SEPARATOR}\d)")
+_EXPONENT = re.compile(r"(?<=\d)[eE]([+-]?\d+)(?![\dA-Za-z])")
+_SCALED = re.compile(r"(?<=\d)\s*(thousand|million|billion)\b")
+_SCALE_EXPONENTS = {"thousand": 3, "million": 6, "billion": 9}
+_IMAGINARY = re.compile(r"(?<=\d)i(?![A-Za-z])")
+_MIXED = re.compile(
+    r"(?<![\d.,/^{_])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.,/])|(?<![\d.,/^{_])(\d+)\s*\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)"
+)
+_GROUP = r"\{((?:[^{}]++|\{(?1)\})*+)\}"
+_STYLE_COMMAND = regex.compile(
+    r"\\(?:mathbf|textbf|boldsymbol|pmb|bm|bf|mathit|textit|mathsf|textsf|mathtt|texttt|mathnormal|emph|underline|ensuremath"
+    rf"|textcolor\s*\{{[a-z]+\}}|color\s*\{{[a-z]+\}})\s*{_GROUP}"
+)
+"""Commands that change only how their argument looks."""
+_TEXT_COMMAND = regex.compile(rf"\\(?:text|textrm|textnormal|mathrm|rm|mbox|hbox|operatorname)\s*{_GROUP}")
+_SIZE_COMMAND = re.compile(
+    r"\\(?:displaystyle|textstyle|limits|left|right|[bB]igg?[lrm]?)(?![A-Za-z])(?!\s*\.)|\\color\s*\{[a-z]+\}"
+)
+_TAG = re.compile(r"</?(?:b|i|u|p|em|strong|span|code|sub|sup|br|mark|center)\s*/?>", re.IGNORECASE)
+_EMPHASIS = re.compile(
+    r"(?<![A-Za-z0-9)}\s])\*\*+|\*\*+(?![A-Za-z0-9(+\-\s])|(?:(?<=\s)|\A)\*\*+(?=\S)|(?<=\S)\*\*+(?=\s|\Z)"
+    r"|(?<![A-Za-z0-9)}])__|__(?![A-Za-z0-9{(])"
+)
+_CODE_SPELLINGS = [
+    (re.compile(r"\b(?:math|np|numpy|sympy|sp)\.(?=[a-z])"), ""),
+    (re.compile(r"\b(?:Fraction|Rational)\(\s*(-?\w+)\s*,\s*(-?\w+)\s*\)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\s*\*\*\s*(-?[A-Za-z0-9.]+)(?![A-Za-z0-9.]|\s*\*\*)"), r"^{\1}"),
+    (re.compile(r"\s*\*\*\s*"), "^"),
+    (re.compile(r"(?<![A-Za-z\\])(pi|infty|infinity|alpha|beta|theta|lambda)(?![A-Za-z(])"), r"\\\1 "),
+    (re.compile(r"(?<![A-Za-z\\])(?:oo|inf)(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"\\infinity(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"(?<![A-Za-z\\])(?:a?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp)(?=\s*\()"), r"\\\g<0>"),
+    (re.compile(r"(?:>=|=>)"), r"\\ge "),
+    (re.compile(r"(?:<=|=<)"), r"\\le "),
+    (re.compile(r"!="), r"\\ne "),
+]
+"""Spellings of programming languages, and the LaTeX that they stand for."""
+_CODE_CALL = regex.compile(r"(?<![A-Za-z\\])(sqrt|abs)\s*(\(((?:[^()]++|(?2))*+)\))")
+_POWER_IN_BRACKETS = regex.compile(r"\^\s*(\(((?:[^()]++|(?1))*+)\))")
+_APPROXIMATION_PREFIX = re.compile(
+    r"\A\s*(?:\\(?:approx(?:eq)?|thickapprox|sim(?:eq)?|cong|doteq)(?![A-Za-z])|~|=)\s*"
+    r"|\A\s*(?:approximately|approx\.?|roughly|about|around)\s+(?=[-\\$\d.])",
+    re.IGNORECASE,
+)
+_LOGARITHM = re.compile(
+    r"\\log\s*_\s*(?:\{\s*([^{}]+?)\s*\}|([A-Za-z0-9]))\s*(?:\{([^{}]+)\}|(\d+(?:\.\d+)?|[A-Za-z]))(?![A-Za-z0-9{])"
+)
+_SHORT_FRACTION = re.compile(r"(\\[dtc]?frac)\s*(\d)\s*(\d)(?!\d)|(\\[dt]?binom)\s*(\d)\s*(\d)(?!\d)")
+_ANGLE = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?)\s*[({]?\s*(-?\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?\s*[)}]?"
+)
+_CONJUNCTION = re.compile(r"\s*,?\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*,?\s*(?:or|and)\s*\}|\b(?:or|and)\b)\s*")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_UNIT = re.compile(
+    r"""(?<=[\d})])(?:\s|~|\\[,;:!\ ])*
+    (?: (?P<percent>\\?%|(?:\\text\s*\{\s*)?(?:%|\\%|per\s?cent(?:age)?)\s*\}?)
+      | (?P<degrees>\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF])?|\\degree
+          |(?:\\text\s*\{\s*)?degrees?(?:\s+(?:Celsius|Fahrenheit))?\s*\}?)
+      | (?: \\(?:text(?:rm|it)?|mathrm|mbox|operatorname)\s*\{\s*(?P<dressed>[A-Za-z][A-Za-z./\ ]*)\}
+          | (?<=[ ])(?P<words>[A-Za-z]{2,}(?:[ /][A-Za-z]+){0,3}\.?|[mgshL]) | (?P<glued>cm|mm|km|kg|ml|mg|ft|mph) )
+        (?:\s*\^\s*\{?(?P<power>\d)\}?)? )\s*\Z""",
+    re.VERBOSE,
+)
+_NON_UNIT_WORDS = {
+    "pi",
+    "sin",
+    "cos",
+    "tan",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "or",
+    "and",
+    "not",
+    "to",
+    "is",
+    "in",
+    "mod",
+    "times",
+}
+_UNIT_NAMES = {"cm": "centimeter", "mm": "millimeter", "km": "kilometer", "m": "meter", "g": "gram", "kg": "kilogram"}
+_UNIT_NAMES |= {"ft": "foot", "feet": "foot", "inches": "inch", "s": "second", "sec": "second", "min": "minute"}
+_UNIT_NAMES |= {"h": "hour", "hr": "hour", "mph": "mile per hour", "sq": "square", "dollar": "", "buck": ""}
+
+
+class NormalizedFormula(NamedTuple):
+    """A formula in LaTeX, and its unit: empty, "%", "degrees", or words."""
+
+    body: str
+    unit: str
+    has_currency: bool = False
+    """Whether it has a currency sign."""
+    range: str = ""
+    """The intervals that a condition such as -5 < x < 3 stands for; empty where it is no condition."""
+    unknown: str = ""
+    """The unknown of that condition."""
+
+
+@lru_cache(maxsize=1024)
+def normalize_formula(text: str) -> NormalizedFormula:
+    """Return the formula and the unit of a text, in the LaTeX that math-verify reads.
+
+    Example: written("US$1,000").body == "1,000"; written("90\u00b0")[:2] == ("90", "degrees")
+    """
+    raised = _SUPERSCRIPT.sub(
+        lambda match: "^{" + "".join(str(_SUPERSCRIPT_DIGITS.index(c)) for c in match[0]) + "}",
+        normalize_to_ascii(text),
+    )
+    body = remove_styles(strip_formatting(" ".join(_TAG.sub("", raised).translate(LATEX_FORMS).split())))
+    spoken = _SQRT.sub(
+        lambda m: rf"\sqrt{{{m[1] or m[2]}}}",
+        convert_code_spelling(_APPROXIMATION_PREFIX.sub("", strip_formatting(body))),
+    )
+    body = _CURRENCY.sub("", spoken)
+    in_currency = body != spoken
+    body = _SCALED.sub(lambda m: rf" \times 10^{{{_SCALE_EXPONENTS[m[1]]}}}", body)
+    body = _ANGLE.sub(r"\1(\\frac{\2\\pi}{180})", body)
+    unknown, range_ = parse_condition(body)
+    body, unit = split_unit(_CONJUNCTION.sub(", ", body).strip())
+    body = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), body)
+    body = _SHORT_FRACTION.sub(lambda m: rf"{m[1] or m[4]}{{{m[2] or m[5]}}}{{{m[3] or m[6]}}}", body)
+    body = _LOGARITHM.sub(lambda m: rf"\log_{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", body)
+    body = _MIXED.sub(lambda m: rf"{m[1] or m[4]}\frac{{{m[2] or m[5]}}}{{{m[3] or m[6]}}}", body)
+    # math-verify reads an i that stands alone as the imaginary unit, but the i of 3i as an unknown.
+    body = _IMAGINARY.sub(" i", _EXPONENT.sub(r" \\times 10^{\1}", body))
+    return NormalizedFormula(body.replace(r"\varnothing", r"\emptyset").strip(), unit, in_currency, range_, unknown)
+
+
+def remove_styles(body: str) -> str:
+    """Remove commands that change only the looks, and text boxes around numbers: \\mathbf{5}, \\text{12}."""
+    if "\\" not in body:
+        return body
+    body = _SIZE_COMMAND.sub("", body)
+    for _ in range(3):
+        before = body
+        body = _STYLE_COMMAND.sub(r"\1", body)
+        body = _TEXT_COMMAND.sub(lambda m: m[1] if any(c.isdigit() or c == "\\" for c in m[1]) else m[0], body)
+        body = re.sub(r"\\mathrm\s*\{\s*i\s*\}|\\[ij]math(?![A-Za-z])", "i", body)
+        if body == before:
+            break
+    return body
+
+
+def convert_code_spelling(body: str) -> str:
+    """Replace the spelling of programming languages, such as pi/2, x**2 and sqrt(3), by LaTeX."""
+    for pattern, latex in _CODE_SPELLINGS:
+        body = pattern.sub(latex, body)
+    for _ in range(3):
+        before = body
+        body = _CODE_CALL.sub(lambda m: rf"\sqrt{{{m[3]}}}" if m[1] == "sqrt" else f"|{m[3]}|", body)
+        body = _POWER_IN_BRACKETS.sub(r"^{\2}", body)
+        if body == before:
+            break
+    return body
+
+
+_SIGN = re.compile(r"\\(?:leqslant|geqslant|leq?|geq?|lt|gt|ne|neq)(?![A-Za-z])|[<>]")
+_DIRECTIONS = {"<": "<", "lt": "<", "le": "<=", "leq": "<=", "leqslant": "<="}
+_DIRECTIONS |= {">": ">", "gt": ">", "ge": ">=", "geq": ">=", "geqslant": ">=", "ne": "!=", "neq": "!="}
+_MIRRORED_SIGNS = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
+_UNKNOWN = re.compile(r"(?!\\(?:pi|infty|emptyset)(?![A-Za-z]))(?:[A-Za-z]|\\[a-z]+)")
+_OR = re.compile(r"\s*,?\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*,?\s*or\s*\}|\bor\b|\\(?:lor|vee|cup)(?![A-Za-z]))\s*")
+_AND = re.compile(r"\s*,?\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*,?\s*and\s*\}|\band\b|\\(?:land|wedge)(?![A-Za-z]))\s*")
+_SET_BUILDER = re.compile(
+    r"\\?\\\{\s*(?:[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|:|\||\\vert|\\colon)\s*)(.*?)\\\}", re.DOTALL
+)
+
+
+def parse_condition(body: str) -> tuple[str, str]:
+    """Return the unknown of a condition such as -5 < x < 3 and its intervals; empty where it is none.
+
+    Example: condition(r"x < 1 \\text{ or } x \\ge 2") == ("x", r"(-\\infty,1)\\cup[2,\\infty)")
+    """
+    if not _SIGN.search(body) or "=" in body:
+        return "", ""
+    if inside := _SET_BUILDER.fullmatch(body.strip()):
+        body = inside[1]
+    unknowns, pieces = set[str](), list[str]()
+    for alternative in _OR.split(body):
+        bounds = [parse_simple_condition(each) for each in _AND.split(alternative)]
+        found = bounds[0] if len(bounds) == 1 else intersect_bounds(bounds)
+        if found is None:
+            return "", ""
+        unknowns.add(found[0])
+        pieces += found[1]
+    if len(unknowns) != 1:
+        return "", ""
+    return unknowns.pop(), r"\cup".join(pieces)
+
+
+ConditionIntervals = tuple[str, list[str]]
+
+
+def parse_simple_condition(text: str) -> ConditionIntervals | None:
+    """Return unknown and intervals of one inequality, or of a chain a < x < b; None where it is neither."""
+    sides = [side.strip().strip("$").strip() for side in _SIGN.split(text)]
+    signs = [_DIRECTIONS[sign[0].lstrip("\\")] for sign in _SIGN.finditer(text)]
+    if not all(sides) or "," in text or not 2 <= len(sides) <= 3:
+        return None
+    return parse_chain(sides, signs) if len(sides) == 3 else parse_inequality(sides[0], signs[0], sides[1])
+
+
+def parse_chain(sides: list[str], signs: list[str]) -> ConditionIntervals | None:
+    """Return unknown and interval of a < x < b or a > x > b; None for another chain."""
+    low, unknown, high = sides
+    if (
+        not _UNKNOWN.fullmatch(unknown)
+        or not signs[0][0] == signs[1][0] != "!"
+        or contains_unknown(unknown, low + high)
+    ):
+        return None
+    if signs[0][0] == ">":
+        low, high, signs = high, low, signs[::-1]
+    opening, closing = "[" if "=" in signs[0] else "(", "]" if "=" in signs[1] else ")"
+    return unknown, [f"{opening}{low},{high}{closing}"]
+
+
+def parse_inequality(left: str, sign: str, right: str) -> ConditionIntervals | None:
+    """Return unknown and intervals of x < a, a < x, x != a or |x| < a; None for anything else."""
+    if not is_unknown(left):
+        left, right, sign = right, left, _MIRRORED_SIGNS[sign]
+    if not is_unknown(left) or contains_unknown(left.strip("|"), right):
+        return None
+    if left.startswith("|"):
+        return parse_absolute_value(left.strip("| "), sign, right)
+    below, above = rf"(-\infty,{right}{']' if '=' in sign else ')'}", rf"{'[' if '=' in sign else '('}{right},\infty)"
+    if sign == "!=":
+        return left, [rf"(-\infty,{right})", rf"({right},\infty)"]
+    return left, [below if sign[0] == "<" else above]
+
+
+def parse_absolute_value(unknown: str, sign: str, limit: str) -> ConditionIntervals | None:
+    """Return the intervals of |x| < a or |x| > a; None where a may be negative."""
+    if sign == "!=" or limit.startswith("-"):
+        return None
+    opening, closing = ("[", "]") if "=" in sign else ("(", ")")
+    if sign[0] == "<":
+        return unknown, [f"{opening}-{limit},{limit}{closing}"]
+    return unknown, [rf"(-\infty,-{limit}{closing}", rf"{opening}{limit},\infty)"]
+
+
+def intersect_bounds(bounds: list[ConditionIntervals | None]) -> ConditionIntervals | None:
+    """Return the interval of "x > -5 and x < 3"; None where conditions are not one lower and one upper bound."""
+    if len(bounds) != 2 or any(bound is None or len(bound[1]) != 1 for bound in bounds):
+        return None
+    (one, (first,)), (other, (second,)) = (bound for bound in bounds if bound is not None)
+    low, high = (first, second) if first.endswith(r",\infty)") else (second, first)
+    if one != other or not low.endswith(r",\infty)") or not high.startswith(r"(-\infty,"):
+        return None
+    return one, [low.removesuffix(r"\infty)") + high.removeprefix(r"(-\infty,")]
+
+
+def is_unknown(side: str) -> bool:
+    return _UNKNOWN.fullmatch(side.strip("| ") if side.startswith("|") and side.endswith("|") else side) is not None
+
+
+def contains_unknown(unknown: str, text: str) -> bool:
+    return re.search(rf"(?<![A-Za-z\\]){re.escape(unknown)}(?![A-Za-z])", text) is not None
+
+
+def strip_formatting(text: str) -> str:
+    """Remove math delimiters, emphasis in Markdown and HTML, and punctuation at the end."""
+    text = _TAG.sub("", text) if "<" in text else text
+    while True:
+        text = text.strip().rstrip(".,;:" + _FULL_STOP).strip().lstrip("#:").strip()
+        match = _DELIMITED.fullmatch(text)
+        inside = next((group for group in match.groups() if group is not None), "") if match else ""
+        if not match or "$" in inside or (text[0] == "\\" and inside.count(r"\(") + inside.count(r"\[")):
+            return text
+        text = inside
+
+
+def split_unit(body: str) -> tuple[str, str]:
+    """Return a formula without its unit, and the unit; empty where there is none."""
+    match = _UNIT.search(body)
+    if match is None:
+        return body, ""
+    words = (match["dressed"] or match["words"] or match["glued"] or "").strip(". ").lower()
+    if set(words.split()) & _NON_UNIT_WORDS or (match["words"] and is_product(words)):
+        return body, ""
+    if match["percent"] or match["degrees"]:
+        unit = "%" if match["percent"] else "degrees"
+    else:
+        names = (word.removesuffix("s") if len(word) > 2 else word for word in words.split())
+        unit = " ".join([*filter(None, (_UNIT_NAMES.get(name, name) for name in names)), *(match["power"] or "")])
+        unit = re.sub(r"^square (.*)", r"\1 2", unit)
+    return body[: match.start()].strip(), unit
+
+
+_MONTH = re.compile(
+    r"\b(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?)\b\.?",
+    re.IGNORECASE,
+)
+_NAME_WITH_NUMBERS = re.compile(r"[^\W\d_]{3,}\.?(?:[\s,'-]+[^\W_]+\.?)*")
+"""A word and then words and numbers: Route 66, Friday, June 3."""
+_FORMULA_WORDS = {
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "log",
+    "exp",
+    "sqrt",
+    "max",
+    "min",
+    "mod",
+    "gcd",
+    "lcm",
+    "det",
+}
+_FORMULA_WORDS |= {
+    "abs",
+    "approximately",
+    "about",
+    "roughly",
+    "around",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "infinity",
+    "all",
+}
+_FORMULA_WORDS |= {"inf", "answer", "usd", "eur", "gbp", "rs"}
+
+
+def remove_emphasis(text: str) -> str:
+    """Remove the marks of emphasis in Markdown and HTML from a text, but no ** that is a power."""
+    text = _TAG.sub("", text) if "<" in text else text
+    return _EMPHASIS.sub("", text) if "**" in text or "__" in text else text
+
+
+def normalize_words(words: str) -> str:
+    """Return words as they are compared: without case, and of dates without commas, order and "th".
+
+    Example: date_key("20th of June, 2024") == date_key("June 20, 2024")
+    """
+    folded = " ".join(words.replace(",", " ").split()).casefold() if re.search(r"\d", words) else words.casefold()
+    if not _MONTH.search(folded) or not re.search(r"\d", folded):
+        return folded
+    short = _MONTH.sub(lambda match: match[0][:3], re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", folded))
+    return " ".join(sorted(word for word in short.split() if word not in ("of", "the")))
+
+
+def is_sentence(gold: str) -> bool:
+    """Whether a gold answer looks like a sentence from which the answer must be cut: four words or more."""
+    return len(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", strip_formatting(gold))) >= 4
+
+
+def is_name_or_date(bare: str) -> bool:
+    """Whether a text with numbers is a name or a date, such as June 20 or Route 66, and no formula."""
+    if re.search(r"[\\^_={}+*/<>|$%]", bare) or not re.search(r"\d", bare):
+        return False
+    if _MONTH.search(bare) and re.fullmatch(
+        r"(?:\d+(?:st|nd|rd|th)?|[^\W\d_]+\.?)(?:[\s,-]+(?:\d+(?:st|nd|rd|th)?|[^\W\d_]+\.?))+", bare
+    ):
+        return True
+    first = re.match(r"[^\W\d_]*", bare)
+    named = bool(_NAME_WITH_NUMBERS.fullmatch(bare)) and not is_sentence(bare)
+    return named and first is not None and first[0].lower() not in _FORMULA_WORDS
+
+
+def is_words(gold: str) -> bool:
+    """Whether a gold answer is text, not a formula: words, or a choice from A to H. A product such as xy is none."""
+    bare = strip_to_words(gold)
+    if re.fullmatch(r"[A-H\u2e80-\u9fff\uac00-\ud7af]", bare) or is_name_or_date(bare):
+        return True
+    if len(bare) > 1 and _TEXT.fullmatch(gold.strip(" $.")) and not re.search(r"\d", bare):
+        return True
+    if not re.fullmatch(r"[^\W\d_]{2,}(?:[\s,'-]+[^\W\d_]+)*", bare) or bare.lower() in ("pi", "infinity"):
+        return False
+    return not is_product(bare)
+
+
+def is_product(word: str) -> bool:
+    """Whether letters are a product of unknowns, such as xyz and ab, and not a word or a unit."""
+    letters = set(word)
+    ordered = letters <= set("wxyz") or list(word) == sorted(letters)
+    return (
+        len(word) <= 3
+        and word.isascii()
+        and word.islower()
+        and ordered
+        and not (letters & set("eilo") or word in _UNIT_NAMES)
+    )
+
+
+def strip_to_words(text: str) -> str:
+    """Return a text without formatting and quotation marks; of a choice such as (B), the letter."""
+    bare = strip_formatting(_TEXT.sub(r"\1", remove_emphasis(text))).strip("*_`'\"$ ." + _FULL_STOP)
+    choice = re.fullmatch(r"\(?([A-Za-z])\)?", bare)
+    return choice[1] if choice else " ".join(bare.split())
+
+
+# ---------------------------------------------------------------- bounds
+# Tell from the text of a formula that a model wrote whether computing it takes bounded time: 9^{9^{9^9}} does not.
+
+
+MAX_FORMULA_SIGNS = 60
+"""The most signs of a formula, where a command or a number counts as one; a longer formula is no answer."""
+MAX_BRACKET_DEPTH = 4
+"""The deepest nesting of brackets: parsing takes longer with each level."""
+MAX_CHAINED_SIGNS = 4
+"""The most of each ambiguous sign: every further one in 1/2/1/2 multiplies the time of parsing."""
+MAX_EXPONENT = 10_000
+MAX_POLYNOMIAL_EXPONENT = 12
+"""The largest exponent of a bracket that has letters in it."""
+
+_CHAINED_SIGNS = [re.compile(sign) for sign in ("/", ":", r"\|", "%", r"[A-Za-z]\(")]
+_UNBOUNDED_OPERATOR = re.compile(r"\\(?:sum|prod|int|iint|iiint|oint|lim)(?![A-Za-z])")
+_SMALL_FACTORIAL = re.compile(r"(?:(?<![\d.])\d{1,3}|(?<![A-Za-z])[a-z]|\([^()!^]{1,20}\))!(?!!)")
+_LARGE_BINOMIAL = re.compile(r"\\[dt]?binom[^A-Za-z]*\d{4}")
+_LATEX_COMMAND = re.compile(r"\\[A-Za-z]+")
+
+
+def is_computable(body: str, allowed: str) -> bool:
+    """Whether comparing a formula takes bounded time. Whatever the gold answer, `allowed`, has in it is accepted.
+
+    Example: computable("2^{10}", "7"); not computable("9^{9^{9^9}}", "7"); not computable("999999!!!", "7")
+    """
+    if count_signs(body) > max(MAX_FORMULA_SIGNS, 2 * count_signs(allowed)) or measure_bracket_depth(body) > max(
+        MAX_BRACKET_DEPTH, measure_bracket_depth(allowed)
+    ):
+        return False
+    if has_balanced_brackets(allowed) and not has_balanced_brackets(body):
+        return False
+    if any(len(sign.findall(body)) > max(MAX_CHAINED_SIGNS, len(sign.findall(allowed))) for sign in _CHAINED_SIGNS):
+        return False
+    if (_UNBOUNDED_OPERATOR.search(body) and not _UNBOUNDED_OPERATOR.search(allowed)) or _LARGE_BINOMIAL.search(body):
+        return False
+    largest_polynomial = max([MAX_POLYNOMIAL_EXPONENT, *(int(n) for n in re.findall(r"(?<!\d)\d{1,4}(?!\d)", allowed))])
+    # An exclamation mark that is left after removing small factorials belongs to a large one.
+    small = "!" not in _SMALL_FACTORIAL.sub("", body.replace("!=", ""))
+    return small and has_computable_powers(body.replace("**", "^"), largest_polynomial)
+
+
+def count_signs(body: str) -> int:
+    return len(re.findall(r"\\[A-Za-z]+|\d+|\S", body))
+
+
+def measure_bracket_depth(body: str) -> int:
+    deepest = now = 0
+    for c in body:
+        now += (c in "([{") - (c in ")]}")
+        deepest = max(deepest, now)
+    return deepest
+
+
+def has_balanced_brackets(body: str) -> bool:
+    """Whether every bracket is closed by one of any kind, as in [0, 1). `\\left.` and `\\right.` count as brackets."""
+    level = 0
+    for c in body.replace(r"\left.", "(").replace(r"\right.", ")"):
+        level += (c in "([{") - (c in ")]}")
+        if level < 0:
+            return False
+    return level == 0
+
+
+def has_computable_powers(body: str, largest_polynomial: int) -> bool:
+    """Whether each exponent, and the product of those above 9, is small enough to compute."""
+    product = 1
+    for place in (i for i, c in enumerate(body) if c == "^"):
+        exponent = find_exponent(body, place + 1)
+        digits = re.findall(r"\d+", exponent)
+        # An exponent may hold the power of a letter, which is not computed: e^{-x^2}.
+        tower = re.search(r"(?<![A-Za-z])\s*\^", exponent) or (not re.search("[A-Za-z]", exponent) and "^" in exponent)
+        if tower or "!" in exponent or len("".join(digits)) > len(str(MAX_EXPONENT)):
+            return False
+        if not digits:
+            continue
+        largest = max(map(int, digits))
+        bracket = body[:place].rstrip()[-1:] in (")", "}", "]") and re.search(
+            "[A-Za-z]", _LATEX_COMMAND.sub("", body[:place])
+        )
+        if largest > (largest_polynomial if bracket else MAX_EXPONENT):
+            return False
+        product *= max(1, largest if largest > 9 else 1)
+    return product <= MAX_EXPONENT * 100
+
+
+def find_exponent(body: str, start: int) -> str:
+    """Return what an exponent holds: a group in brackets, or all up to the next sign."""
+    rest = body[start:].lstrip()
+    if not rest.startswith(("{", "(")):
+        run = re.match(r"[-+]?(?:\\[A-Za-z]+|[\w.]+)(?:\s*\^.*)?", rest)
+        return run[0] if run else ""
+    level = 0
+    for place, c in enumerate(rest):
+        level += (c in "({") - (c in ")}")
+        if level == 0:
+            return rest[1:place]
+    return rest

@@ -1,0 +1,256 @@
+"""A reward model: a classifier of transformers reads a prompt with its completion, and its logit is the reward.
+
+It reads what its own tokenizer makes of them: a conversation through its own chat template, which writes all special
+tokens; a plain prompt and its completion as one text, with the special tokens that the tokenizer adds to any text. This
+is the only file of its room that needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pellucid.models.hf_decode import MODEL_ERRORS, format_error_line
+from pellucid.policy.chat_template import prepare_messages
+from pellucid.rewards.functions import PromptCompletion, RewardPart
+from pellucid.rewards.settings import RewardModelSettings
+from pellucid.rewards.terms import REWARD_MODEL_PREFIX
+from pellucid.types import Completion, Prompt, UserError
+from pellucid.utils.hardware import pick_device
+from pellucid.utils.plugins import check_hub_online, suggest_path
+
+TokenIds = tuple[int, ...]
+"""The token ids of a sequence."""
+NO_TEMPLATE_ERROR = (
+    "its tokenizer has no chat template, and the prompt is a conversation: set chat = false, or put"
+    " chat_template.jinja, as the model was trained with it, into its folder"
+)
+
+
+class RewardModel:
+    """A Grader whose values are logits of a model, which is loaded when it is made.
+
+    UserError where `source` leads to no classifier of sequences, or the settings do not fit it.
+
+    Example: RewardModel("some/reward-model", RewardModelSettings(batch=8)).parts([(prompt, completion)])
+    """
+
+    def __init__(self, source: str, settings: RewardModelSettings) -> None:
+        self._settings = settings
+        device = pick_device(settings.device, "reward_model.device")
+        with explain_load_errors(source, settings):
+            config, place, how = (
+                load_reward_model_config(source, settings),
+                locate_reward_model(source, settings),
+                build_load_arguments(settings),
+            )
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **how)
+            self._max_tokens = compute_max_tokens(source, settings, config, self._tokenizer)
+            self._model = load_reward_model(source, settings).to(cast(Any, device)).eval()
+            self._vocabulary_size = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
+        text_config = self._model.config.get_text_config()
+        text_config.use_cache = False  # nothing is read twice
+        self._pad_token_id = getattr(text_config, "pad_token_id", None)
+        self._is_stopped = False
+
+    def grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
+        """Return one part for each completion, in their order."""
+        rows = [self._tokenize(*pair) for pair in pairs]
+        # Each is read once: in another batch equal texts would differ by rounding, and a dead group would seem alive.
+        distinct = sorted({row for row in rows if isinstance(row, tuple)}, key=lambda row: (len(row), row))
+        graded: dict[TokenIds, RewardPart] = {}
+        self._is_stopped = False
+        for start in range(0, len(distinct), self._settings.batch):
+            if self._is_stopped:
+                raise CancelledError
+            batch = distinct[start : start + self._settings.batch]
+            graded |= zip(batch, self._grade_rows(batch), strict=True)
+        return [row if isinstance(row, RewardPart) else graded[row] for row in rows]
+
+    def stop(self) -> None:
+        """Give up the batches that have not begun in another thread: `parts` raises there."""
+        self._is_stopped = True
+
+    def _tokenize(self, prompt: Prompt, completion: Completion) -> TokenIds | RewardPart:
+        """Return what the model reads of a completion; a part with an error where it cannot."""
+        if not isinstance(prompt.text, str) and not self._tokenizer.chat_template:
+            return RewardPart(error=NO_TEMPLATE_ERROR)
+        try:
+            text = self._render_text(prompt, completion)
+            ids = tuple[int, ...](self._tokenizer(text, add_special_tokens=isinstance(prompt.text, str))["input_ids"])
+            if isinstance(prompt.text, str) and ids[:2] == (self._tokenizer.bos_token_id,) * 2:
+                ids = ids[1:]  # the prompt has it already
+        except (TemplateError, *MODEL_ERRORS) as error:
+            return RewardPart(error=format_error_line(error))
+        if not ids:
+            return RewardPart(error="there is nothing to read")
+        if len(ids) > self._max_tokens:
+            return RewardPart(error=f"{len(ids)} tokens are more than the {self._max_tokens} that it reads")
+        if max(ids) >= self._vocabulary_size:  # on a GPU that would end the run
+            return RewardPart(
+                error=f"its tokenizer has a token {max(ids)}, and its weights have {self._vocabulary_size}"
+            )
+        return ids
+
+    def _render_text(self, prompt: Prompt, completion: Completion) -> str:
+        if isinstance(prompt.text, str):
+            return prompt.text + completion.text
+        alone = ({"role": "assistant", "content": completion.full_text},)
+        said = completion.messages if len(completion.messages) > 1 else alone
+        # Calls of tools and their answers are written into texts where the model's template would leave them out.
+        messages, _ = prepare_messages(self._tokenizer, (*prompt.text, *said))
+        return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
+
+    def _grade_rows(self, rows: Sequence[TokenIds]) -> list[RewardPart]:
+        """Return a part for each row of token ids.
+
+        Where they fail together, as where memory runs out, each half is tried, down to the row that fails alone.
+        """
+        try:
+            return [build_part(logit) for logit in self._compute_logits(rows)]
+        except (MemoryError, *MODEL_ERRORS) as error:
+            told = format_error_line(error)
+        # Behind the handler: the error holds on to the tensors of the whole batch.
+        half = len(rows) // 2
+        return self._grade_rows(rows[:half]) + self._grade_rows(rows[half:]) if half else [RewardPart(error=told)]
+
+    @torch.inference_mode()
+    def _compute_logits(self, rows: Sequence[TokenIds]) -> list[float]:
+        """Return the logit of each row of token ids.
+
+        Decoders have it at the last token that is no padding. Where nothing says what pads, any token may end a row,
+        and one that ends none of these pads them.
+        """
+        pad = self._pad_token_id
+        if pad is None or not 0 <= pad < self._vocabulary_size:
+            pad = min(set(range(len(rows) + 1)) - {row[-1] for row in rows})
+            self._model.config.get_text_config().pad_token_id = pad
+        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad)
+        mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], batch_first=True)
+        device = self._model.device
+        logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits  # [rows, labels]
+        return logits[:, self._settings.label].tolist()
+
+
+def build_part(logit: float) -> RewardPart:
+    return RewardPart(logit) if math.isfinite(logit) else RewardPart(error=f"its logit is {logit}")
+
+
+# ---------------------------------------------------------------- what a name leads to
+
+
+def load_reward_model(source: str, settings: RewardModelSettings) -> PreTrainedModel:
+    """Return the model on the CPU. UserError where it has no weights for a classifier, which would then be random."""
+    how: Any = {"dtype": settings.dtype, "output_loading_info": True, **build_load_arguments(settings)}
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(locate_reward_model(source, settings), **how)
+    model, told = loaded
+    if missing := sorted(told["missing_keys"]):
+        raise UserError(
+            f"{format_term_name(source)} has no weights for {missing[0]}, which {type(model).__name__} needs: give a model that"
+            " was trained and saved as one; a language model has no rewards to give"
+        )
+    return model
+
+
+def load_reward_model_config(source: str, settings: RewardModelSettings) -> PreTrainedConfig:
+    """Return the configuration. UserError where it is of no classifier, or of one without the label."""
+    config = AutoConfig.from_pretrained(locate_reward_model(source, settings), **build_load_arguments(settings))
+    is_own = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_own:
+        raise UserError(
+            f"{format_term_name(source)}: transformers has no classifier of the architecture {config.model_type}"
+        )
+    labels = config.id2label or {}
+    if settings.label >= len(labels):
+        known = ", ".join(f"{i} {name}" for i, name in sorted(labels.items()))
+        raise UserError(f"{format_term_name(source)}: reward_model.label = {settings.label}: its labels are {known}")
+    return config
+
+
+def compute_max_tokens(
+    source: str, settings: RewardModelSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """Return how many tokens a sequence may have. UserError where the model cannot read as many as the settings say."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    if settings.max_tokens > most:
+        raise UserError(
+            f"{format_term_name(source)}: reward_model.max_tokens = {settings.max_tokens}: it reads {most} at most"
+        )
+    return settings.max_tokens or most
+
+
+@cache
+def compute_weights_gb(source: str, settings: RewardModelSettings) -> float:
+    """Return the size of the weights in GB, for which the configuration is enough. UserError as when it is loaded."""
+    with explain_load_errors(source, settings), torch.device("meta"):
+        config = load_reward_model_config(source, settings)
+        chosen = {} if settings.dtype == "auto" else {"dtype": getattr(torch, settings.dtype)}
+        trusted = settings.trust_remote_code
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trusted, **chosen)
+    return sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
+
+
+def format_term_name(source: str) -> str:
+    return f'reward "{REWARD_MODEL_PREFIX}{source}"'
+
+
+def build_load_arguments(settings: RewardModelSettings) -> dict[str, Any]:
+    """Return arguments of each `from_pretrained`. Left open, it would ask on the terminal whether code may run."""
+    return {"revision": settings.revision or None, "trust_remote_code": settings.trust_remote_code}
+
+
+def locate_reward_model(source: str, settings: RewardModelSettings) -> str:
+    """Return the folder, or the name itself where it must be an id of the Hub. UserError for what can be neither."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{format_term_name(source)} is a folder without config.json: name that of a saved model")
+        if settings.revision:
+            raise UserError(
+                f"{format_term_name(source)}: reward_model.revision = {settings.revision!r} is for models of the Hub: omit it"
+            )
+        return str(path)
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+        raise UserError(f"{format_term_name(source)}: there is no such folder{suggest_path(path)}")
+    check_hub_online()
+    return source
+
+
+@contextmanager
+def explain_load_errors(source: str, settings: RewardModelSettings) -> Iterator[None]:
+    """Turn what loading raises into a UserError."""
+    try:
+        yield
+    except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
+        if not settings.trust_remote_code and "trust_remote_code" in str(error):
+            raise UserError(
+                f"{format_term_name(source)} is computed by Python code in its own folder, which would run as you, with all that"
+                " you may do: read it, then set reward_model.trust_remote_code"
+            ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        mend = (
+            suggest_path(Path(source))
+            or "; give a folder with config.json and safetensors, or a Hub id that is reachable"
+        )
+        raise UserError(f"{format_term_name(source)} cannot be loaded ({reason}){mend}") from error

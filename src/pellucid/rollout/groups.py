@@ -1,0 +1,126 @@
+"""What every sampler does around its decoding: seeds, padding, and groups made of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pellucid.algorithm.sampling_mask import pack_masks
+from pellucid.models.sampling import Truncation, sample_tokens_with_mask
+from pellucid.models.sampling import sample_tokens as sample_untruncated
+from pellucid.types import Completion, DataError, Group, Prompt, Sampling, UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
+
+def compute_row_seed(seed: str, prompt: Prompt, g: int) -> int:
+    """64 bits for sample g of a prompt: the same wherever the row is computed, different for every row."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.id}/{g}".encode()).digest()[:8], "big") >> 1
+
+
+def check_prompt_lengths(prompt_ids: Sequence[Sequence[int]], max_length: int) -> None:
+    """DataError for a prompt of more than `longest` tokens."""
+    width = max(map(len, prompt_ids))
+    if max_length < 1:
+        raise UserError("sampler.max_tokens leaves no room for a prompt in the context of this model: lower it")
+    if width > max_length:
+        raise DataError(
+            f"a prompt of {width} tokens leaves no room for the completion: this model's context holds prompts of"
+            f" {max_length}; shorten the prompts or sampler.max_tokens"
+        )
+
+
+def pad_left(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Prompts [P, S] with their ends aligned, and the mask of real tokens."""
+    width = max(map(len, prompt_ids))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompt_ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids])
+    return ids, mask
+
+
+def build_groups(
+    policy: Policy,
+    version: int,
+    prompts: Sequence[Prompt],
+    contexts: Sequence[tuple[int, ...]],
+    tokens: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    masks: Sequence[Sequence[Tensor]],
+) -> list[Group]:
+    """Groups made of what was sampled, in rows in the order p * G + g, behind these contexts: prompts with prefixes.
+
+    Rows end with the end-of-sequence token where one was sampled.
+    """
+    size = len(tokens) // len(prompts)
+    prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
+    questions = [context[: len(context) - len(prefix)] for context, prefix in zip(contexts, prefixes, strict=True)]
+    thinking = [begins_in_thought(policy, question) for question in questions]
+    completions = [
+        build_completion(policy, version, prefixes[row // size], *sampled, thinking=thinking[row // size])
+        for row, sampled in enumerate(zip(tokens, logprobs, masks, strict=True))
+    ]
+    return [
+        Group(
+            prompt,
+            question,
+            tuple(completions[p * size : (p + 1) * size]),
+            demonstration=(*prefix, policy.end_id) if prompt.prefix_is_complete else prefix,
+        )
+        for p, (prompt, question, prefix) in enumerate(zip(prompts, questions, prefixes, strict=True))
+    ]
+
+
+def build_completion(
+    policy: Policy,
+    version: int,
+    prefix: tuple[int, ...],
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    mask: Sequence[Tensor],
+    thinking: bool = False,
+) -> Completion:
+    """The completion that was given a prefix and of which the rest was sampled."""
+    n = len(prefix)
+    return Completion(
+        (*prefix, *ids),
+        (*(0.0,) * n, *logprobs),
+        decode_completion(policy, prefix, ids),
+        ids[-1] in policy.eos_ids,
+        given_spans=((0, n),) if n else (),
+        version=version,
+        sampling_mask=[*([torch.empty(0, dtype=torch.int32)] * n), *mask] if mask else (),
+        thinking=thinking,
+    )
+
+
+def begins_in_thought(policy: Policy, context: Sequence[int]) -> bool:
+    """Return whether text after these token ids begins inside a thought, because they end with `<think>`.
+
+    Special tokens are left out, as they are in completions: a model whose tags are special shows neither of them.
+    """
+    return policy.decode(context[-8:]).rstrip().endswith("<think>")
+
+
+def decode_completion(policy: Policy, prefix: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of a completion. It is decoded behind its prefix: some tokenizers drop the space of a first token."""
+    if not prefix:
+        return policy.decode(ids)
+    return policy.decode([*prefix, *ids]).removeprefix(policy.decode(prefix))
+
+
+# ---------------------------------------------------------------- drawn
+# A token for each row, by the sampling that was asked for.
+
+
+def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A token for each row, its log-prob, and its sampling mask where the sampler truncates."""
+    if not sampling.truncates:
+        return *sample_untruncated(logits, uniforms, sampling.temperature), []
+    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+    token, logprob, kept = sample_tokens_with_mask(logits, uniforms, sampling.temperature, truncation)
+    return token, logprob, pack_masks(kept)

@@ -1,0 +1,634 @@
+"""vLLM as the sampler, in this process: continuous batching and a cache of prefixes, in an arithmetic of its own."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import itertools
+import json
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from weakref import WeakSet
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from pellucid.algorithm.batch import collate
+from pellucid.policy.load import is_quantized
+from pellucid.policy.logprobs import compute_token_logprobs
+from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch, ConversationRow
+from pellucid.rollout.groups import build_groups, check_prompt_lengths, compute_row_seed
+from pellucid.rollout.weight_check import WeightCheck
+from pellucid.types import AsyncEnvironments, Completion, Group, Prompt, Sampling, UserError
+from pellucid.utils.plugins import import_extra
+from pellucid.utils.text import escape_controls
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
+CHECK_TEXT = (
+    "On the 3rd of May, at half past seven, the old mill by the river began to turn again. Two boys had mended its"
+    ' wheel: 17 boards, 42 nails, and a rope of 9 yards. "Will it hold?" asked the miller. Nobody knew; it held.\n'
+)
+"""Read by the engine and by the scorer at every push."""
+TRUNCATION_ERROR = (
+    'sampler.name = "vllm" does not say which tokens top_k, top_p and min_p have left: set them to 0, 1 and 0, those of'
+    ' [evaluate] too, or sampler.name = "native"'
+)
+
+
+class TextLimits(Protocol):
+    """Whoever reads a text."""
+
+    max_length: int
+    """The most tokens of a text."""
+    block_size: int
+    """Tokens that are cached together."""
+
+
+class SamplingEngine(Protocol):
+    """Whoever samples rows: an engine, or those of servers."""
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def unfinished(self) -> Collection[Any]: ...
+
+    def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None: ...
+
+    def step(self) -> list[EngineAnswer]: ...
+
+    def abort_all(self) -> None: ...
+
+
+@dataclass
+class VLLMSampler:
+    rows: int = 256
+    """How many completions are decoded at once."""
+    cache_gb: float = 4.0
+    """Memory of keys and values, in GB."""
+    policy: Any = None
+    version: int = 0
+    environments: AsyncEnvironments | None = None
+    """Those whom the policy talks with, where its answers are conversations."""
+    deterministic: bool = False
+    """Whether all rows wait for every reply, so that the same seed gives the same bits."""
+    adapter: Literal["merged", "request"] = "merged"
+    """How an adapter comes to the engine: with its base, as whole weights, or by itself, where vLLM takes it."""
+    engine: VLLMEngine | None = None
+    weight_check: WeightCheck = field(default_factory=WeightCheck)
+
+    @property
+    def batches_continuously(self) -> bool:
+        """As in `InFlight`. Of conversations, each with a process of its own, twice as many as rows would be begun."""
+        return not self.environments
+
+    def sync(self, policy: Any, version: int = 0) -> None:
+        """UserError where the engine does not compute with the weights that were pushed."""
+        if self.engine is None or not self.engine.is_open:
+            self.engine, self.weight_check = self._create_engine(policy), WeightCheck()
+        ids = encode_check_text(policy, get_text_length(self.engine))
+        weights = self._get_base_weights(policy, self.weight_check) | self._get_pushed_weights(policy)
+        with preserve_rng_state():
+            self.engine.score_tokens(ids)  # so that it would be in a cache which is not cleared
+            self.engine.push(weights)
+            self.weight_check.check(self.engine, weights, ids, score_text(policy, ids), policy.dtype)
+        self.policy, self.version = policy, version
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
+        but for the rounding of matrix products.
+        """
+        if sampling.truncates:
+            raise UserError(TRUNCATION_ERROR)
+        try:
+            with preserve_rng_state():
+                if self.environments:
+                    return self._generate_conversations(
+                        ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
+                    )
+                return self._generate_completions(prompts, sampling)
+        finally:
+            self._engine.abort_all()
+
+    def _create_engine(self, policy: Policy) -> VLLMEngine:
+        try:
+            form = self._get_adapter_shape(policy)
+            return VLLMEngine(policy, get_push_dtype(policy, form), self.rows, self.cache_gb, form)
+        except AdapterRefusedError as error:
+            self._fall_back_to_merged(error)
+            return VLLMEngine(policy, get_push_dtype(policy), self.rows, self.cache_gb)
+
+    def _get_adapter_shape(self, policy: Policy) -> AdapterShape | None:
+        """Of the adapter that is pushed by itself, if one is. RefusedError where it cannot be."""
+        return get_adapter_shape(policy) if policy.adapter and self.adapter == "request" else None
+
+    def _fall_back_to_merged(self, error: AdapterRefusedError) -> None:
+        self.adapter = "merged"
+        print(escape_controls(f"! sampler.adapter: merged instead of request ({error})"), flush=True)
+
+    def _get_base_weights(self, policy: Policy, weight_check: WeightCheck) -> dict[str, Tensor]:
+        """The base of an adapter that is pushed by itself, for an engine that has not proved yet that it has it."""
+        return {} if weight_check.column_sums or not self._get_adapter_shape(policy) else get_base_weights(policy)
+
+    def _get_pushed_weights(self, policy: Policy, copy: bool = False) -> dict[str, Tensor]:
+        """What an engine is given at every push. copy: whether it stays as it is when the policy changes."""
+        return copy_adapter_weights(policy) if self._get_adapter_shape(policy) else get_push_weights(policy, copy)
+
+    @property
+    def _engine(self) -> SamplingEngine:
+        assert self.engine
+        return self.engine
+
+    def _generate_completions(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        contexts = [self.policy.encode(prompt) for prompt in prompts]
+        check_prompt_lengths(contexts, self._engine.max_length - sampling.max_tokens)
+        for p, (prompt, context) in enumerate(zip(prompts, contexts, strict=True)):
+            for g in range(sampling.n):
+                seed = compute_row_seed(sampling.seed, prompt, g)
+                self._engine.add_request(p * sampling.n + g, context, sampling.max_tokens, sampling.temperature, seed)
+        said: dict[int, EngineAnswer] = {}
+        while self._engine.unfinished:
+            said |= {answer.key: answer for answer in self._engine.step()}
+        rows = [said[row] for row in range(len(said))]
+        tokens, logprobs = [row.tokens for row in rows], [row.logprobs for row in rows]
+        return build_groups(self.policy, self.version, prompts, contexts, tokens, logprobs, [()] * len(rows))
+
+    def _generate_conversations(self, conversations: ConversationBatch) -> list[Group]:
+        """A row that was answered goes on beside those that speak; the engine has what it said in its cache."""
+        while not conversations.is_done:
+            conversations.start(2 * max(self.rows, conversations.sampling.n))
+            conversations.poll_replies(0.0 if self._engine.unfinished else REPLY_POLL_SECONDS)
+            while self.deterministic and conversations.pending_replies:
+                conversations.poll_replies(REPLY_POLL_SECONDS)
+            for row in [
+                *(row for alike in conversations.take_prefill_groups(len(conversations.rows)) for row in alike),
+                *conversations.extend_queue,
+            ]:
+                self._add_turn_request(conversations, row)
+            conversations.extend_queue = []
+            for said in self._engine.step() if self._engine.unfinished else []:
+                spoken = zip(said.tokens, said.logprobs, strict=True)
+                while not conversations.add_token(said.key, *next(spoken), None):
+                    pass
+                conversations.finish_turn(said.key)
+        return conversations.collect_groups()
+
+    def _add_turn_request(self, conversations: ConversationBatch, row: ConversationRow) -> None:
+        sampling, prompt, most = (
+            conversations.sampling,
+            conversations.prompts[row.number // conversations.sampling.n],
+            conversations.get_turn_limit(row),
+        )
+        check_prompt_lengths([row.context], self._engine.max_length - most)
+        seed = compute_row_seed(f"{sampling.seed}/{row.sampled_count}", prompt, row.number % sampling.n)
+        self._engine.add_request(row, row.context, most, sampling.temperature, seed)
+
+
+def get_push_dtype(policy: Policy, adapter_shape: AdapterShape | None = None) -> torch.dtype:
+    """Return the dtype in which weights are pushed, and the engine computes.
+
+    It is that of the policy, except for an adapter that is merged into its base: bf16 and fp16 would round most of its
+    update away, so that the engine would sample from almost the base model. form: of an adapter pushed by itself.
+    """
+    return torch.float32 if policy.adapter and not adapter_shape else policy.dtype
+
+
+def get_push_weights(policy: Policy, copy: bool = False) -> dict[str, Tensor]:
+    """Return the weights in `pushed_dtype` by their names in a checkpoint, an adapter merged into its base.
+
+    copy: whether they stay as they are when the policy's change.
+    """
+    model = policy.build_merged_model(policy.masters()) if policy.adapter else policy.model
+    dtype, copy = get_push_dtype(policy), copy and not policy.adapter  # the merged model is a copy already
+    return {name: p.detach().to(dtype, copy=copy) for name, p in model.named_parameters()}
+
+
+def get_text_length(engine: TextLimits) -> int:
+    """So many tokens fill more than two blocks of the cache, where the context has room for them."""
+    return min(2 * engine.block_size + 1, engine.max_length - 1)
+
+
+def encode_check_text(policy: Policy, length: int) -> list[int]:
+    """Token ids of a text that is always the same."""
+    ids = list(policy.tokenizer(CHECK_TEXT)["input_ids"])
+    return (ids * (1 + length // len(ids)))[:length]
+
+
+@torch.no_grad()
+def score_text(policy: Policy, ids: Sequence[int]) -> Tensor:
+    """The scorer's log-probs of ids[1:], at temperature 1."""
+    response = tuple(ids[1:])
+    text = Completion(response, (0.0,) * len(response), "", False)
+    batch = collate([Group(Prompt("", ""), tuple(ids[:1]), (text,))])
+    hidden, head = policy.compute_hidden_states(batch)
+    return compute_token_logprobs(hidden, head, batch.response_ids[0].to(hidden.device))[0]
+
+
+# ---------------------------------------------------------------- vllm_engine
+# vLLM's engine in this process: made without weights, which every push brings, and read back as it computes.
+#
+# On a CPU the weights of linear layers are packed, and what multiplies by them is a closure that only the layer-wise
+# reload makes anew; it leaves out a head that is tied to the embedding. The engine is not compiled there: compiled code
+# would hold on to packed weights that are gone. What a process has of vLLM's groups is one engine's: a new one ends it.
+
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
+QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+"""Unless it is said otherwise."""
+VLLM_ERRORS = (ValueError, RuntimeError, NotImplementedError)
+"""What vLLM raises where it does not do what it is asked for."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens that are cached together on a CPU: its usual 128 are more than many a prompt has."""
+
+
+def shut_down_engine(owner: int, shutdown: Callable[[], None]) -> None:
+    """Shut the engine of the process `owner` down; a fork of it leaves it running."""
+    if os.getpid() == owner:
+        shutdown()
+
+
+def check_vllm_installed() -> None:
+    """UserError where vLLM is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            'sampler.name = "vllm" needs vllm: pip install "pellucid[vllm]" for a GPU, or without one "make vllm" and'
+            " .venv-vllm/bin/pellucid"
+        )
+
+
+class WeightLocation(NamedTuple):
+    """Where a weight is computed with: rows of an attribute of a module."""
+
+    module: Any
+    attribute: str
+    rows: slice
+
+
+class EngineAnswer(NamedTuple):
+    """What the engine has sampled."""
+
+    key: Any
+    tokens: list[int]
+    """With the end-of-sequence token, where it ended with one."""
+    logprobs: list[float]
+    """In nats, at the temperature."""
+
+
+OPEN_ENGINES: WeakSet[VLLMEngine] = WeakSet()
+
+
+class VLLMEngine:
+    """A model of this policy's kind. `ask`, then `step` until nothing is `asked`. It ends the engine before it."""
+
+    def __init__(
+        self, policy: Any, dtype: torch.dtype, rows: int, cache_gb: float, adapter_shape: AdapterShape | None = None
+    ) -> None:
+        """dtype: of the weights that will be pushed, in which the engine computes. rows: how many completions are
+        decoded at once. cache_gb: memory of keys and values. form: of an adapter that is pushed by itself.
+
+        UserError where vLLM does not run this model, RefusedError where it does not so with such an adapter.
+        """
+        check_vllm_installed()
+        for earlier in list(OPEN_ENGINES):
+            earlier.close()
+        for name, value in QUIET_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights need not leave the process
+        self.dtype, self.device, self.eos_ids = dtype, policy.device, list(policy.eos_ids)
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, preserve_rng_state():
+            warnings.simplefilter("ignore")
+            self.vllm = import_extra("vllm", "vllm", "sampler.name")
+            self.lora_request_class = importlib.import_module("vllm.lora.request").LoRARequest
+            policy.save_config(Path(folder))
+            try:
+                self.llm = self.vllm.LLM(model=folder, **self._build_settings(rows, cache_gb, adapter_shape))
+            except VLLM_ERRORS as error:
+                if adapter_shape:
+                    raise AdapterRefusedError(f"vLLM: {format_one_line(error)}") from error
+                raise UserError(
+                    f"policy.model: vLLM does not run this model ({format_one_line(error)}): set"
+                    ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
+                ) from error
+        self.close = weakref.finalize(self, shut_down_engine, os.getpid(), self.llm.llm_engine.engine_core.shutdown)
+        atexit.register(self.close)  # before the process group of the run is left, which vLLM's groups are parts of
+        OPEN_ENGINES.add(self)
+        config = self.llm.llm_engine.vllm_config
+        self.max_length, self.block_size = config.model_config.max_model_len, config.cache_config.block_size
+        models: list[Any] = []
+        self.llm.apply_model(models.append)
+        self.model = models[0]
+        self.packed_layers = {
+            part: (whole, parts)
+            for whole, parts in getattr(self.model, "packed_modules_mapping", {}).items()
+            for part in parts
+        }
+        embedding = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+        self.embeddings = [m for m in self.model.modules() if isinstance(m, embedding.VocabParallelEmbedding)]
+        self.lm_heads = [m for m in self.embeddings if isinstance(m, embedding.ParallelLMHead)]
+        self.shapes: dict[str, torch.Size] = {}
+        self.unfinished: dict[str, Any] = {}
+        """The keys of requests by their ids."""
+        self.request_numbers = itertools.count()
+        self.adapter_numbers = itertools.count(1)
+        self.adapter: Any = None
+        """The adapter that rows are sampled with, as vLLM is asked for it."""
+        if adapter_shape:
+            self._check_adapter(adapter_shape)
+
+    @property
+    def is_open(self) -> bool:
+        return self.close.alive
+
+    def _build_settings(self, rows: int, cache_gb: float, adapter_shape: AdapterShape | None) -> dict[str, Any]:
+        where: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            where = {"gpu_memory_utilization": 0.9 * free / total}  # of what the trainer leaves
+        with_one = (
+            {"enable_lora": True, "max_lora_rank": adapter_shape.padded_rank, "max_loras": 1} if adapter_shape else {}
+        )
+        return {
+            **where,
+            **with_one,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": int(cache_gb * 1e9),
+            "max_num_seqs": rows,
+            "max_model_len": -1,  # as long as the cache holds
+            "disable_log_stats": True,
+        }
+
+    # ------------------------------------------------------------ weights
+
+    @torch.no_grad()
+    def push(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights, by their names in the checkpoint, and forget what was computed with others.
+
+        Those of an adapter may come alone: then the others stay.
+        """
+        self.shapes |= {name: weight.shape for name, weight in weights.items()}
+        adapter = {name: weight for name, weight in weights.items() if is_adapter_weight(name)}
+        if self.adapter:
+            self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
+            self.adapter = None
+        if whole := {name: weight for name, weight in weights.items() if name not in adapter}:
+            self.reload_weights(whole)
+        if adapter:
+            self.load_adapter(adapter)
+        self.llm.reset_prefix_cache()
+
+    def reload_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        self.pack_tied_heads()
+
+    def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
+        """Take this adapter for the one before. vLLM keys what it caches by its name, so each has one of its own."""
+        number = next(self.adapter_numbers)
+        with tempfile.TemporaryDirectory() as folder:
+            write_adapter(adapter, Path(folder))
+            self.adapter = self.lora_request_class(f"adapter {number}", number, folder)
+            self.llm.llm_engine.add_lora(self.adapter)
+
+    def _check_adapter(self, adapter_shape: AdapterShape) -> None:
+        """RefusedError where vLLM does not compute with such an adapter, or not where it can be read back."""
+        zeros = adapter_shape.create_zeros(self.dtype)
+        try:
+            self.push(zeros)
+            for name in zeros:
+                self.read_columns(name, [0])
+        except (UserError, *VLLM_ERRORS) as error:
+            self.close()
+            raise AdapterRefusedError(format_one_line(error)) from error
+
+    def pack_tied_heads(self) -> None:
+        for head in self.lm_heads:
+            if any(head.weight is table.weight for table in self.embeddings if table is not head):
+                head.quant_method.process_weights_after_loading(head)
+
+    @torch.no_grad()
+    def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
+        """Columns [n, len(at)] of a weight, as each place that computes with it has them."""
+        if is_adapter_weight(name):
+            return [self._get_adapter_matrix(name)[:, list(indices)]]
+        return [self._read_location(place, indices, self.shapes[name][-1]) for place in self.locate_weight(name)]
+
+    def locate_weight(self, name: str) -> list[WeightLocation]:
+        """Where the weight of this name is computed with. UserError where the model has none of that name."""
+        path, _, attribute = name.rpartition(".")
+        found, parts = self._find_layer(path)
+        module = getattr(found, "base_layer", found)  # the layer itself, where it stands in one that adds an adapter
+        if (weight := getattr(module, attribute, None)) is None:
+            raise UserError(f'policy.model: vLLM has no {name}: set sampler.name = "native"')
+        sizes = [self.shapes.get(f"{part}.{attribute}", torch.Size([0]))[0] for part in parts]
+        start = sum(sizes[: parts.index(path)])
+        rows = slice(start, start + self.shapes[name][0])
+        tied = [
+            WeightLocation(head, attribute, rows)
+            for head in self.lm_heads
+            if head is not module and head.weight is weight
+        ]
+        return [WeightLocation(module, attribute, rows), *tied]
+
+    def _find_layer(self, path: str) -> tuple[Any, list[str]]:
+        """A layer, and the paths of all that are joined in it, this one among them. UserError where there is none."""
+        parent, dot, leaf = path.rpartition(".")
+        whole, parts = self.packed_layers.get(leaf, (leaf, [leaf]))
+        try:
+            return self.model.get_submodule(parent + dot + whole), [parent + dot + part for part in parts]
+        except AttributeError as error:
+            raise UserError(f'policy.model: vLLM has no {path}: set sampler.name = "native"') from error
+
+    def _get_adapter_matrix(self, name: str) -> Tensor:
+        """A matrix of the adapter, where vLLM multiplies by it what it computes for the present one."""
+        path, _, matrix = name.rpartition(".")
+        layer, parts = self._find_layer(path)
+        stacks = getattr(layer, "lora_a_stacked" if matrix == LORA_A_SUFFIX[1:] else "lora_b_stacked", ())
+        slots = self.model.lora_manager.lora_index_to_id
+        if len(stacks) != len(parts) or not self.adapter or self.adapter.lora_int_id not in slots:
+            raise UserError(f"vLLM has no adapter on {path}")
+        n, k = self.shapes[name]
+        return stacks[parts.index(path)][slots.index(self.adapter.lora_int_id), 0, :n, :k]
+
+    def _read_location(self, location: WeightLocation, indices: Sequence[int], width: int) -> Tensor:
+        """By a product with columns of the identity, where there is a product: what it computes with may be packed."""
+        module = location.module
+        multiplies = hasattr(module, "quant_method") and (module not in self.embeddings or module in self.lm_heads)
+        if location.attribute != "weight" or not multiplies:
+            held = getattr(module, location.attribute)[location.rows]
+            return held[:, list(indices)] if held.dim() > 1 else held[:, None]
+        ones = torch.zeros(len(indices), width, dtype=self.dtype, device=self.device)
+        ones[range(len(indices)), list(indices)] = 1.0
+        return module.quant_method.apply(module, ones, None)[:, location.rows].T
+
+    # ------------------------------------------------------------ tokens
+
+    def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
+        """The log-probs of ids[1:] at temperature 1, and how many of these tokens came from the cache."""
+        sampling = self.vllm.SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, skip_reading_prefix_cache=False, detokenize=False
+        )
+        text = [{"prompt_token_ids": list(ids)}]
+        [output] = self.llm.generate(text, sampling, use_tqdm=False, lora_request=self.adapter)
+        found = [(of or {}).get(token) for of, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+        return torch.tensor([float("nan") if x is None else x.logprob for x in found]), output.num_cached_tokens
+
+    def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
+        """Ask for up to `most` tokens behind these."""
+        sampling = self.vllm.SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=max_tokens,
+            logprobs=0,
+            stop_token_ids=self.eos_ids,
+            ignore_eos=True,  # of vLLM's own reckoning: the ends are those above
+            detokenize=False,
+        )
+        number = str(next(self.request_numbers))
+        self.unfinished[number] = key
+        prompt = {"prompt_token_ids": list(ids)}
+        self.llm.llm_engine.add_request(number, prompt, sampling, lora_request=self.adapter)
+
+    def step(self) -> list[EngineAnswer]:
+        """Sample a token for each of those that are decoded. Return the answers that have ended with it."""
+        ended = [output for output in self.llm.llm_engine.step() if output.finished]
+        return [self._build_answer(output) for output in ended]
+
+    def _build_answer(self, output: Any) -> EngineAnswer:
+        answer = output.outputs[0]
+        tokens = list(answer.token_ids)
+        logprobs = [of[token].logprob for of, token in zip(answer.logprobs, tokens, strict=True)]
+        return EngineAnswer(self.unfinished.pop(output.request_id), tokens, logprobs)
+
+    def abort_all(self) -> None:
+        """Forget what was asked and has not been answered."""
+        self.llm.llm_engine.abort_request(list(self.unfinished))
+        self.unfinished.clear()
+
+
+def preserve_rng_state() -> Any:
+    """vLLM sets and draws from the random numbers of the process, which are none of its business."""
+    return torch.random.fork_rng(devices=[])
+
+
+def format_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+# ---------------------------------------------------------------- adapters
+# An adapter by itself, as vLLM takes it beside weights that stay: of each layer A [rank, in] and B [out, rank].
+#
+# B is multiplied by the scale of the adapter in fp32 and then rounded, and vLLM is told a scale of 1, so that what it
+# multiplies by has the bits of what was pushed.
+
+
+if TYPE_CHECKING:
+    pass
+
+LORA_A_SUFFIX, LORA_B_SUFFIX = ".lora_A", ".lora_B"
+"""Behind the path of a layer, the names of its two matrices."""
+PEFT_SUFFIX = ".default.weight"
+"""What peft has behind these."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM has room for; a smaller one is padded with zeros."""
+
+
+class AdapterRefusedError(UserError):
+    """vLLM does not take an adapter by itself."""
+
+
+class AdapterShape(NamedTuple):
+    """What vLLM must know of an adapter before there are weights."""
+
+    rank: int
+    layers: dict[str, tuple[int, int]]
+    """How many inputs and outputs each layer with an adapter has, by its path in the checkpoint."""
+
+    @property
+    def padded_rank(self) -> int:
+        """The rank that an engine for it is made with."""
+        return next(rank for rank in VLLM_RANKS if rank >= self.rank)
+
+    def create_zeros(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """An adapter of this form that changes nothing."""
+        first = {layer + LORA_A_SUFFIX: torch.zeros(self.rank, n, dtype=dtype) for layer, (n, _) in self.layers.items()}
+        return first | {
+            layer + LORA_B_SUFFIX: torch.zeros(m, self.rank, dtype=dtype) for layer, (_, m) in self.layers.items()
+        }
+
+
+def is_adapter_weight(name: str) -> bool:
+    return name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))
+
+
+def get_adapter_shape(policy: Any) -> AdapterShape:
+    """RefusedError where the adapter of a policy is more than two matrices of each of some linear layers."""
+    trained = policy.trainable()
+    for name in trained:
+        layer, _, matrix = name.removesuffix(PEFT_SUFFIX).rpartition(".")
+        if not name.endswith((LORA_A_SUFFIX + PEFT_SUFFIX, LORA_B_SUFFIX + PEFT_SUFFIX)):
+            raise AdapterRefusedError(f"{name} is trained besides")
+        module = policy.model.get_submodule(layer)
+        if type(module.get_base_layer()) is not nn.Linear or module.lora_variant:
+            raise AdapterRefusedError(f"{layer} is not a plain linear layer with a plain adapter")
+        if matrix == LORA_A_SUFFIX[1:] and len(trained[name]) > VLLM_RANKS[-1]:
+            raise AdapterRefusedError(f"policy.lora is above {VLLM_RANKS[-1]}")
+    if any(is_quantized(p) for p in policy.model.parameters()):
+        raise AdapterRefusedError("its base is in 4 bits")
+    paths = [
+        name.removesuffix(LORA_A_SUFFIX + PEFT_SUFFIX) for name in trained if name.endswith(LORA_A_SUFFIX + PEFT_SUFFIX)
+    ]
+    matrices = {
+        path: (trained[path + LORA_A_SUFFIX + PEFT_SUFFIX], trained[path + LORA_B_SUFFIX + PEFT_SUFFIX])
+        for path in paths
+    }
+    rank = max(len(first) for first, _ in matrices.values())
+    return AdapterShape(rank, {path: (first.shape[1], len(second)) for path, (first, second) in matrices.items()})
+
+
+@torch.no_grad()
+def copy_adapter_weights(policy: Any) -> dict[str, Tensor]:
+    """Copies of the matrices of an adapter that has a form, in the dtype of computing, B multiplied by its scale."""
+    found: dict[str, Tensor] = {}
+    for name, p in policy.masters().items():
+        path = name.removesuffix(PEFT_SUFFIX)
+        scale = (
+            policy.model.get_submodule(path[: -len(LORA_B_SUFFIX)]).scaling["default"]
+            if path.endswith(LORA_B_SUFFIX)
+            else 1.0
+        )
+        found[path] = (p.detach().float() * scale).to(policy.device, policy.dtype)
+    return found
+
+
+def get_base_weights(policy: Any) -> dict[str, Tensor]:
+    """The frozen weights below an adapter by their names in a checkpoint, in the dtype of computing."""
+    trained = policy.trainable()
+    frozen = {name: p for name, p in policy.model.named_parameters() if name not in trained}
+    return {name.replace(".base_layer.", "."): p.detach().to(policy.dtype) for name, p in frozen.items()}
+
+
+def write_adapter(adapter: Mapping[str, Tensor], folder: Path) -> None:
+    """Save an adapter as peft does, with a scale of 1."""
+    rank = max(len(x) for name, x in adapter.items() if name.endswith(LORA_A_SUFFIX))
+    settings = {"r": rank, "lora_alpha": rank, "bias": "none", "target_modules": []}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    named = {f"base_model.model.{name}.weight": x.detach().cpu().contiguous() for name, x in adapter.items()}
+    safetensors.torch.save_file(named, folder / "adapter_model.safetensors")

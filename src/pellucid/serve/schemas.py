@@ -1,0 +1,335 @@
+"""The bodies of requests: the part of OpenAI's API that a small model can honor. Other fields are refused by name.
+
+Clients send fields that they were not asked to send. A field that is null, or that has the value which changes nothing,
+is left out before a body is checked. Every other field is bounded, so that no value can do harm in the code behind.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from pellucid.types import Prompt
+
+MIN_POSITIVE_VALUE = 1e-6
+"""The smallest temperature above 0, and the smallest top_p. 1 / temperature and top_p times a sum must be numbers of
+float32, as they are from 1e-38 on. Values below 1e-6 would change nothing anyway: logits differ by more where they
+differ at all, and where a vocabulary has less than a million tokens, the likeliest alone has a greater probability.
+"""
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
+MAX_TOOLS, MAX_TOP_LOGPROBS = 128, 20
+PROMPT_KINDS = ("a text", "token ids")
+"""What a prompt may be; pydantic has these words among the places of its errors."""
+MAX_INTEGER = 2**31 - 1
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "annotations": ([],),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "images": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"], []),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "refusal": ("",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "store": (False,),
+    "suffix": ("",),
+    "thinking_blocks": ([],),
+    "tool_choice": ("auto",),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+}
+"""Fields of OpenAI and of vLLM that are not supported, and the values of each that leave an answer as it is."""
+IGNORED_FIELDS = {
+    "cache_control",
+    "continuous_usage_stats",
+    "include_obfuscation",
+    "index",
+    "metadata",
+    "parsed_arguments",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "provider_specific_fields",
+    "safety_identifier",
+    "service_tier",
+}
+"""Fields that concern billing, caches or the client, and never an answer."""
+
+
+def check_unicode(value: Any) -> Any:
+    """Return the value. ValueError for text with a lone surrogate, which JSON can spell and no file or answer can."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {error.start} is half a character, a surrogate without its other half"
+            ) from error
+    return value
+
+
+def wrap_in_list(value: Any) -> Any:
+    """Return one string, several or none as a list."""
+    return [value] if isinstance(value, str) else [] if value is None else value
+
+
+def check_temperature(temperature: float) -> float:
+    if 0.0 < temperature < MIN_POSITIVE_VALUE:
+        raise ValueError(f"must be 0, for the likeliest token, or at least {MIN_POSITIVE_VALUE:g}")
+    return temperature
+
+
+def check_object(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of JSON. ValueError where `whole` would find fault with a text in it."""
+    check_unicode(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+def parse_arguments(value: Any) -> Any:
+    """Return arguments, which OpenAI has as a text of JSON; an empty text has none. ValueError for other texts."""
+    try:
+        return json.loads(value.strip() or "{}") if isinstance(value, str) else value
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def join_text_parts(content: Any) -> Any:
+    """Return the text of a message that was sent in parts. ValueError where a part is not text."""
+    if not isinstance(content, list):
+        return content
+    for place, part in enumerate(content):
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise ValueError(f'part {place} is not of the form {{"type": "text", "text": "..."}}: send text alone')
+    return "".join(part["text"] for part in content)
+
+
+def unwrap_single_prompt(prompts: Any) -> Any:
+    """Return the prompt of a list of one, as LangChain and evaluation tools send it."""
+    single = isinstance(prompts, list) and len(prompts) == 1 and isinstance(prompts[0], str | list)
+    return prompts[0] if single else prompts
+
+
+def normalize_top_k(top_k: Any) -> Any:
+    """Return 0 for the -1 by which vLLM says that there is no limit."""
+    return 0 if top_k == -1 else top_k
+
+
+def normalize_logprobs(logprobs: Any) -> Any:
+    return None if logprobs is False else logprobs
+
+
+def get_prompt_kind(prompt: Any) -> str:
+    return PROMPT_KINDS[isinstance(prompt, list)]
+
+
+Text = Annotated[str, BeforeValidator(check_unicode)]
+NonEmptyText = Annotated[str, Field(min_length=1), BeforeValidator(check_unicode)]
+ShortText = Annotated[str, Field(max_length=256), BeforeValidator(check_unicode)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS), BeforeValidator(check_unicode)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(wrap_in_list)]
+TokenCount = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
+Temperature = Annotated[float, Field(ge=0.0, le=10.0), AfterValidator(check_temperature)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_object)]
+TopLogprobCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER, strict=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TextOrIds = Annotated[
+    Annotated[NonEmptyText, Tag(PROMPT_KINDS[0])] | Annotated[TokenIds, Tag(PROMPT_KINDS[1])],
+    Discriminator(get_prompt_kind),
+    BeforeValidator(unwrap_single_prompt),
+]
+
+
+class NullDroppingModel(BaseModel):
+    """An object in a body whose null fields count as missing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class RequestBody(NullDroppingModel):
+    """The same, without neutral fields either. Fields that are not its own are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if name in cls.model_fields or not is_neutral(name, value)}
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Return whether a field that is not supported can be left out without a difference to the answer."""
+    return name in IGNORED_FIELDS or value in NEUTRAL_VALUES.get(name, ())
+
+
+class CalledFunction(RequestBody):
+    name: ShortText
+    arguments: Annotated[JsonObject, BeforeValidator(parse_arguments)] = {}
+
+
+class ToolCall(RequestBody):
+    id: ShortText = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(RequestBody):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text | None, BeforeValidator(join_text_parts)] = None
+    tool_calls: list[ToolCall] | None = None
+    name: ShortText | None = None
+    """Who speaks, for templates that show it. For a tool that gives none, the name in the call with its id."""
+    tool_call_id: ShortText | None = None
+
+    @model_validator(mode="after")
+    def check_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only a message of the role assistant has tool_calls")
+        if self.tool_call_id and self.role != "tool":
+            raise ValueError("only a message of the role tool has tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+
+class FunctionSchema(RequestBody):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ToolSchema(RequestBody):
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+
+
+class SamplingParams(RequestBody):
+    """The fields that both kinds of completion share."""
+
+    model: ShortText = ""
+    """The name of the model; empty for the one that is served."""
+    max_tokens: TokenCount | None = None
+    temperature: Temperature = 1.0
+    top_p: float = Field(default=1.0, ge=MIN_POSITIVE_VALUE, le=1.0)
+    top_k: Annotated[int, Field(ge=0, le=MAX_INTEGER), BeforeValidator(normalize_top_k)] = 0
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    n: int = Field(default=1, ge=1, le=MAX_INTEGER)
+    seed: Seed | None = None
+    stop: StopStrings = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: ShortText = ""
+    """Whose request it is; ignored."""
+    return_token_ids: bool = False
+    """Whether the answer has the token ids of the prompt and of each choice, as vLLM gives them."""
+
+    @property
+    def top_logprob_count(self) -> int | None:
+        """How many of the likeliest tokens are told beside each; None where no log-probs are."""
+        return None
+
+
+class ChatRequest(SamplingParams):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: TokenCount | None = None
+    tools: list[ToolSchema] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: Literal["auto", "none"] = "auto"
+    logprobs: bool = False
+    top_logprobs: TopLogprobCount = 0
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs = true")
+        return self
+
+    @property
+    def top_logprob_count(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def prompt(self) -> Prompt:
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tool_choice == "auto" else []
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        messages = [
+            {"content": ""}
+            | message.model_dump(exclude_none=True)
+            | build_role_field(message)
+            | build_name_field(message, names)
+            for message in self.messages
+        ]
+        return Prompt("chat", tuple(messages), tools=tuple(tools))
+
+
+def build_role_field(message: ChatMessage) -> dict[str, str]:
+    """Chat templates know the newer name of the system role only as the older one."""
+    return {"role": "system"} if message.role == "developer" else {}
+
+
+def build_name_field(message: ChatMessage, names: dict[str, str]) -> dict[str, str]:
+    name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else "")
+    return {"name": name} if name else {}
+
+
+class CompletionRequest(SamplingParams):
+    prompt: TextOrIds
+    """A text, or the token ids of one."""
+    best_of: int | None = None
+    logprobs: Annotated[TopLogprobCount | None, BeforeValidator(normalize_logprobs)] = None
+
+    @model_validator(mode="after")
+    def check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of = {self.best_of} must be n = {self.n}, since all completions are returned")
+        return self
+
+    @property
+    def top_logprob_count(self) -> int | None:
+        return self.logprobs
+
+
+class QuestionRequest(RequestBody):
+    question: NonEmptyText
+
+
+class GroupRequest(RequestBody):
+    """A request for `group_size` completions of one prompt: of `question`, or without it of a held-out one."""
+
+    question: Text = ""
+    answer: Text = ""
+    """The gold answer to a question of one's own; without it there are no rewards."""
+    number: int = Field(default=0, ge=0, le=MAX_INTEGER)
+    """The number of the task's held-out prompt, where there is no question."""
+    group_size: int = Field(default=8, ge=2, le=64)
+    temperature: Temperature = Field(default=1.0, gt=0.0)
+    max_tokens: TokenCount | None = None
+    seed: Seed = 0

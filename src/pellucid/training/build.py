@@ -1,0 +1,312 @@
+"""The objects that a Config describes: policy, reference, tasks, samplers and runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from pellucid.algorithm import grpo
+from pellucid.algorithm.advantages import get_advantage_function
+from pellucid.algorithm.objectives import get_objective_function
+from pellucid.config import Config
+from pellucid.distributed.process_group import broadcast_decision
+from pellucid.distributed.runtime import Runtime
+from pellucid.environments.agents import AgentSpec
+from pellucid.environments.pool import create_environments
+from pellucid.policy import chat_template, load, policy
+from pellucid.policy.chat_template import ChatTemplate
+from pellucid.policy.policy import LORA_REFERENCE_ERROR, LoraReference, Policy
+from pellucid.rewards.grading import GradedTask, load_graders
+from pellucid.rewards.settings import RewardConfig
+from pellucid.rollout.hf import HuggingFaceSampler
+from pellucid.rollout.native import NativeSampler
+from pellucid.rollout.select import choose_sampler, enable_int8
+from pellucid.rollout.vllm import TRUNCATION_ERROR, VLLMSampler
+from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.prefixed import Prefixed
+from pellucid.tasks.wrappers import get_innermost_task, is_process_bound, list_task_layers
+from pellucid.training.evaluate import sample_held_out_prompts
+from pellucid.training.run_dir import is_first_process
+from pellucid.types import AsyncEnvironments, Progress, Prompt, Sampler, Sampling, Task, UserError, with_split
+from pellucid.utils import files, hardware
+from pellucid.utils.plugins import import_extra
+from pellucid.utils.text import escape_controls
+
+MERGED_IN_FP32 = (
+    'sampler.adapter = "merged": vLLM samples in float32, since {} would round most of the adapter\'s update away;'
+    ' "request" gives it the adapter by itself'
+)
+MAX_REWARD_LOG_BYTES = 2**24
+"""The most bytes of rewards.log, but for what is printed in half a second."""
+IN_PROCESS_TASKS = (Arithmetic, Curriculum, Prefixed)
+
+
+@dataclass
+class Components:
+    """The objects built from a Config."""
+
+    task: Task
+    test_task: Task
+    test_prompts: Sequence[Prompt]
+    sampler: Sampler
+    """What draws the completions that are trained on."""
+    evaluation_sampler: Sampler
+    """What draws those of evaluations, in the arithmetic of the model that is saved."""
+    policy: Policy
+    reference: Policy | LoraReference | None
+    runtime: Runtime
+    state: grpo.TrainingState
+    environments: AsyncEnvironments | None = None
+    """Those whom the policy talks with, where its answers are conversations."""
+    elapsed_seconds: float = 0.0
+    """Seconds spent in finished steps, by the clock of this process."""
+    failures: list[str] = field(default_factory=list)
+    """The first error of each of the last steps in which every reward failed."""
+    reward_log: files.BoundedLog | None = None
+    """What keeps the log of rewards and environments from filling the disk."""
+
+    def close(self) -> None:
+        """End the processes that compute rewards, and those of conversations."""
+        if self.environments:
+            self.environments.close()
+        if isinstance(self.task, GradedTask):
+            self.task.close()
+        if self.reward_log:
+            self.reward_log.close()
+
+
+def resolve_machine_settings(cfg: Config) -> Config:
+    """The settings with what this machine and a hub decide written out, dtype and commit, since a resumed run must not
+    decide anew.
+    """
+    device, timeout = hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
+    dtype = broadcast_decision(
+        lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device, timeout
+    )
+    revision = broadcast_decision(lambda: find_model_commit(cfg) or cfg.policy.revision, device, timeout)
+    return replace(cfg, policy=replace(cfg.policy, dtype=dtype, revision=revision))
+
+
+def find_model_commit(cfg: Config) -> str:
+    """The commit of the policy's model; empty where nobody says it."""
+    try:
+        return load.resolve_commit(cfg.policy.model, cfg.policy.access)
+    except UserError:  # loading it says more
+        return ""
+
+
+def build_components(cfg: Config, log: Path | None = None) -> Components:
+    """Build the objects of a Config. `log` is the file that takes what rewards print."""
+    device = hardware.pick_device(cfg.policy.device)
+    algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
+    task = isolate_task_rewards(
+        with_split(cfg.task, "train"), cfg.reward, log
+    )  # first: its mistakes are found before a model is loaded
+    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
+        check_sharding(cfg, dtype)
+    if cfg.policy.load_in_4bit:
+        check_4bit(cfg)
+    get_advantage_function(algorithm.advantage)  # these may be in files of the user's, too
+    get_objective_function(algorithm.objective)
+    if dtype == torch.float16:
+        check_float16(cfg, device)
+    if cfg.sampler.name == "vllm":
+        check_vllm(cfg)
+    if cfg.sampler.ahead:
+        check_ahead(cfg)
+    if algorithm.kl_coef and cfg.policy.lora and algorithm.reference_every:
+        raise UserError(LORA_REFERENCE_ERROR)
+    learner = policy.load_policy(
+        cfg.policy.model,
+        device,
+        dtype,
+        cfg.sampler.temperature,
+        entropy_grad=algorithm.entropy_coef > 0,
+        gradient_checkpointing=cfg.policy.gradient_checkpointing,
+        lora_rank=cfg.policy.lora,
+        lora_alpha=cfg.policy.lora_alpha,
+        lora_targets=cfg.policy.lora_targets,
+        template=make_template(cfg),
+        access=cfg.policy.access,
+        load_in_4bit=cfg.policy.load_in_4bit,
+        engine=cfg.policy.engine,
+        offload_masters=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
+    )
+    world = make_environments(cfg, learner, log)
+    examiner = pick_sampler(cfg, learner, world)  # before an engine shards what is tried
+    sampler = enable_int8(examiner, learner) if cfg.sampler.dtype == "int8" else examiner
+    total = algorithm.steps * algorithm.inner_steps
+    runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
+    # When the policy has been sharded: there is never more than one whole model beside what is kept.
+    reference = load_reference(cfg, learner) if algorithm.kl_coef else None
+    if reference is not None and algorithm.kl == "exact":
+        learner.set_kl_reference(reference)
+    if isinstance(reference, Policy):
+        runtime.engine.shard_reference(reference)
+    if algorithm.prompts_per_step % (runtime.world_size * algorithm.minibatches):
+        raise UserError(
+            f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
+            f" = {runtime.world_size * algorithm.minibatches}: groups are not split"
+        )
+    test_task = with_split(task, "test")
+    return Components(
+        task=task,
+        test_task=test_task,
+        test_prompts=sample_held_out_prompts(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
+        sampler=sampler,
+        evaluation_sampler=examiner,
+        policy=learner,
+        reference=reference,
+        runtime=runtime,
+        state=grpo.TrainingState(kl_coef=algorithm.kl_coef),
+        environments=world,
+        reward_log=files.BoundedLog(log, MAX_REWARD_LOG_BYTES) if log and is_first_process() else None,
+    )
+
+
+def make_progress(cfg: Config, step: int) -> Progress:
+    """How far a run is after so many steps."""
+    return Progress(step, cfg.algorithm.steps, cfg.algorithm.prompts_per_step)
+
+
+def make_template(cfg: Config) -> ChatTemplate:
+    return ChatTemplate(cfg.policy.template, cfg.policy.template_kwargs)
+
+
+def check_float16(cfg: Config, device: torch.device) -> None:
+    if cfg.optimizer.offload and not cfg.policy.lora:
+        raise UserError(
+            'optimizer.offload keeps gradients in policy.dtype, and those of "float16" cannot be unscaled: set'
+            ' policy.dtype = "bfloat16", policy.lora, or leave offload out'
+        )
+    hardware.check_float16(device)
+
+
+def check_4bit(cfg: Config) -> None:
+    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
+        raise UserError(
+            f'policy.load_in_4bit: runtime.engine = "{cfg.runtime.engine}" cannot share out 4-bit numbers: use "ddp"'
+        )
+    if cfg.optimizer.offload:
+        raise UserError("policy.load_in_4bit: optimizer.offload would gain nothing, an adapter is small: leave it out")
+
+
+def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
+    for setting, value in {
+        "policy.dtype": str(dtype).removeprefix("torch."),
+        "policy.engine": cfg.policy.engine,
+    }.items():
+        if value in ("float16", "compiled"):
+            raise UserError(f'{setting} = "{value}" is for runtime.engine = "ddp": choose another, or that engine')
+    if cfg.runtime.engine == "deepspeed" and cfg.algorithm.reference_every:
+        raise UserError('algorithm.reference_every is not for runtime.engine = "deepspeed": use "fsdp2", or set 0')
+
+
+def isolate_task_rewards(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
+    """The task with its rewards computed apart, unless they are among those that cannot raise, hang or die."""
+    if all(type(layer) in IN_PROCESS_TASKS for layer in list_task_layers(task)):
+        return task
+    answers = log.with_name("judge") if log else None
+    return GradedTask(task, cfg, log, load_graders(task, answers), in_process=is_process_bound(task))
+
+
+def load_reference(cfg: Config, learner: Policy) -> Policy | LoraReference:
+    if cfg.policy.lora:
+        return LoraReference(learner)
+    device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
+    return policy.load_frozen_policy(
+        cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine, access=cfg.policy.access
+    )
+
+
+def make_environments(cfg: Config, learner: Policy, log: Path | None = None) -> AsyncEnvironments | None:
+    """Those whom the policy talks with, where the task has conversations, and the chat template can hold them."""
+    task = get_innermost_task(cfg.task)
+    talk = getattr(task, "environment_spec", None)
+    if isinstance(talk, AgentSpec):
+        world = make_agents(talk, learner, cfg.reward, log, task.seed)
+    else:
+        world = create_environments(task, cfg.reward, log, in_process=is_process_bound(task))
+    if world and (note := chat_template.check_bridge(learner.tokenizer, learner.eos_ids)) and is_first_process():
+        print(escape_controls(f"! {note}"), flush=True)
+    return world
+
+
+def make_agents(talk: AgentSpec, learner: Policy, cfg: RewardConfig, log: Path | None, seed: int) -> AsyncEnvironments:
+    for library in ("fastapi", "uvicorn"):
+        import_extra(library, "agents", "an agent")
+    from pellucid.serve.agent_endpoint import AgentPool  # noqa: PLC0415 - it imports the libraries checked above
+
+    return AgentPool(talk, learner, cfg, log, seed)
+
+
+def check_vllm(cfg: Config) -> None:
+    s, e = cfg.sampler, cfg.evaluate
+    if cfg.runtime.engine in ("fsdp2", "deepspeed") or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError('sampler.name = "vllm" is for one process that has the whole model: set "native"')
+    if cfg.policy.load_in_4bit:
+        raise UserError('sampler.name = "vllm" takes no base in 4 bits: set "native", or leave out policy.load_in_4bit')
+    if s.adapter == "request" and not cfg.policy.lora:
+        raise UserError(
+            'sampler.adapter = "request" is for a LoRA adapter: give policy.lora, its rank, or leave it out'
+        )
+    if any((of.top_k, of.top_p, of.min_p) != (0, 1.0, 0.0) for of in (s, e)):
+        raise UserError(TRUNCATION_ERROR)
+
+
+def check_ahead(cfg: Config) -> None:
+    if cfg.sampler.name != "vllm":
+        raise UserError('sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"')
+    if cfg.algorithm.correction == "none":
+        raise UserError(
+            'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"'
+        )
+
+
+def pick_sampler(
+    cfg: Config, learner: Policy, environments: AsyncEnvironments | None
+) -> NativeSampler | HuggingFaceSampler | VLLMSampler:
+    """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
+    if cfg.sampler.name == "vllm":
+        check_vllm(cfg)
+    s = cfg.sampler
+    if s.ahead:
+        check_ahead(cfg)
+    sampler, note = choose_sampler(
+        s.name, s.rows, learner, environments, s.cache_gb, s.urls, s.timeout, bool(s.ahead), s.adapter
+    )
+    if isinstance(sampler, NativeSampler | VLLMSampler):
+        sampler.deterministic = cfg.policy.deterministic
+    merged = s.name == "vllm" and s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32
+    widened = MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
+    for line in filter(None, (note, widened)):
+        if is_first_process():
+            print(escape_controls(f"! {line}"), flush=True)
+    return sampler
+
+
+def make_training_sampling(cfg: Config) -> Sampling:
+    """How the completions that are trained on are drawn."""
+    s = cfg.sampler
+    return Sampling(
+        cfg.algorithm.group_size,
+        s.temperature,
+        s.max_tokens,
+        s.top_k,
+        s.top_p,
+        s.min_p,
+        turns=s.turns,
+        turn_tokens=s.turn_tokens,
+    )
+
+
+def make_evaluation_sampling(cfg: Config) -> Sampling:
+    """How the samples of an evaluation are drawn."""
+    e = cfg.evaluate
+    drawn = replace(make_training_sampling(cfg), n=e.samples or e.k)
+    return replace(drawn, top_k=e.top_k, top_p=e.top_p, min_p=e.min_p)

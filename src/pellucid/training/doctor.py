@@ -1,0 +1,461 @@
+"""`pellucid doctor`: what this machine has and does, and what is missing."""
+
+from __future__ import annotations
+
+import bisect
+import importlib.metadata
+import importlib.util
+import itertools
+import math
+import shutil
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import rich
+import torch
+from rich.markup import escape
+from rich.table import Table
+from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pellucid import __version__
+from pellucid.algorithm.grpo import StepResult
+from pellucid.config import Config
+from pellucid.models import attention, fused_check, fused_decode, linear, native
+from pellucid.policy import load
+from pellucid.training import memory
+from pellucid.types import UserError
+from pellucid.utils import hardware
+from pellucid.utils.text import escape_controls
+
+EXTRAS = {
+    "lora": ["peft"],
+    "data": ["datasets", "math_verify"],
+    "tensorboard": ["tensorboard"],
+    "wandb": ["wandb"],
+    "serve": ["fastapi", "uvicorn"],
+    "plots": ["matplotlib"],
+    "teacher": ["openai"],
+    "agents": ["fastapi", "uvicorn", "openai"],
+    "gym": ["reasoning_gym"],
+    "verifiers": ["verifiers", "fastapi", "uvicorn"],
+    "vllm": ["vllm"],
+    "modelscope": ["modelscope"],
+    "deepspeed": ["deepspeed"],
+    "quantized": ["bitsandbytes"],
+}
+PLANNED_DEVICE_COUNTS = (1, 2, 4, 8)
+SUGGESTED_LORA_RANK = 16
+"""The rank of the adapter that is proposed where training the whole model does not fit."""
+ENGINE_SETTINGS = {
+    "ddp": {"engine": "ddp"},
+    "fsdp2": {"engine": "fsdp2"},
+    "ZeRO-2": {"engine": "deepspeed", "zero_stage": 2},
+    "ZeRO-3": {"engine": "deepspeed", "zero_stage": 3},
+}
+
+
+def print_report() -> int:
+    table = Table.grid(padding=(0, 2))
+    for name, finding in collect_findings():
+        table.add_row(f"[dim]{name}", escape(escape_controls(finding)))
+    rich.print(table)
+    return 0
+
+
+def collect_findings() -> Iterator[tuple[str, str]]:
+    facts = hardware.describe_hardware()
+    device = hardware.pick_device("auto")
+    yield "pellucid", __version__
+    yield "libraries", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    yield "cpu", f"{facts['cpu']}, {facts['threads']} threads, {facts['memory_gb']} GB"
+    yield "gpus", str(facts["gpus"]) or "none"
+    fp32, bf16 = hardware.measure_matmul_tflops(torch.float32), hardware.measure_matmul_tflops(torch.bfloat16)
+    yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on one CPU thread"
+    chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
+    yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.describe_missing_bf16(device))))
+    yield from describe_gpu(device) if device.type == "cuda" else describe_cpu()
+    kept = hardware.keep_freed_memory()
+    yield "allocator", "keeps freed memory (glibc mallopt)" if kept else "not glibc: left as it is"
+    yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"
+    for name in load.PACKAGED_MODELS:
+        yield name, describe_embedded_model(name)
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        yield extra, f"missing: pip install 'pellucid[{extra}]'" if missing else "installed"
+
+
+def describe_cpu() -> Iterator[tuple[str, str]]:
+    step, reason = fused_check.load_fused_kernel()
+    by = "AMX" if step and step.uses_amx else "AVX-512"
+    yield "decoding", f"fused, in bfloat16 by {by} on the CPU" if step else f"by torch's operators: {reason}"
+
+
+def describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
+    """How a small model is decoded and scored on a GPU. The C++ kernels of the CPU are neither compiled nor tried."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorded = fused_check.can_use_cuda_graphs(device)
+    fault = "; ".join(str(one.message) for one in caught)
+    yield "decoding", "by CUDA graphs" if recorded else f"by torch's operators: {fault}"
+    kernel, fault = attention.choose_flash_kernel(device, torch.bfloat16)
+    yield "attention", "flash attention" if kernel else f"by torch's operators, without flash attention: {fault}"
+
+
+def print_memory_plan(cfg: Config) -> int:
+    """Print how many GB training with these settings takes on each device. No weights are loaded."""
+    dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
+    cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
+    if note := cfg.policy.access.format_warning(cfg.policy.model):
+        print(escape_controls(f"! {note}"), flush=True)
+    model = memory.describe_policy_model(cfg.policy)
+    print(
+        f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M trained, computed"
+        f" in {cfg.policy.dtype}; GB on each device at the peak\n"
+    )
+    names = list(memory.estimate_parts(model, cfg))
+    in_4bit, by_vllm = cfg.policy.load_in_4bit, cfg.sampler.name == "vllm"
+    heads = ["devices", "engine", *names, "peak", *([] if in_4bit else ["with offload"])]
+    print(format_table_row(heads), format_table_row(["---"] * len(heads)), sep="\n")
+    # Others cannot share out 4-bit numbers, and vLLM is for one process.
+    for name, changed in list(ENGINE_SETTINGS.items())[: 1 if in_4bit or by_vllm else None]:
+        by_engine = replace(cfg, runtime=replace(cfg.runtime, **changed))
+        away = replace(by_engine, optimizer=replace(cfg.optimizer, offload=True))
+        for devices in PLANNED_DEVICE_COUNTS[: 1 if by_vllm else None]:
+            parts = memory.estimate_parts(model, by_engine, devices).values()
+            ways = [by_engine] if in_4bit else [by_engine, away]
+            peaks = [memory.format_peak(model, settings, devices) for settings in ways]
+            print(format_table_row([str(devices), name, *map(memory.format_gb, parts), *peaks]))
+    if note := memory.describe_checkpointing(model, cfg):
+        print(f"\nOn one device, {note}.")
+    if reason := memory.explain_unknown_memory(model.config):
+        print(f"\nUnknown is what {model.config.model_type} needs that depends on its layers ({reason}).")
+    print(
+        f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
+        f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that."
+        f" Parts that are not there at the same time do not add up to it. {describe_sampling_memory(model, cfg)}"
+        f"\n\n{describe_fit(model, cfg)}"
+    )
+    return 0
+
+
+def describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
+    """Whether a run of one process with these settings fits this machine, and if not, which settings would make it."""
+    device = hardware.pick_device(cfg.policy.device)
+    here, needed = hardware.get_device_memory_gb(device), memory.estimate_peak(model, cfg)
+    counted = "at least" if memory.explain_unknown_memory(model.config) else "about"
+    owner = "this GPU" if device.type == "cuda" else "this machine"
+    need = f"{counted} {needed:.1f} GB are needed and {owner} has {here:.1f} GB"
+    if needed <= here:
+        return f"Verdict for this machine: fits, {need}."
+    found = next(((words, gb) for words, gb in suggest_smaller_settings(model, cfg, device) if gb <= here), None)
+    if found:
+        words, gb = found
+        return f"Verdict for this machine: does not fit, {need}. It fits with {words}: {gb:.1f} GB."
+    return (
+        f"Verdict for this machine: does not fit, {need}. Smaller micro-batches, gradient checkpointing and LoRA are"
+        " not enough: choose a smaller model or a larger machine."
+    )
+
+
+def suggest_smaller_settings(
+    model: memory.ModelFacts, cfg: Config, device: torch.device
+) -> Iterator[tuple[str, float]]:
+    """Yield settings that need less memory with the GB that they need, those first that change least.
+
+    First one change alone, then all of them so far together.
+    """
+    rows, together, words = memory.count_backward_rows(cfg, 1), cfg, list[str]()
+    ways = [("algorithm.micro_batch", rows >> shift) for shift in range(1, rows.bit_length())]
+    ways += [] if cfg.policy.gradient_checkpointing else [("policy.gradient_checkpointing", True)]
+    if device.type == "cuda" and not cfg.policy.load_in_4bit and cfg.policy.dtype != "float16":
+        ways += [] if cfg.optimizer.offload else [("optimizer.offload", True)]
+    for key, value in ways:
+        yield f"{key} = {format_setting(value)}", memory.estimate_peak(model, replace_setting(cfg, key, value))
+    for key, value in ways[max(0, rows.bit_length() - 2) :]:  # the smallest micro-batch is enough of those
+        together = replace_setting(together, key, value)
+        words.append(f"{key} = {format_setting(value)}")
+        yield ", ".join(words), memory.estimate_peak(model, together)
+    if device.type == "cuda" and torch.cuda.device_count() > 1 and not cfg.policy.load_in_4bit:
+        devices = torch.cuda.device_count()
+        shared = replace_setting(together, "runtime.engine", "fsdp2")
+        yield (
+            f'{", ".join(words)}, runtime.engine = "fsdp2" on {devices} GPUs',
+            memory.estimate_peak(model, shared, devices),
+        )
+    if not cfg.policy.lora:
+        for settings, others in ((cfg, []), (together, words)):
+            adapted = replace_setting(
+                replace_setting(settings, "policy.lora", SUGGESTED_LORA_RANK), "optimizer.offload", False
+            )
+            said = [
+                f"policy.lora = {SUGGESTED_LORA_RANK}",
+                *(word for word in others if not word.startswith("optimizer.")),
+            ]
+            yield ", ".join(said), memory.estimate_peak(memory.describe_policy_model(adapted.policy), adapted)
+
+
+def replace_setting(cfg: Config, key: str, value: Any) -> Config:
+    section, _, name = key.partition(".")
+    return replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+
+
+def format_setting(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
+    """What sampling keeps, in words."""
+    s, wide = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
+    engine = f"{wide * model.parameter_count / 1e9:.1f} GB of weights and"
+    if s.name != "vllm":
+        return (
+            f"Sampling keeps {memory.format_gb(memory.estimate_kv_cache(model.config, cfg, 1))} GB of keys and values on one device, and"
+            f' neither gradients nor activations; with sampler.name = "vllm" {engine} sampler.cache_gb besides.'
+        )
+    if s.urls:
+        return f"Sampling is by servers, each of which keeps {engine} its own --cache-gb."
+    return f"vLLM keeps {engine} {s.cache_gb:g} GB of keys and values (sampler.cache_gb) beside the trainer."
+
+
+def format_table_row(cells: Sequence[str]) -> str:
+    """One row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def describe_embedded_model(name: str) -> str:
+    try:
+        return f"ready in {load.locate_model(name)}"
+    except UserError as error:
+        return str(error)
+
+
+# ---------------------------------------------------------------- profile
+# `pellucid train --profile`: where one step's time and memory go, against what the machine can do.
+
+
+PROFILED_STEP = 3
+"""The step that is profiled: the first two fill caches."""
+LEFT_OPERAND_INDEX = {
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.bmm: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.baddbmm: 1,
+}
+"""Operators that are matrix products, and which of their arguments is the left one."""
+if torch.backends.mkldnn.is_available():
+    LEFT_OPERAND_INDEX[torch.ops.mkldnn._linear_pointwise] = 0
+COLLECTIVE_PREFIXES = ("gloo:", "nccl:")
+"""Beginnings of the names of what goes between processes, waits for slower ones included."""
+STEP_PHASES: tuple[str, ...] = ("generate", "reward", "score", "update")
+OPERATOR_KINDS = {
+    "tokens, fused": (fused_decode.FUSED_STEP_PROFILER_NAME,),
+    "matrix products": (
+        *("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul"),
+        *(linear.GEMM_PROFILER_NAME, linear.WEIGHT_GRADIENT_PROFILER_NAME),
+    ),
+    "attention": ("attention", "_scaled_dot", "scaled_dot", "_flash", "_efficient"),
+    "embedding": ("embedding",),
+    "optimizer": ("_fused_adam", "_foreach", "linalg_vector_norm", "_amp"),
+    "softmax, exp, log": ("softmax", "_softmax", "exp", "log", "sigmoid", "silu"),
+    "copies, casts, indices": (
+        "copy",
+        "cat",
+        "index",
+        "gather",
+        "scatter",
+        "constant_pad",
+        "fill",
+        "zero",
+        "clone",
+        "sort",
+    ),
+    "the rest": ("",),
+}
+"""Beginnings of the names of torch's operators; the first kind that fits counts."""
+
+
+class MemorySample(NamedTuple):
+    seconds: float
+    gb: float
+
+
+class PhaseProfile(NamedTuple):
+    seconds: float
+    seconds_by_kind: defaultdict[str, float]
+    """Seconds in operators by kind; the rest of a step is Python and the way into operators."""
+    memory_gb: list[float]
+    """Samples of the resident memory."""
+    communication: list[tuple[float, float]]
+    """From when to when something went between processes, in seconds; what is computed meanwhile counts in by_kind."""
+
+
+def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -> Iterator[StepResult]:
+    """Pass the steps through, and write down where the time of the third one went."""
+    operations: dict[str, float] = {}
+    for number in itertools.count(1):
+        if number == PROFILED_STEP - 1:
+            result, operations = count_flops(steps)
+        elif number == PROFILED_STEP:
+            result = profile_step(steps, operations, path, dtype)
+        else:
+            result = next(steps, None)
+        if result is None:
+            return
+        yield result
+
+
+def count_flops(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, float]]:
+    """The next step, and floating-point operations a token of its rollouts, by stage. In a step of its own: counting
+    slows operators down, and torch.profiler, when it counts, holds gigabytes. Attention in C++ is not counted.
+    """
+    with FlopCounter() as operations, count_cpp_operations(operations.operations):
+        start = time.perf_counter()
+        result = next(steps, None)
+    if result is None:
+        return None, {}
+    stage_at, tokens = make_phase_lookup(result.metrics), count_tokens(result)
+    flops = dict.fromkeys(STEP_PHASES, 0.0)
+    for seconds, n in operations.operations:
+        flops[stage_at(seconds - start)] += n / max(1, tokens)
+    return result, flops
+
+
+def profile_step(
+    steps: Iterator[StepResult], operations: Mapping[str, float], path: Path, dtype: torch.dtype
+) -> StepResult | None:
+    with sample_memory() as memory, torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+        start = time.perf_counter()
+        result = next(steps, None)
+    if result is None:
+        return None
+    stages = group_by_phase(list(profiler.events() or []), memory, start, result.metrics)
+    tflop = {name: flops * count_tokens(result) / 1e12 for name, flops in operations.items()}
+    speed = hardware.measure_matmul_tflops(dtype, size=2048, repeats=5, threads=torch.get_num_threads())
+    text = format_profile(stages, tflop, speed, str(dtype).removeprefix("torch."))
+    path.write_text(text)
+    print(escape_controls(f"{text}\nprofile of step {result.step}: {path}"))
+    return result
+
+
+def count_tokens(result: StepResult) -> int:
+    return sum(c.length for group in result.groups for c in group.completions)
+
+
+@contextmanager
+def count_cpp_operations(operations: list[tuple[float, float]]) -> Iterator[None]:
+    """Count what is computed in C++ there, too."""
+    native.OperationCounter.entries = operations
+    try:
+        yield
+    finally:
+        native.OperationCounter.entries = None
+
+
+class FlopCounter(TorchDispatchMode):
+    """Floating-point operations of matrix products, and when they were done. [n, k] by [k, m] takes 2 n k m."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[float, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (left := LEFT_OPERAND_INDEX.get(func.overloadpacket)) is not None:
+            self.operations.append((time.perf_counter(), 2.0 * result.numel() * args[left].shape[-1]))
+        return result
+
+
+@contextmanager
+def sample_memory() -> Iterator[list[MemorySample]]:
+    """Sample the resident memory every 20 ms."""
+    seen: list[MemorySample] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            seen.append(MemorySample(time.perf_counter(), hardware.get_resident_gb()))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def make_phase_lookup(metrics: Mapping[str, float]) -> Callable[[float], str]:
+    """The stage of a step at a moment, in seconds since its start: stages follow one another."""
+    ends = list(itertools.accumulate(metrics[f"time/{name}"] for name in STEP_PHASES))
+    return lambda seconds: STEP_PHASES[min(bisect.bisect_right(ends, seconds), len(STEP_PHASES) - 1)]
+
+
+def group_by_phase(
+    events: Sequence[Any], memory: Sequence[MemorySample], start: float, metrics: Mapping[str, float]
+) -> dict[str, PhaseProfile]:
+    """An operator belongs to the stage in which it began."""
+    stage_at = make_phase_lookup(metrics)
+    origin = min((event.time_range.start for event in events), default=0.0)
+    stages = {name: PhaseProfile(metrics[f"time/{name}"], defaultdict(float), [], []) for name in STEP_PHASES}
+    for event in events:
+        began, ended = ((moment - origin) / 1e6 for moment in (event.time_range.start, event.time_range.end))
+        stage = stages[stage_at(began)]
+        stage.seconds_by_kind[classify_operator(event.name)] += event.self_cpu_time_total / 1e6
+        if event.name.startswith(COLLECTIVE_PREFIXES):
+            stage.communication.append((began, ended))
+    for moment in memory:
+        stages[stage_at(moment.seconds - start)].memory_gb.append(moment.gb)
+    return stages
+
+
+def measure_union(intervals: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of them lasts."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def classify_operator(operator: str) -> str:
+    name = operator.removeprefix("aten::").removeprefix("mkldnn::")
+    return next(kind for kind, beginnings in OPERATOR_KINDS.items() if name.startswith(beginnings))
+
+
+def format_profile(
+    phases: Mapping[str, PhaseProfile], tflop: Mapping[str, float], peak_tflops: float, dtype: str
+) -> str:
+    """Fixed-width text. tflop: of each stage's matrix products; speed: TFLOP/s of a large one here."""
+    lines = [f"{'':26}" + "".join(f"{name:>12}" for name in [*phases, "step"])]
+
+    def row(name: str, values: Sequence[float], form: str, total: float | None = None) -> None:
+        cells = [*values, sum(values) if total is None else total]
+        lines.append(f"{name:26}" + "".join(f"{format(value, form):>12}" for value in cells))
+
+    each, products = list(phases.values()), [tflop[name] for name in phases]
+    seconds = sum(s.seconds for s in each)
+    row("seconds", [s.seconds for s in each], ".2f")
+    for kind in OPERATOR_KINDS:
+        row(f"  {kind}", [s.seconds_by_kind[kind] for s in each], ".2f")
+    row("  Python and dispatch", [max(0.0, s.seconds - sum(s.seconds_by_kind.values())) for s in each], ".2f")
+    if any(s.communication for s in each):
+        row("between processes", [measure_union(s.communication) for s in each], ".2f")
+    row("matrix products, TFLOP", products, ".3f")
+    row("  at this machine's speed", [x / peak_tflops for x in products], ".2f")
+    shares = [x / peak_tflops / s.seconds if s.seconds else 0.0 for x, s in zip(products, each, strict=True)]
+    row("  share of that speed", shares, ".0%", sum(products) / peak_tflops / seconds)
+    peaks = [max(s.memory_gb, default=0.0) for s in each]
+    row("peak memory, GB", peaks, ".2f", max(peaks))
+    lines.append(f"\nThis machine: {peak_tflops:.2f} TFLOP/s in {dtype}, one product of 2048 x 2048, all threads.")
+    lines.append(
+        "The profiler itself slows operators down. Operations were counted in the step before, and go by tokens.\n"
+    )
+    return "\n".join(lines)

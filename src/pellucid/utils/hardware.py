@@ -1,0 +1,265 @@
+"""What this machine is and does: devices, matrix speed, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from pellucid.types import UserError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+
+CUBLAS_WORKSPACE_VARIABLE, DETERMINISTIC_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+"""The setting with which cuBLAS adds up in the same order when a product is repeated."""
+
+TRIM_RATIO = 1.03
+"""Free memory is given back when the resident size is this many times what a step needs."""
+GEMM_CACHE_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""Shapes of products for which oneDNN and torch's bridge to it keep code and buffers, 1024 each unless told otherwise.
+Every step has new shapes: what is kept for older ones is not used again, and keeps holes in the heap from closing."""
+
+
+def pick_device(name: str, setting: str = "policy.device") -> torch.device:
+    """`auto` is this process's GPU, as is `cuda`, else Apple's, else the CPU. UserError where there is no such one.
+
+    setting: what the user calls it, for the error.
+    """
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    elif name == "auto":
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f'{setting} = "{name}": {str(error).splitlines()[0]}; "cpu" always works') from error
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 on a GPU that has it and on a CPU that multiplies faster in it, else fp32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    faster = device.type == "cpu" and measure_matmul_tflops(torch.bfloat16) > 1.2 * measure_matmul_tflops(torch.float32)
+    return torch.bfloat16 if faster else torch.float32
+
+
+def describe_missing_bf16(device: torch.device) -> str:
+    """A remark on why a device computes in fp32; empty where it has bf16, or nothing better than fp32."""
+    if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return ""
+    return 'this GPU has no bf16: policy.dtype = "float16" may be several times as fast, where the model fits its range'
+
+
+def describe_slow_float16(device: torch.device) -> str:
+    """By how much than in fp32, on a CPU that has no such products of its own; empty elsewhere."""
+    if device.type != "cpu":
+        return ""
+    times = measure_matmul_tflops(torch.float32, repeats=2) / measure_matmul_tflops(torch.float16, repeats=2)
+    if times <= 1:
+        return ""
+    return f'this CPU multiplies {times:.0f} times as fast in fp32 as in fp16: set policy.dtype = "float32", or "auto"'
+
+
+def check_float16(device: torch.device) -> None:
+    """Raise UserError where torch cannot train in fp16: multiply in it, and scale the loss."""
+    try:
+        x, scaler = torch.ones(2, 2, device=device, requires_grad=True), GradScaler(device.type)
+        scaler.scale((x.half() @ x.half()).float().sum()).backward()
+        scaler.unscale_(torch.optim.SGD([x]))
+        scaler.update()
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise UserError(
+            f'policy.dtype = "float16" cannot be trained in on {device} ({str(error).splitlines()[0]}): set "float32"'
+        ) from error
+
+
+def pick_float64_device(device: torch.device) -> torch.device:
+    """Where float64 sums over what lies on a device are made: there, or on the CPU where it has no float64 (Apple's),
+    and in deterministic mode, in which CUDA has no cumulative sums.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return torch.device("cpu")
+    try:
+        return torch.empty(0, dtype=torch.float64, device=device).device
+    except TypeError:
+        return torch.device("cpu")
+
+
+@contextmanager
+def use_deterministic_algorithms() -> Iterator[None]:
+    """In here a GPU repeats itself to the bit, or torch refuses the operation; before anything runs on one.
+
+    UserError where the environment asks cuBLAS for something else.
+    """
+    workspace, mode, benchmark = (
+        os.environ.get(CUBLAS_WORKSPACE_VARIABLE),
+        torch.get_deterministic_debug_mode(),
+        torch.backends.cudnn.benchmark,
+    )
+    if workspace not in (None, *DETERMINISTIC_WORKSPACES):
+        raise UserError(
+            f"policy.deterministic needs {CUBLAS_WORKSPACE_VARIABLE} to be {' or '.join(DETERMINISTIC_WORKSPACES)}: unset it"
+        )
+    os.environ[CUBLAS_WORKSPACE_VARIABLE] = workspace or DETERMINISTIC_WORKSPACES[0]
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            del os.environ[CUBLAS_WORKSPACE_VARIABLE]
+
+
+def measure_matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, threads: int = 1) -> float:
+    """The best of a few matrix products on the CPU, in TFLOP/s: some tens of milliseconds in all.
+
+    On one thread by default, because two wait for each other and a busy machine then decides which dtype looks faster.
+    """
+    before, x = torch.get_num_threads(), torch.ones(size, size, dtype=dtype)
+    torch.set_num_threads(threads)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(x, x)
+        seconds.append(time.perf_counter() - start)
+    torch.set_num_threads(before)
+    return 2 * size**3 / min(seconds) / 1e12
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out: CUDA has a class for it, other devices only words."""
+    words = ("DefaultCPUAllocator", "MPS backend out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory for the next tensor instead of returning it page by page.
+
+    A training step frees and asks for the same gigabytes again and again; on CPUs the page faults cost a quarter of
+    it. True where it took effect: glibc only.
+    """
+    limit_gemm_caches()
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # malloc.h
+    return all(
+        libc.mallopt(option, value) for option, value in ((m_mmap_max, 0), (m_trim_threshold, -1), (m_top_pad, 2**28))
+    )
+
+
+def limit_gemm_caches() -> None:
+    """Bound the caches for shapes of products. It has no effect after torch's first product."""
+    for name, capacity in GEMM_CACHE_LIMITS.items():
+        os.environ.setdefault(name, capacity)
+
+
+class HeapTrimmer:
+    """What is kept after being freed has holes: a little is in use in the middle of what a larger tensor would need, so
+    that one goes behind, and memory grows for as long as a run lasts. From time to time all that is free goes back.
+    """
+
+    def __init__(self) -> None:
+        self.needed_gb = 0.0
+        """The largest resident size in GB after a step that began with nothing kept."""
+        self.was_trimmed = False
+        """Whether nothing was kept when the last step began."""
+
+    def trim_after_step(self) -> None:
+        """Give free memory back where it has outgrown what a step needs; pages are then faulted in once more."""
+        resident = get_resident_gb()
+        self.needed_gb = max(self.needed_gb, resident) if self.was_trimmed else self.needed_gb
+        self.was_trimmed = resident > TRIM_RATIO * self.needed_gb
+        if self.was_trimmed:
+            self.trim()
+
+    def trim(self) -> None:
+        """Give all free memory back to the system, which takes tens of milliseconds a gigabyte."""
+        if platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def get_resident_gb() -> float:
+    """The resident size of this process in GB, now."""
+    return psutil.Process().memory_info().rss / 1e9
+
+
+def get_cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def get_memory_gb() -> float:
+    return psutil.virtual_memory().total / 1e9
+
+
+def get_device_memory_gb(device: torch.device) -> float:
+    """The memory in GB of a GPU, or of this machine for every other device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    return get_memory_gb()
+
+
+def get_peak_memory_gb(device: torch.device) -> float:
+    """The peak memory of this process in GB: on its GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    if resource is None:
+        return psutil.Process().memory_info()._asdict()["peak_wset"] / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def describe_hardware() -> dict[str, str | int | float]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "system": platform.platform(terse=True),
+        "cpu": get_cpu_name(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(get_memory_gb(), 1),
+        "gpus": ", ".join(gpus),
+    }
+
+
+# ---------------------------------------------------------------- imports
+# The first import of torch: nothing of it is garbage, and nothing is looked for there.
+
+
+@contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Import in here what imports torch, while the garbage collector rests.
+
+    It would look again and again through modules that stay until the process ends, which takes as long as half of the
+    import itself; it leaves them alone from here on, also at the end. Where torch is imported already nothing is done:
+    the process is another program's, and so is its garbage.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
