@@ -53,7 +53,7 @@ def trainer(job: Job, setup: Setup, laps: Laps, before: Callable[[], None], afte
     pieces = job.pieces or pieces_of(setup, rows, job.tokens)
 
     class Steps(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
+        def on_step_end(self, args, state, control, **kwargs):  # noqa: ARG002
             if not after(made.accelerator.unwrap_model(made.model)):
                 control.should_training_stop = True
 

@@ -24,7 +24,7 @@ from pellucid.types import Group, Prompt, Sampling
 from pellucid.utils import hardware
 
 
-def reply(messages: list[dict[str, str]]) -> str:
+def reply(messages: list[dict[str, str]]) -> str:  # noqa: ARG001
     """Say something short to whatever was said."""
     return "Higher."
 

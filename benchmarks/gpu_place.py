@@ -182,7 +182,7 @@ def answered(answer: Connection, log: Path | None, work: Callable[..., Any], arg
 class Forked(Contender):
     """A contender as a copy of this process, which has imported its libraries already."""
 
-    def started(self, command: list[str], environment: dict[str, str]) -> Any:
+    def started(self, command: list[str], environment: dict[str, str]) -> Any:  # noqa: ARG002
         return Fork(command[1:], self.log.fileno())
 
 

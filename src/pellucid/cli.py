@@ -25,7 +25,7 @@ from tyro.conf import Positional, Suppress, arg
 from pellucid import __version__, config
 from pellucid.algorithm.settings import KLEstimatorName
 from pellucid.config import SECTIONS, Config, SamplerConfig
-from pellucid.policy.load import ModelAccess
+from pellucid.policy.access import ModelAccess
 from pellucid.prefixes.command import Prefixes
 from pellucid.reporting import run_files
 from pellucid.rewards.terms import JUDGE_TERM, REWARD_MODEL_PREFIX
@@ -674,8 +674,8 @@ def describe_rewards() -> dict[str, str]:
 
 
 def describe_kl_estimators() -> dict[str, str]:
-    functions = docstrings.get_dict_summaries("pellucid.algorithm.kl", "KL")
-    note = docstrings.get_constant_summary("pellucid.algorithm.kl", "KL")
+    functions = docstrings.get_dict_summaries("pellucid.algorithm.kl", "KL_ESTIMATORS")
+    note = docstrings.get_constant_summary("pellucid.algorithm.kl", "KL_ESTIMATORS")
     return {name: functions.get(name, note) for name in get_args(KLEstimatorName)}
 
 

@@ -27,7 +27,7 @@ import pydantic
 
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.settings import RuntimeConfig
-from pellucid.policy.load import DEFAULT_ACCESS, ModelAccess
+from pellucid.policy.access import DEFAULT_ACCESS, ModelAccess
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX, is_function_term
 from pellucid.tasks import TASKS, load_task_class
@@ -913,3 +913,46 @@ def suggest_recipes(path: Path, wanted: str, known: Mapping[str, Path]) -> str:
         f"; near it: {', '.join(map(str, near[:3]))}" if near else ""
     )
     return by_name + by_path or f"; there are {', '.join(known)}"
+
+
+# ---------------------------------------------------------------- TOML
+
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def format_toml(values: Mapping[str, Any]) -> str:
+    """The text that tomllib reads as these values. None, which TOML does not have, is left out of tables."""
+    return "\n".join(format_toml_table(values, ())).strip() + "\n"
+
+
+def format_toml_table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """Plain settings first: whatever follows the head of another table belongs to that."""
+    inside = {key: value for key, value in table.items() if isinstance(value, Mapping) or is_table_array(value)}
+    for key, value in table.items():
+        if key not in inside and value is not None:
+            yield f"{format_toml_key(key)} = {format_toml_value(value)}"
+    for key, value in inside.items():
+        names = ".".join(map(format_toml_key, (*path, key)))
+        head = f"[{names}]" if isinstance(value, Mapping) else f"[[{names}]]"
+        for each in [value] if isinstance(value, Mapping) else value:
+            yield from ("", head, *format_toml_table(each, (*path, key)))
+
+
+def is_table_array(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def format_toml_value(value: Any) -> str:
+    """A value on one line. JSON's texts are TOML's, but for DEL."""
+    if isinstance(value, Mapping):
+        return (
+            "{" + ", ".join(f"{format_toml_key(key)} = {format_toml_value(item)}" for key, item in value.items()) + "}"
+        )
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(format_toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def format_toml_key(key: str) -> str:
+    return key if BARE_KEY.fullmatch(key) else format_toml_value(key)

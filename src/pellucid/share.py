@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, get_args, get_type_hints
@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from pydantic_core import to_jsonable_python
 
-from pellucid.config import SECTIONS, Config
+from pellucid.config import SECTIONS, Config, format_toml
 from pellucid.reporting import run_files
 from pellucid.reporting.console import describe_prompts, format_interval
 from pellucid.reporting.eval_metrics import (
@@ -163,9 +163,6 @@ def collapse_whitespace(error: object) -> str:
 # The recipe that trains a run again, as TOML: the model, and what its config.json has beside the defaults.
 
 
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-
-
 def make_recipe(run_dir: Path) -> str:
     """The recipe, which names files without their folders and holds no secrets.
 
@@ -215,46 +212,6 @@ def is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
     if field.default_factory is not dataclasses.MISSING:
         return value == to_jsonable_python(field.default_factory())
     return field.default is not dataclasses.MISSING and value == to_jsonable_python(field.default)
-
-
-# ---------------------------------------------------------------- TOML
-
-
-def format_toml(values: Record) -> str:
-    """The text that tomllib reads as these values. None, which TOML does not have, is left out of tables."""
-    return "\n".join(format_toml_table(values, ())).strip() + "\n"
-
-
-def format_toml_table(table: Record, path: tuple[str, ...]) -> Iterator[str]:
-    """Plain settings first: whatever follows the head of another table belongs to that."""
-    inside = {key: value for key, value in table.items() if isinstance(value, Mapping) or is_table_array(value)}
-    for key, value in table.items():
-        if key not in inside and value is not None:
-            yield f"{format_toml_key(key)} = {format_toml_value(value)}"
-    for key, value in inside.items():
-        names = ".".join(map(format_toml_key, (*path, key)))
-        head = f"[{names}]" if isinstance(value, Mapping) else f"[[{names}]]"
-        for each in [value] if isinstance(value, Mapping) else value:
-            yield from ("", head, *format_toml_table(each, (*path, key)))
-
-
-def is_table_array(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
-
-
-def format_toml_value(value: Any) -> str:
-    """A value on one line. JSON's texts are TOML's, but for DEL."""
-    if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{format_toml_key(key)} = {format_toml_value(item)}" for key, item in value.items()) + "}"
-        )
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(map(format_toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def format_toml_key(key: str) -> str:
-    return key if BARE_KEY.fullmatch(key) else format_toml_value(key)
 
 
 # ---------------------------------------------------------------- card

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import pellucid
 from conftest import character_tokenizer, tiny_llama
 from pellucid.policy import load, policy
-from pellucid.policy.load import ModelAccess
+from pellucid.policy.access import ModelAccess
 from pellucid.serve import api, command
 from pellucid.training import memory
 from pellucid.types import UserError

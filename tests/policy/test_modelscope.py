@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import records
 from pellucid.policy import load
-from pellucid.policy.load import ModelAccess
+from pellucid.policy.access import ModelAccess
 from pellucid.training import memory
 from pellucid.types import UserError
 from runs import answered

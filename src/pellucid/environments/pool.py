@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import Pipe, reduction
@@ -28,7 +28,12 @@ from typing import Any
 
 from pellucid.environments import agents
 from pellucid.environments.agents import AgentRunner, AgentSpec, SolveRequest
-from pellucid.environments.spec import ENVIRONMENT_COLUMN, EnvironmentSpec, build_tool_schemas
+from pellucid.environments.spec import (
+    ENVIRONMENT_COLUMN,
+    EnvironmentSpec,
+    get_environment_tools,
+    load_environment_factories,
+)
 from pellucid.environments.worker import BeginRequest, EnvironmentRunner, TurnRequest, WorkerAnswer
 from pellucid.rewards import worker
 from pellucid.rewards.pool import (
@@ -52,7 +57,7 @@ from pellucid.types import (
 )
 from pellucid.utils import signals
 from pellucid.utils.channel import Channel
-from pellucid.utils.plugins import IN_PROCESS_PREFIX
+from pellucid.utils.plugins import IN_PROCESS_PREFIX, load_function
 
 CAN_FORK = sys.platform == "linux"
 
@@ -247,6 +252,43 @@ def serve_requests(connection: Connection, spec: EnvironmentSpec | AgentSpec) ->
             connection.send_bytes(environment)
     except (EOFError, OSError):
         worker.exit_with_children()
+
+
+# ---------------------------------------------------------------- schemas
+# The JSON schemas of tools, from the types and docstrings of functions, as chat templates take them.
+
+
+def build_tool_schemas(env_spec: EnvironmentSpec, name: str = "") -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of all tools of an environment, of that name where there are several.
+
+    UserError for a tool whose types or docstring do not say what it takes.
+    """
+    made = load_environment_factories(env_spec)
+    maker = made.get("") or made.get(name)
+    methods = get_environment_tools(create_blank_environment(maker)).values() if maker else ()
+    return tuple(map(build_tool_schema, (*(load_function(spec, "tool") for spec in env_spec.tools), *methods)))
+
+
+def create_blank_environment(factory: Callable[[], Any]) -> Any:
+    """Return an environment whose methods can be looked at; that of a class has not been set up."""
+    return object.__new__(factory) if isinstance(factory, type) else factory()
+
+
+def build_tool_schema(tool: Callable[..., Any]) -> Mapping[str, Any]:
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - where there are tools, and not before
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        return get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        first = " ".join(str(error).split())
+        raise UserError(
+            f"tool {getattr(tool, '__name__', tool)}: {first}: give its arguments types, and its docstring a line for"
+            " each under `Args:`"
+        ) from error
 
 
 # ---------------------------------------------------------------- stage
@@ -458,7 +500,7 @@ class InProcessEnvironments:
     def end_conversation(self, number: int) -> None:
         self._handle_turn(number, TurnRequest(PolicyTurn({}), (), is_last=True))
 
-    def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:
+    def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:  # noqa: ARG002
         """Return the replies, with the numbers of their conversations."""
         found = list(self._ready)
         self._ready.clear()
@@ -473,7 +515,7 @@ class InProcessEnvironments:
             self._idle_runners.append(self._runners.pop(number))
         self._ready.append((number, reply))
 
-    def _log_error(self, description: str, error: BaseException) -> None:
+    def _log_error(self, description: str, error: BaseException) -> None:  # noqa: ARG002
         if self._log:
             with self._log.open("a", encoding="utf-8") as log:
                 traceback.print_exception(error, file=log)

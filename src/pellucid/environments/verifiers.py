@@ -31,8 +31,8 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self,
         ctx: vf.ModelContext,
-        trace: vf.Trace,
-        runtime: vf.Runtime,
+        trace: vf.Trace,  # noqa: ARG002
+        runtime: vf.Runtime,  # noqa: ARG002
         endpoint: str,
         secret: str,
         mcp_urls: dict[str, str],

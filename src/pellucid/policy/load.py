@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -37,30 +37,11 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME, cached_file
 
 from pellucid.models.hf_decode import MODEL_ERRORS, format_error_line
 from pellucid.models.linear import copy_to_cpu
+from pellucid.policy.access import DEFAULT_ACCESS, ModelAccess
 from pellucid.policy.chat_template import ChatTemplate
 from pellucid.types import UserError
 from pellucid.utils.plugins import check_hub_online, did_you_mean, import_extra, suggest_path
 from pellucid.utils.text import describe_searched_folders
-
-# ---------------------------------------------------------------- access
-# How the files of a checkpoint may be read.
-
-
-class ModelAccess(NamedTuple):
-    revision: str = ""
-    """A branch, tag or commit of a hub; empty is its default branch."""
-    trust_remote_code: bool = False
-    """Whether the Python code that lies beside the weights may run."""
-    trust_hint: str = "set policy.trust_remote_code"
-    """How the user lets it run, for the line that says it may not."""
-
-    def format_warning(self, name: str) -> str:
-        """Return the line that must be shown before a checkpoint of this name is read; empty where it runs nothing."""
-        return f"policy.trust_remote_code: Python code of {name} runs as you" if self.trust_remote_code else ""
-
-
-DEFAULT_ACCESS = ModelAccess()
-
 
 DEFAULT_TEMPLATE = ChatTemplate()
 NON_CAUSAL_SUFFIXES = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")

@@ -30,7 +30,7 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
 from pellucid.models import hf_decode
 from pellucid.policy import policy
-from pellucid.policy.load import ModelAccess
+from pellucid.policy.access import ModelAccess
 from pellucid.reporting import run_files
 from pellucid.rewards.answers import split_reasoning_and_answer
 from pellucid.rewards.grading import GradedTask, collect_grader_notices, load_graders

@@ -114,7 +114,7 @@ class Curriculum:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return self.task.reward(prompt, completion)
 
-    def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:
+    def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
         """Return the completion as the task inside sees it."""
         return completion
 

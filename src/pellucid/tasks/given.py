@@ -35,7 +35,7 @@ def make_task_class(task: Any) -> type:
         def reward(self, prompt: Prompt, completion: Completion) -> Reward:
             return task.reward(prompt, completion)
 
-        def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:
+        def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
             """Return the completion as it is: the object grades it."""
             return completion
 

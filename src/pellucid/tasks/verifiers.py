@@ -61,7 +61,7 @@ class Verifiers:
         places = iter_shuffled_indices(f"{self.seed}/{self.split}", step, n, len(prompts))
         return [replace(prompts[place], id=f"{self.split}/{step}/{i}") for i, place in enumerate(places)]
 
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:  # noqa: ARG002
         outcome = completion.outcome or ConversationOutcome(error="no episode was played")
         value = math.nan if outcome.reward is None else outcome.reward
         return Reward(value, error=outcome.error, is_continuous=value not in (0.0, 1.0))

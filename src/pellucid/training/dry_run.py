@@ -11,12 +11,11 @@ from rich.markup import escape
 from pellucid import config
 from pellucid.algorithm.advantages import get_advantage_function
 from pellucid.algorithm.objectives import get_objective_function
-from pellucid.config import Config
+from pellucid.config import Config, format_toml
 from pellucid.environments.agents import AgentSpec
 from pellucid.environments.pool import create_environments
 from pellucid.policy import load
 from pellucid.policy.chat_template import encode_prefix, encode_question
-from pellucid.share import format_toml
 from pellucid.tasks.wrappers import get_innermost_task, is_process_bound
 from pellucid.training import memory, preflight
 from pellucid.training.build import make_template, resolve_machine_settings

@@ -24,7 +24,7 @@ from pellucid.algorithm.metrics import InertSettingWatcher
 from pellucid.config import Config, dump_config
 from pellucid.distributed.process_group import broadcast_decision, detect_lost_processes
 from pellucid.policy import policy
-from pellucid.policy.load import ModelAccess
+from pellucid.policy.access import ModelAccess
 from pellucid.policy.policy import Policy
 from pellucid.reporting import console, loggers
 from pellucid.reporting.console import (
