@@ -361,7 +361,7 @@ def build_config(values: SettingsTable, source: str, overrides: SettingsTable | 
     for key, value in _iter_floats({**sections, "task": task}):
         if not math.isfinite(value):
             raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
-    if sections["sampler"].other_arithmetic and "correction" not in whole.get("algorithm", {}):
+    if sections["sampler"].inexact_setting and "correction" not in whole.get("algorithm", {}):
         sections["algorithm"] = replace(sections["algorithm"], correction="token")  # whoever wants none can say it
     return Config(**sections, task=task, task_names=names)
 

@@ -80,7 +80,7 @@ def cut(completion, length):
 def trl_inputs(batch, extra):
     """Prompts padded on the left, by `extra` more than they need."""
     longest = extra + max(len(ids) for ids in batch.prompt_ids)
-    prompts = [batch.prompt_ids[p] for p in batch.prompt_of.tolist()]
+    prompts = [batch.prompt_ids[p] for p in batch.prompt_indices.tolist()]
     lengths = torch.tensor([len(ids) for ids in prompts])
     return {
         "prompt_ids": torch.tensor([(0,) * (longest - len(ids)) + ids for ids in prompts]),

@@ -106,16 +106,16 @@ def test_the_gradient_of_the_loss_is_that_of_the_loop(case, parts, drawn):
     with_advantages = replace(batch, advantages=batch.broadcast_to_tokens(advantages.flatten().float()))
     grpo.update_policy(policy, with_advantages, runtime, cfg)
 
-    whole = {"rows": len(batch), "tokens": int(batch.mask.sum())} if parts > 1 else {}
+    whole = {"rows": len(batch), "tokens": int(batch.response_mask.sum())} if parts > 1 else {}
     for start in range(0, len(batch), len(batch) // parts + 1):
         rows = slice(start, start + len(batch) // parts + 1)
-        part = batch.rows(rows)
+        part = batch.select_rows(rows)
         scores = policy.score(part)
-        unknown = torch.where(part.mask, 0.0, -torch.inf)  # padding is nobody's business
+        unknown = torch.where(part.response_mask, 0.0, -torch.inf)  # padding is nobody's business
         loss = policy_loss(
             scores.logprobs + unknown,
             advantages.flatten()[rows],
-            part.mask,
+            part.response_mask,
             old_logprobs=part.old_logprobs + unknown,
             sampler_logprobs=part.sampler_logprobs,
             ref_logprobs=part.ref_logprobs,
@@ -135,28 +135,30 @@ def test_a_first_step_needs_no_old_logprobs(drawn):
     policy, _, batch = drawn
     advantages = torch.tensor([[1.0, -1.0, 0.5, -0.5], [2.0, 0.0, 0.0, -2.0]])
     logprobs = policy.score(batch).logprobs
-    loss = policy_loss(logprobs, advantages, batch.mask)
+    loss = policy_loss(logprobs, advantages, batch.response_mask)
     [found] = torch.autograd.grad(loss, logprobs)
-    along = advantages.flatten()[:, None] * batch.mask
-    torch.testing.assert_close(found, -along / batch.mask.sum())
-    assert float(loss.detach()) == pytest.approx(-float(along.sum() / batch.mask.sum()), abs=1e-6)
+    along = advantages.flatten()[:, None] * batch.response_mask
+    torch.testing.assert_close(found, -along / batch.response_mask.sum())
+    assert float(loss.detach()) == pytest.approx(-float(along.sum() / batch.response_mask.sum()), abs=1e-6)
 
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_what_stands_in_the_padding_has_no_gradient(case, drawn):
     """Not even an infinity, of which there is none that is a number."""
     _, _, batch = drawn
-    unknown = torch.where(batch.mask, 0.0, -torch.inf)
+    unknown = torch.where(batch.response_mask, 0.0, -torch.inf)
     logprobs = (batch.sampler_logprobs - 0.1 + unknown).requires_grad_()
     known = {"ref_logprobs": batch.ref_logprobs, "sampler_logprobs": batch.sampler_logprobs, "entropy": logprobs.exp()}
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.5, 0.5, -3.0])
-    loss = policy_loss(logprobs, advantages, batch.mask, old_logprobs=batch.sampler_logprobs, **known, **LOSSES[case])
+    loss = policy_loss(
+        logprobs, advantages, batch.response_mask, old_logprobs=batch.sampler_logprobs, **known, **LOSSES[case]
+    )
     loss.backward()
     assert loss.isfinite()
     assert logprobs.grad.isfinite().all()
-    assert not logprobs.grad[~batch.mask].any()
-    assert (logprobs.grad[batch.mask] != 0).any()
-    assert not batch.mask.all()
+    assert not logprobs.grad[~batch.response_mask].any()
+    assert (logprobs.grad[batch.response_mask] != 0).any()
+    assert not batch.response_mask.all()
 
 
 @pytest.mark.parametrize("case", LOSSES)
@@ -165,10 +167,10 @@ def test_what_stands_in_the_padding_is_not_read(case, drawn):
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.5, 0.5, -3.0])[:, None].expand_as(batch.sampler_logprobs)
     losses = []
     for padding in (0.0, torch.nan):
-        x = batch.sampler_logprobs.masked_fill(~batch.mask, padding)
+        x = batch.sampler_logprobs.masked_fill(~batch.response_mask, padding)
         others = {"old_logprobs": x - 0.2, "ref_logprobs": x + 0.1, "sampler_logprobs": x - 0.1, "entropy": x.exp()}
-        within = advantages.masked_fill(~batch.mask, padding)
-        losses.append(policy_loss(x, within, batch.mask, **others, **LOSSES[case]))
+        within = advantages.masked_fill(~batch.response_mask, padding)
+        losses.append(policy_loss(x, within, batch.response_mask, **others, **LOSSES[case]))
     assert losses[0].isfinite()
     assert torch.equal(*losses)
 

@@ -70,7 +70,7 @@ def by_hand(model, groups, advantages):
         for completion, advantage in zip(group.completions, row, strict=True):
             ids = [*group.prompt_ids, *completion.token_ids]
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            given = {t for start, end in completion.given for t in range(start, end)}
+            given = {t for start, end in completion.given_spans for t in range(start, end)}
             for t, token in enumerate(completion.token_ids):
                 if t not in given:
                     total = total - advantage * logprobs[len(group.prompt_ids) + t - 1, token]

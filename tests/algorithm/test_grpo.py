@@ -31,7 +31,9 @@ AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "consta
 
 def rollouts(policy, size=6, n=4, max_tokens=24):
     sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
-    groups = grpo.grade(CountDigits(), NativeSampler(policy=policy).generate(CountDigits().sample(0, n), sampling))
+    groups = grpo.grade_groups(
+        CountDigits(), NativeSampler(policy=policy).generate(CountDigits().sample(0, n), sampling)
+    )
     batch = collate(groups)
     assert not bool(batch.response_mask.all()), "completions must differ in length"
     return replace(
@@ -373,7 +375,7 @@ def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_s
     assert [len(batch) for batch in seen] == [16, 32, 48, 48, 48]
     assert [then for then, _ in state.replay_buffer] == [4, 3, 2]
     first, second = seen[0], seen[1]
-    width = first.mask.shape[1]
+    width = first.response_mask.shape[1]
     assert torch.equal(second.old_logprobs[16:, :width], first.old_logprobs), "as they were sampled under"
     assert torch.equal(second.advantages[16:], first.advantages)
     assert second.prompt_ids[4:] == first.prompt_ids
@@ -420,7 +422,7 @@ class Coin:
 def run_rollout(task, **settings):
     cfg, sampling = GRPOConfig(group_size=4, **settings), Sampling(max_tokens=8)
     return grpo.collect_rollouts(
-        task, NativeSampler(policy=make_policy()), sampling, OneProcessRuntime(), 3, cfg, grpo.Clock()
+        task, NativeSampler(policy=make_policy()), sampling, OneProcessRuntime(), 3, cfg, grpo.StageClock()
     )
 
 
@@ -445,7 +447,7 @@ def test_the_tokens_of_dynamic_sampling_are_those_of_all_sequences():
 
     cfg, sampling = GRPOConfig(group_size=4, max_rounds=2), Sampling(max_tokens=8)
     task, sampler = Coin(lambda step, i: False), Branching(policy=make_policy())
-    groups, drawn = grpo.collect_rollouts(task, sampler, sampling, OneProcessRuntime(), 3, cfg, grpo.Clock())
+    groups, drawn = grpo.collect_rollouts(task, sampler, sampling, OneProcessRuntime(), 3, cfg, grpo.StageClock())
     assert drawn["groups/drawn"] == 4
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     assert drawn["tokens"] == 3 * tokens == compute_group_metrics(groups)["tokens"]
@@ -568,7 +570,7 @@ def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
     sampler, sampling = NativeSampler(policy=make_policy()), Sampling(max_tokens=1)
     for steps, finished in ((40, 0), (80, 40)):
         cfg = GRPOConfig(steps=steps, group_size=2, prompts_per_step=2, max_rounds=3)
-        grpo.collect_rollouts(task, sampler, sampling, OneProcessRuntime(), finished, cfg, grpo.Clock())
+        grpo.collect_rollouts(task, sampler, sampling, OneProcessRuntime(), finished, cfg, grpo.StageClock())
     assert len(set(task.steps)) == len(task.steps) == 6
     assert task.steps[0] == 0
     assert task.steps[3] == 40
@@ -746,11 +748,11 @@ class Scripted:
 
 def test_a_failed_reward_is_neutral_not_zero():
     group, values = group_of([1.0, math.nan, 0.0, 0.5])
-    graded = grpo.grade(Scripted(values), [group])
+    graded = grpo.grade_groups(Scripted(values), [group])
     assert collect_task_rewards(graded).tolist() == [[1.0, 0.5, 0.0, 0.5]]
     assert math.isnan(graded[0].rewards[1].value), "the record keeps what happened"
     assert ADVANTAGES["grpo"](collect_grades(graded), GRPOConfig())[0, 1] == 0.0
-    all_failed = grpo.grade(Scripted([math.nan] * 2), [group_of([0, 0])[0]])
+    all_failed = grpo.grade_groups(Scripted([math.nan] * 2), [group_of([0, 0])[0]])
     assert ADVANTAGES["grpo"](collect_grades(all_failed), GRPOConfig()).abs().max() == 0.0
 
 

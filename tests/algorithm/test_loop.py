@@ -57,7 +57,9 @@ def test_every_seed_step_and_round_draws_samples_of_its_own():
 
     def drawn(step, dead=lambda step, i: False, **settings):
         cfg = GRPOConfig(group_size=4, **settings)
-        groups, _ = grpo.collect_rollouts(Same(dead), sampler, sampling, OneProcessRuntime(), step, cfg, grpo.Clock())
+        groups, _ = grpo.collect_rollouts(
+            Same(dead), sampler, sampling, OneProcessRuntime(), step, cfg, grpo.StageClock()
+        )
         return [[c.token_ids for c in group.completions] for group in groups]
 
     assert drawn(0) == drawn(0)
@@ -130,7 +132,7 @@ def test_rows_are_trained_within_their_own_bounds():
         collate([Group(Prompt("p", "?"), (0,), (answer, answer))]),
         old_logprobs=torch.zeros(2, 1),
         advantages=torch.ones(2, 1),
-        weights=torch.full((2, 1), 0.5),
+        token_weights=torch.full((2, 1), 0.5),
         clip_high=torch.tensor([0.3, 0.1]),
     )
     loss, metrics = grpo.compute_loss(Scores(logprobs, torch.zeros(2, 1)), batch, GRPOConfig(clip_difficulty=1.0))
@@ -149,7 +151,7 @@ def test_a_reference_that_moves_keeps_its_share_of_itself():
 @pytest.mark.parametrize("layer", [0, 1, -1])
 def test_rewards_are_shared_by_the_layer_that_is_named(layer):
     policy = make_policy()
-    groups = grpo.grade(CountDigits(), four_groups(policy))
+    groups = grpo.grade_groups(CountDigits(), four_groups(policy))
     batch, grades = collate(groups), collect_grades(groups)
     cfg = GRPOConfig(group_size=4, similarity="smooth", similarity_layer=layer, micro_batch=3)
     shaped = grpo.shape_rewards(grades, batch, policy, cfg)

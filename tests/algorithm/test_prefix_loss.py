@@ -38,7 +38,7 @@ def groups_of(policy, sampler="native", task=None):
     drawing = SAMPLERS[sampler]()
     drawing.sync(policy)
     task = task or Begun()
-    return grpo.grade(task, drawing.generate(task.sample(0, 4), Sampling(3, max_tokens=12, seed="0/0")))
+    return grpo.grade_groups(task, drawing.generate(task.sample(0, 4), Sampling(3, max_tokens=12, seed="0/0")))
 
 
 def batch_of(policy):

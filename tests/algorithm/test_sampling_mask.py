@@ -253,7 +253,7 @@ def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
 def test_rows_of_a_batch_and_joined_batches_keep_their_masks():
     policy = make_policy()
     groups = drawn(policy, prompts=5)
-    whole, score = collate(groups), lambda batch: policy.score(batch).logprobs.detach()[batch.mask]
+    whole, score = collate(groups), lambda batch: policy.score(batch).logprobs.detach()[batch.response_mask]
     parts = [collate(groups[:2]), collate(groups[2:])]
     joined = concat_batches(parts)
     assert torch.equal(score(joined), score(whole))

@@ -38,7 +38,7 @@ def replies(world, count, seconds=20.0):
 
 def begun(world, count=1, prompt=None):
     for number in range(count):
-        world.begin(number, prompt or Prompt("p", ({"role": "user", "content": "Q"},)), number)
+        world.start_conversation(number, prompt or Prompt("p", ({"role": "user", "content": "Q"},)), number)
     return replies(world, count)
 
 
@@ -128,7 +128,7 @@ def test_a_function_replies_to_what_was_said(stage):
 def test_siblings_are_asked_the_same_and_others_something_else(stage):
     prompts = [replace(prompt, id=f"other {i}") for i, prompt in enumerate(asked(1) * 8)]
     for number in range(16):
-        stage.begin(number, prompts[number // 2], number % 2)
+        stage.start_conversation(number, prompts[number // 2], number % 2)
     questions = [reply.prompt.text[0]["content"] for _, reply in sorted(replies(stage, 16).items())]
     assert questions[::2] == questions[1::2]
     assert len(set(questions)) > 3

@@ -60,10 +60,10 @@ def two_tokens(tmp_path):
 
 
 def test_differences_shares_and_sums_of_a_step(two_tokens):
-    tokens = two_tokens.tokens(1)
+    tokens = two_tokens.read_tokens(1)
     assert tokens.columns["change"] == [None, 0.25, None]
     assert tokens.columns["gap"] == [None, 0.125, None]
-    [group] = two_tokens.at(1)["groups"]
+    [group] = two_tokens.read_summary(1)["groups"]
     assert group["gradient"] == pytest.approx(0.4, abs=1e-7)
     assert group["entropy"] == 0.75
     shares = tokens.shares(0)
@@ -99,7 +99,7 @@ def test_numbers_are_rounded_to_digits_and_not_below_the_floor():
 
 
 def test_a_step_without_rollouts_is_summed_up_from_its_tokens(two_tokens):
-    [group] = two_tokens.at(1)["groups"]
+    [group] = two_tokens.read_summary(1)["groups"]
     assert (group["prompt"], group["rewards"], group["lengths"], group["recorded"]) == ("Q", [1.0], [2], True)
 
 
@@ -141,7 +141,7 @@ def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
 def test_of_the_steps_that_were_read_only_new_ones_are_read(tmp_path, monkeypatch):
     run, read = RunReader(small_run(tmp_path / "run", steps=3)), []
     summarised = run.compute_summary
-    monkeypatch.setattr(run, "summarised", lambda step, *mark: read.append(step) or summarised(step, *mark))
+    monkeypatch.setattr(run, "compute_summary", lambda step, *mark: read.append(step) or summarised(step, *mark))
     name = run.answer("questions")[0]["question"]
     assert read == [1, 2, 3]
     add_step(run.run_dir, 4)

@@ -130,7 +130,7 @@ def test_questions_are_read_before_they_are_asked_for_and_answers_come_in_betwee
         monkeypatch.setattr(server, "answer", lambda key: server.lock.locked())
         server.prepare_questions()
         assert between == [(2, False), (4, False), (5, False)]
-        monkeypatch.setattr(run, "summarised", None)  # nothing is read again
+        monkeypatch.setattr(run, "compute_summary", None)  # nothing is read again
         assert [each["times"] for each in run.answer("questions")] == [5, 5, 5]
 
 

@@ -642,7 +642,7 @@ def test_the_residual_stream_is_in_fp32_whatever_is_computed_in():
     seen = set()
 
     def before(layer, stream, rotary, shape):
-        seen.update((stream.hidden.dtype, stream.whole().dtype))
+        seen.update((stream.hidden.dtype, stream.add_pending().dtype))
         return decoders.EAGER_LAYER_FUNCTIONS.compute_qkv(layer, stream, rotary, shape)
 
     def after(layer, hidden, attended, shape):

@@ -88,8 +88,8 @@ def nodes_below(x) -> set[str]:
 def loss_of(policy, batch):
     torch.manual_seed(2)
     scores = policy.score(batch)
-    loss = (scores.logprobs * torch.randn(batch.mask.shape) * batch.mask).sum()
-    return loss + 0.1 * scores.entropy[batch.mask].sum() if scores.entropy.requires_grad else loss
+    loss = (scores.logprobs * torch.randn(batch.response_mask.shape) * batch.response_mask).sum()
+    return loss + 0.1 * scores.entropy[batch.response_mask].sum() if scores.entropy.requires_grad else loss
 
 
 def gradients(policy, loss, **how):

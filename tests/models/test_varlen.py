@@ -22,9 +22,11 @@ F64 = torch.float64
 
 def kernel(query, keys, values, by, window, beyond=0):
     """Flash attention as torch describes it. The last query of a sequence stands at its last key."""
-    assert by.query_offsets.dtype == by.keys.dtype == torch.int32
+    assert by.query_offsets.dtype == by.key_offsets.dtype == torch.int32
     read = []
-    for (begin, end), (first, last) in zip(*(pairwise(x.tolist()) for x in (by.query_offsets, by.keys)), strict=True):
+    for (begin, end), (first, last) in zip(
+        *(pairwise(x.tolist()) for x in (by.query_offsets, by.key_offsets)), strict=True
+    ):
         assert end - begin <= by.max_query_length
         assert last - first <= by.max_key_length
         at = torch.arange(last - first - (end - begin), last - first)[:, None]

@@ -21,5 +21,5 @@ KNOWN = (
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 @pytest.mark.parametrize("way", [fused_check, native, attention])
 def test_what_is_compiled_has_the_bits_of_the_operators(way):
-    found, why = way.here()
+    found, why = way.load_kernels()
     assert found, why

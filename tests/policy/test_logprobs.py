@@ -127,7 +127,7 @@ def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkey
 def widens(monkeypatch):
     """The head's product in fp32, as CUDA has it."""
     for module in (logprobs, logprobs):
-        monkeypatch.setattr(module, "widens", lambda x: x.dtype == torch.bfloat16)
+        monkeypatch.setattr(module, "supports_fp32_product", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: (x.double() @ y.double()).to(out_dtype))
 
 

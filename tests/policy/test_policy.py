@@ -26,7 +26,7 @@ from pellucid.algorithm.grpo import update_policy
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.runtime import Runtime
 from pellucid.policy import policy as policy_module
-from pellucid.policy.policy import LoraReference, Policy, check_head, end_of_answer
+from pellucid.policy.policy import LoraReference, Policy, check_lm_head, end_of_answer
 from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 

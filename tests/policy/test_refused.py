@@ -48,14 +48,14 @@ def test_a_head_that_is_the_embedding_is_not_missed(tmp_path):
 
 def test_a_model_that_reads_what_is_to_come_is_none(tmp_path):
     with pytest.raises(UserError, match="BertLMHeadModel reads tokens that are still to come"):
-        policy.check_head(model_of("bert"))
+        policy.check_lm_head(model_of("bert"))
 
 
 def test_a_model_that_cannot_be_scored_is_said_in_one_line():
     model = model_of("gpt2")
     model.set_output_embeddings(torch.nn.Linear(5, 5))
     with pytest.raises(UserError, match=r"GPT2LMHeadModel cannot be scored here \(RuntimeError: .*\): not supported"):
-        policy.check_head(model)
+        policy.check_lm_head(model)
 
 
 MISFITS = {

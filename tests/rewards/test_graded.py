@@ -282,7 +282,7 @@ def test_a_pool_that_is_closed_in_the_middle_says_so(rows):
     task = GradedTask(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
     with ThreadPoolExecutor(1) as beside:
         computing = beside.submit(task.reward_all, pairs("a", "b"))
-        while not task._executor._workers or not task._executor._workers[0].running:
+        while not task._executor._workers or not task._executor._workers[0].running_terms:
             time.sleep(0.01)
         task.close()
         with pytest.raises(PoolClosedError, match="still being computed when their processes were closed"):

@@ -206,12 +206,12 @@ def test_a_gold_answer_that_credits_another_number_is_named(monkeypatch):
 
 
 def test_math_names_the_extra_it_needs(monkeypatch):
-    rewards.math_verify.cache_clear()
+    rewards.load_math_verify.cache_clear()
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r'^[^\n]*pip install "pellucid\[data\]"$'):
         RewardTerm("math")
     monkeypatch.undo()
-    rewards.math_verify.cache_clear()
+    rewards.load_math_verify.cache_clear()
 
 
 def test_tagged_rates_the_layout_and_not_the_answer():

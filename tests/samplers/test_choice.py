@@ -85,10 +85,10 @@ def test_the_trial_sees_what_rows_beside_one_another_get_wrong(fault, monkeypatc
         forward = model.forward
         monkeypatch.setattr(model, "forward", lambda attention_mask=None, **given: forward(**given))
     elif fault == "order":
-        monkeypatch.setattr(batch, "keep", lambda self, rows: setattr(self, "mask", self.mask[rows]))
+        monkeypatch.setattr(batch, "keep_rows", lambda self, rows: setattr(self, "mask", self.mask[rows]))
     else:
         keep = batch.keep_rows
-        monkeypatch.setattr(batch, "keep", lambda self, rows: keep(self, rows.clamp(max=0)))
+        monkeypatch.setattr(batch, "keep_rows", lambda self, rows: keep(self, rows.clamp(max=0)))
     assert find_cache_fault(model)
 
 

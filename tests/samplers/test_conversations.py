@@ -47,7 +47,7 @@ def completions_of(groups):
 
 def turns_of(completion):
     """The ranges of what was sampled."""
-    edges = [0, *(edge for stretch in completion.given for edge in stretch), len(completion.token_ids)]
+    edges = [0, *(edge for stretch in completion.given_spans for edge in stretch), len(completion.token_ids)]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 

@@ -205,7 +205,7 @@ def test_each_kind_of_nonsense_is_told(case, policy, bent):
     bend, asked = bent
     alter, says = altering(case)
     bend["by"] = lambda path, body: body
-    asked.load(serialize_model(policy))
+    asked.load_model(serialize_model(policy))
     asked.push(get_push_weights(policy))
     bend["by"] = alter
 
@@ -230,7 +230,7 @@ TENSORS = {
 def test_tensors_that_are_none_are_nonsense(path, body, policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: body
-    asked.load(serialize_model(policy))
+    asked.load_model(serialize_model(policy))
     asked.push(get_push_weights(policy))
     bend["by"] = body_of(path, body if isinstance(body, bytes) else safetensors.torch.save(body))
     with pytest.raises(InvalidAnswerError):
@@ -252,15 +252,15 @@ def test_tensors_that_are_none_are_nonsense(path, body, policy, bent):
 def test_a_state_that_is_none_is_nonsense(state, policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: body
-    asked.load(serialize_model(policy))
+    asked.load_model(serialize_model(policy))
     bend["by"] = lambda path, body: json.dumps(json.loads(body) | state).encode() if path == "/state" else body
     with pytest.raises(InvalidAnswerError):
-        asked.load(serialize_model(policy))
+        asked.load_model(serialize_model(policy))
 
 
 def test_what_a_server_says_is_shown_and_not_obeyed(policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: json.dumps(json.loads(body) | {"refusal": "\x1b]0;x\x07"}).encode()
     with pytest.raises(vllm_client.RefusedError) as raised:
-        asked.load(serialize_model(policy))
+        asked.load_model(serialize_model(policy))
     assert str(raised.value) == "\\x1b]0;x\\x07"

@@ -98,7 +98,7 @@ def test_a_run_that_asks_while_the_server_still_starts_has_its_answer(monkeypatc
     with open_listening_socket("127.0.0.1", 0) as free:
         asked = SamplerClient(f"http://127.0.0.1:{free.getsockname()[1]}", 10.0)
         answers, sent = [], threading.Event()
-        write_secret = vllm_server.written_secret
+        write_secret = vllm_server.publish_secret
 
         def once_asked(port):
             assert sent.wait(10)

@@ -371,7 +371,7 @@ def test_ctrl_c_leaves_no_orphan(service, started, tmp_path, monkeypatch, when):
     if when == "while it waits":
         monkeypatch.setattr(daemon.Daemon, "is_answering", lambda _: os.kill(os.getpid(), signal.SIGINT))
     else:
-        write = daemon.write_whole
+        write = daemon.write_file_atomically
         monkeypatch.setattr(
             daemon, "write_file_atomically", lambda *told: os.kill(os.getpid(), signal.SIGINT) or write(*told)
         )

@@ -58,7 +58,7 @@ def asked(engine, **settings):
 def flown(engine):
     """Until nobody is left."""
     engine._admit()
-    while engine.running.rows:
+    while engine.running.requests:
         engine._decode_step()
         engine._admit()
 
@@ -119,7 +119,12 @@ def test_a_row_whose_text_cannot_be_read_fails_alone(engine):
     decode, first = engine.policy.decode, []
 
     def unreadable(ids, **settings):
-        if engine.running.rows and engine.running.rows[0].token_ids[-len(ids) :] == ids and len(first) < 1 and ids:
+        if (
+            engine.running.requests
+            and engine.running.requests[0].token_ids[-len(ids) :] == ids
+            and len(first) < 1
+            and ids
+        ):
             first.append(ids)
             raise KeyError("no such token")
         return decode(ids, **settings)
@@ -144,9 +149,9 @@ def test_a_listener_that_is_gone_is_one_that_left(engine):
     _, good = asked(engine, seed=2)
     engine._admit()
     engine._decode_step()
-    assert [row.request is deaf for row in engine.running.rows] == [True, False]
+    assert [row.request is deaf for row in engine.running.requests] == [True, False]
     engine._decode_step()
-    assert len(engine.running.rows) == 1, "its row is free at the next token"
+    assert len(engine.running.requests) == 1, "its row is free at the next token"
     flown(engine)
     assert said(good) == alone(seed=2)
 
@@ -208,7 +213,7 @@ def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
     for seed in range(8):
         asked(engine, seed=seed, n=1, max_tokens=100)
         engine._admit()
-    assert len(engine.running.rows) == 8
+    assert len(engine.running.requests) == 8
     for _ in range(4):
         asked(engine)
         engine._admit()
@@ -239,11 +244,11 @@ def test_a_long_prompt_waits_until_others_leave_it_room(engine, monkeypatch):
     for length in (10, 10, 20, 100):
         engine.submit(GenerationRequest([1] * length, lambda _: None, max_tokens=3))
     engine._admit()
-    assert [len(row.request.prompt_ids) for row in engine.running.rows] == [10, 10, 20]
-    while engine.running.rows:
+    assert [len(row.request.prompt_ids) for row in engine.running.requests] == [10, 10, 20]
+    while engine.running.requests:
         engine._decode_step()
     engine._admit()
-    assert [len(row.request.prompt_ids) for row in engine.running.rows] == [100]
+    assert [len(row.request.prompt_ids) for row in engine.running.requests] == [100]
 
 
 def test_memory_follows_what_is_in_flight_and_goes_back_when_nobody_is(engine):

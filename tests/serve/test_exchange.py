@@ -292,11 +292,11 @@ def service():
 )
 def test_every_field_has_its_bounds_and_nobody_else_hears_of_it(service, settings, complaint):
     served, url = service
-    errors = served.engine.errors
+    errors = served.engine.error_count
     status, answer = post(url + CHAT, chat(**settings))
     assert status == 400
     assert complaint in answer["error"]["message"]
-    assert served.engine.errors == errors
+    assert served.engine.error_count == errors
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 1e-6}, {"temperature": 1e-6}, {"top_p": 1e-6, "temperature": 1e-6}])

@@ -232,7 +232,7 @@ def test_a_command_is_an_agent(policy, world_of):
 def driven(world, row, says, pause=0.0):
     """All replies of a world in a conversation in which the policy says these, and says nothing after them."""
     [prompt] = rows("", **row)
-    world.begin(0, prompt, 0)
+    world.start_conversation(0, prompt, 0)
     found, says, until = [], list(says), time.monotonic() + 60
     while time.monotonic() < until:
         for _, reply in world.heard(0.5):
@@ -339,7 +339,7 @@ def test_a_conversation_that_is_left_ends_its_agent_and_a_closed_world_begins_an
 
 
 def process_of_an_agent(world):
-    world.begin(0, rows("")[0], 0)
+    world.start_conversation(0, rows("")[0], 0)
     [(number, reply)] = world.heard(30.0)
     assert number == 0
     process = int(reply.prompt.text[0]["content"])
@@ -362,7 +362,7 @@ def test_an_agent_that_cannot_be_loaded_is_one_line(policy, world_of, tmp_path):
     (tmp_path / "lost_agent.py").write_text("raise OSError('nothing here')\ndef solve(row, client): ...\n")
     world = world_of(f"{tmp_path}/lost_agent.py:solve")
     with pytest.raises(UserError, match=r"cannot be used: .*lost_agent\.py cannot be imported: OSError: nothing here"):
-        world.begin(0, rows("")[0], 0)
+        world.start_conversation(0, rows("")[0], 0)
 
 
 @pytest.fixture

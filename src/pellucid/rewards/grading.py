@@ -98,7 +98,7 @@ class GradedTask:
                     grader.stop()
                 raise
         columns = [parts[term] for term in sorted(parts)]
-        return [check_reward(self._grading_task.total(of_one)) for of_one in zip(*columns, strict=True)]
+        return [check_reward(self._grading_task.combine_parts(of_one)) for of_one in zip(*columns, strict=True)]
 
     @property
     def is_batch_graded(self) -> bool:
