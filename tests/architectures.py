@@ -141,7 +141,7 @@ def weighted(policy, size):
 
 def sequences(batch):
     """Whole token sequences, and where the response starts."""
-    rows = zip(batch.prompt_indices.tolist(), batch.response_ids, batch.mask.sum(-1).tolist(), strict=True)
+    rows = zip(batch.prompt_indices.tolist(), batch.response_ids, batch.response_mask.sum(-1).tolist(), strict=True)
     return [(list(batch.prompt_ids[p]) + ids[:n].tolist(), len(batch.prompt_ids[p])) for p, ids, n in rows]
 
 

@@ -37,7 +37,7 @@ def train(*arguments):
 @contextmanager
 def asked_to_stop(monkeypatch, number=signal.SIGINT):
     """In here a signal arrives at the begin of each update."""
-    update = run.grpo.update
+    update = run.grpo.update_policy
 
     def signalled(*arguments):
         os.kill(os.getpid(), number)

@@ -436,7 +436,7 @@ class Off:
         self.__dict__ |= {"pack": native.compile_library().pack, "step": native.compile_library().step, name: instead}
 
 
-@pytest.mark.skipif(not fused_check.has_amx(), reason="needs a CPU with AMX, to go without")
+@pytest.mark.skipif(not native.has_amx(), reason="needs a CPU with AMX, to go without")
 def test_where_onednn_may_not_use_amx_nor_does_this():
     """Of 64 rows by AVX-512, too, which with AMX is passed over."""
     bits = "of_the_operators or however_many or texts or rows_that_come"

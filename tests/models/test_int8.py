@@ -18,7 +18,7 @@ from pellucid.config import SamplerConfig
 from pellucid.environments.pool import InProcessEnvironments
 from pellucid.environments.spec import EnvironmentSpec
 from pellucid.models import decoder as layers
-from pellucid.models import fused_check
+from pellucid.models import fused_check, native
 from pellucid.models.decode import DecodeBatch
 from pellucid.models.decoder import Decoder
 from pellucid.models.fused_decode import pack_matrix
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
     fused_check.load_fused_kernel()[0] is None or not torch.cpu._is_vnni_supported(),
     reason="needs fused decoding and AVX-512 VNNI",
 )
-TILES = [False, True] if fused_check.has_tiles() else [False]
+TILES = [False, True] if native.has_amx() else [False]
 SHAPES = [(96, 64), (160, 112), (576, 320), (1536, 96)]
 """Inputs and outputs: multiples of a tile and not, of a block and not."""
 
