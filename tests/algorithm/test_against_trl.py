@@ -86,11 +86,11 @@ def trl_inputs(batch, extra):
         "prompt_ids": torch.tensor([(0,) * (longest - len(ids)) + ids for ids in prompts]),
         "prompt_mask": (torch.arange(longest) >= longest - lengths[:, None]).long(),
         "completion_ids": batch.response_ids,
-        "completion_mask": batch.mask.long(),
+        "completion_mask": batch.response_mask.long(),
         "advantages": batch.advantages[:, 0].float(),
         "old_per_token_logps": batch.old_logprobs,
         "ref_per_token_logps": batch.ref_logprobs,
-        "num_items_in_batch": batch.mask.sum(),
+        "num_items_in_batch": batch.response_mask.sum(),
     }
 
 
@@ -142,7 +142,7 @@ def test_loss_and_gradients_are_those_of_trl(case, kl_coef, left_padding, rollou
 
     known = {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
     logprobs, advantages = policy.score(batch).logprobs, batch.advantages[:, 0]
-    alone = policy_loss(logprobs, advantages, batch.mask, **known, **{"kl": "k3", **ours}, kl_coef=kl_coef)
+    alone = policy_loss(logprobs, advantages, batch.response_mask, **known, **{"kl": "k3", **ours}, kl_coef=kl_coef)
     assert float(alone.detach()) == pytest.approx(float(loss.detach()), abs=1e-5)
     trained = policy.trainable()
     for name, gradient in zip(trained, torch.autograd.grad(alone, list(trained.values())), strict=True):

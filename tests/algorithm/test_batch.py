@@ -41,7 +41,7 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
     for row, alone in zip(joined.split_into_chunks(1), rows, strict=True):
         assert row.get_tensors().keys() == alone.get_tensors().keys()
         for name, x in alone.get_tensors().items():
-            if name != "prompt_of":
+            if name != "prompt_indices":
                 assert torch.equal(getattr(row, name), x), name
     assert joined.prompt_indices.tolist() == [0, 0, 1, 1, 2, 2]
 
@@ -115,4 +115,4 @@ def test_what_is_collated_can_be_taken_apart_again(responses, size):
     joined = concat_batches([collate([group]) for group in groups])
     assert joined.prompt_ids == batch.prompt_ids
     for name, x in batch.get_tensors().items():
-        assert name == "origin" or torch.equal(getattr(joined, name), x), name
+        assert name == "step_row_indices" or torch.equal(getattr(joined, name), x), name

@@ -177,7 +177,7 @@ def test_the_log_of_rollouts_has_no_grade_for_it(failed, tmp_path):
 
 
 def test_a_verdict_is_not_that_it_is_wrong(failed):
-    said = " ".join(map(str, make_verdict_table(group(failed)).columns[1].list_runs))
+    said = " ".join(map(str, make_verdict_table(group(failed)).columns[1].cells))
     assert "wrong" not in said
     assert "right" not in said
     assert "not graded" in said

@@ -218,7 +218,7 @@ def test_a_prompt_may_be_kept_once_or_with_every_row():
     repeated = replace(
         batch,
         prompt_ids=tuple(batch.prompt_ids[p] for p in batch.prompt_indices.tolist()),
-        prompt_of=torch.arange(len(batch)),
+        prompt_indices=torch.arange(len(batch)),
     )
     one, other = (gradients_of(policy, b, GRPOConfig())[0] for b in (batch, repeated))
     assert distance(one, other) < 1e-12
@@ -306,7 +306,7 @@ def test_what_is_measured_is_measured_between_the_right_two():
     cfg = GRPOConfig(epochs=2, kl="k2", kl_in="loss", kl_coef=0.1)
     ones = torch.ones(1, 1, dtype=F64)
     batch = replace(
-        batch_of(ones.bool(), old_logprobs=old, ref_logprobs=ref, advantages=ones, weights=ones),
+        batch_of(ones.bool(), old_logprobs=old, ref_logprobs=ref, advantages=ones, token_weights=ones),
         sampler_logprobs=sampler,
     )
     _, metrics = compute_loss(Scores(pi, torch.zeros_like(pi)), batch, cfg)
@@ -379,7 +379,7 @@ def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_s
     assert torch.equal(second.old_logprobs[16:, :width], first.old_logprobs), "as they were sampled under"
     assert torch.equal(second.advantages[16:], first.advantages)
     assert second.prompt_ids[4:] == first.prompt_ids
-    assert second.prompt_of[16:].tolist() == (first.prompt_of + 4).tolist()
+    assert second.prompt_indices[16:].tolist() == (first.prompt_indices + 4).tolist()
     assert steps[0].metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
     assert abs(steps[1].metrics["ratio/mean"] - 1.0) > 1e-4, "the policy has moved since"
 

@@ -135,7 +135,7 @@ def test_without_a_coefficient_prefixes_get_no_gradient():
 
 def with_prefix_in_prompt(group):
     n = len(group.demonstration)
-    completions = [replace(c, token_ids=c.token_ids[n:], logprobs=c.logprobs[n:], given=()) for c in group.completions]
+    completions = [replace(c, token_ids=c.token_ids[n:], logprobs=c.logprobs[n:], given_spans=()) for c in group.completions]
     return replace(group, prompt_ids=group.prompt_ids + group.demonstration, completions=tuple(completions))
 
 

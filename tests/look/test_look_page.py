@@ -65,7 +65,7 @@ def url(tmp_path_factory):
 
 def eventually(page, condition):
     """The page may draw itself anew between finding an element and reading it."""
-    return WebDriverWait(page, 20, ignored_exceptions=(StaleElementReferenceException,)).deadline(lambda _: condition())
+    return WebDriverWait(page, 20, ignored_exceptions=(StaleElementReferenceException,)).until(lambda _: condition())
 
 
 def found(page, css):

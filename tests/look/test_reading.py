@@ -66,7 +66,7 @@ def test_differences_shares_and_sums_of_a_step(two_tokens):
     [group] = two_tokens.read_summary(1)["groups"]
     assert group["gradient"] == pytest.approx(0.4, abs=1e-7)
     assert group["entropy"] == 0.75
-    shares = tokens.shares(0)
+    shares = tokens.compute_gradient_shares(0)
     assert [shares[i] for i in range(3)] == pytest.approx([0.0, 0.75, 0.25], abs=1e-7)
     assert [(s["completion"], s["start"], s["end"]) for s in tokens.sequences] == [(-1, 0, 1), (0, 1, 3)]
 

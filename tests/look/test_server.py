@@ -37,10 +37,18 @@ def test_the_page_forbids_whatever_is_not_its_own(server):
     answer, body = asked(server, "/")
     policy = answer.headers["Content-Security-Policy"]
     assert answer.status == 200
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.startswith("default-src 'none'; script-src 'nonce-")
     assert "unsafe" not in policy
     assert "frame-ancestors 'none'" in policy
-    assert "innerHTML" not in body
+    assert body.count(policy.split("'nonce-")[1].split("'")[0]) == 5  # the policy, twice; style, import map and script
+
+
+def test_modules_by_their_names(server):
+    answer, body = asked(server, "/page/app.js")
+    assert answer.status == 200
+    assert answer.headers["Content-Type"] == "text/javascript; charset=utf-8"
+    assert "hashchange" in body
+    assert asked(server, "/page/app.js", token=False)[0].status == 403
 
 
 def test_data_by_its_key(server):
@@ -52,7 +60,7 @@ def test_data_by_its_key(server):
     assert "no tokens of step 7" in json.loads(body)["error"]
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/../config.json", "/data/1/overview", "/data/0/../x", "/data/"])
+@pytest.mark.parametrize("path", ["/etc/passwd", "/../config.json", "/page/words.json", "/page/../page/app.js", "/data/1/overview", "/data/0/../x", "/data/"])
 def test_there_is_nothing_else(server, path):
     assert asked(server, path)[0].status == 404
 

@@ -11,8 +11,8 @@ import pytest
 from pellucid.types import UserError
 from pellucid.utils.files import hold_lock
 
-HOLD = "import sys; from pathlib import Path; from pellucid.utils.files import locked\n"
-HOLD += "with locked(Path(sys.argv[1]), 'reads'): print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from pellucid.utils.files import hold_lock\n"
+HOLD += "with hold_lock(Path(sys.argv[1]), 'reads'): print('held', flush=True); sys.stdin.read()"
 
 
 def test_another_process_is_named_until_it_is_dead(tmp_path):

@@ -110,11 +110,11 @@ def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
     calls = []
 
     def before(layer, stream, rotary, shape):
-        assert stream.more is None  # it would be kept, too
+        assert stream.pending is None  # it would be kept, too
         return compute_qkv(layer, stream, rotary, shape)
 
     counted = decoders.LayerFunctions(before, lambda *a: calls.append(1) or compute_layer_output(*a))
-    monkeypatch.setattr("pellucid.policy.policy.PLAIN", counted)
+    monkeypatch.setattr("pellucid.policy.policy.EAGER_LAYER_FUNCTIONS", counted)
     policy = Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=True)
     policy.score(batch_of()).logprobs.sum().backward()
     assert len(calls) == 2 * 2
@@ -126,7 +126,7 @@ def test_pieces_may_be_compiled(monkeypatch):
     """Traced forward and backward; that C++ made of it is right is torch's to show, and takes a minute."""
     model, batch = model_of("qwen2"), batch_of()
     traced, gradients = decoders.compile_layer_functions("aot_eager"), []
-    monkeypatch.setattr("pellucid.policy.policy.compiled", lambda: traced)
+    monkeypatch.setattr("pellucid.policy.policy.compile_layer_functions", lambda: traced)
     for engine in ("auto", "compiled"):
         policy = Policy(model, character_tokenizer(), engine=engine)
         policy.score(batch).logprobs.sum().backward()

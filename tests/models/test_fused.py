@@ -110,10 +110,10 @@ def admit(batches, *lengths, copies):
 def run(batches, steps, seed=0):
     chance = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        tokens = torch.randint(98, (len(batches[0].generated),), generator=chance)
+        tokens = torch.randint(98, (len(batches[0].generated_lengths),), generator=chance)
         both(batches, lambda batch, tokens=tokens: batch.step(tokens))
-    assert batches[1].fused
-    assert not batches[0].fused
+    assert batches[1].fused_decoder
+    assert not batches[0].fused_decoder
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -205,11 +205,11 @@ def test_on_a_device_rows_that_have_ended_make_room_as_soon_as_a_group_waits(gpu
     admit, keep, before, kept = DecodeBatch.admit, DecodeBatch.keep_rows, [], []
 
     def admitted(batch, prompts, copies):
-        before.append(len(batch.generated))
+        before.append(len(batch.generated_lengths))
         return admit(batch, prompts, copies)
 
     def dropped(batch, rows):
-        kept.append((len(rows), len(batch.generated)))
+        kept.append((len(rows), len(batch.generated_lengths)))
         keep(batch, rows)
 
     monkeypatch.setattr(DecodeBatch, "admit", admitted)

@@ -113,12 +113,14 @@ def test_the_way_is_that_of_sampling():
     assert [
         tiles
         for tiles in BOTH
-        if attention.passes_attention_self_check(CheckedLibrary(attention.load_checked_library()[0].library, tiles))
+        if not native.find_difference(
+            attention.compare_attention(CheckedLibrary(attention.load_checked_library()[0].library, tiles))
+        )
     ] == [attention.load_checked_library()[0].uses_amx]
 
 
 def test_where_no_way_has_the_bits_there_is_a_reason(monkeypatch):
-    monkeypatch.setattr(attention, "passes_attention_self_check", lambda _: False)
+    monkeypatch.setattr(native, "find_difference", lambda _: "attention")
     assert attention.load_checked_library.__wrapped__() == (
         None,
         "this processor or this torch rounds otherwise (attention)",

@@ -19,7 +19,7 @@ KNOWN = (
 @pytest.mark.skipif(not KNOWN, reason="this torch may add up in another order")
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="a CPU without AVX-512 for bfloat16")
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
-@pytest.mark.parametrize("way", [fused_check, native, attention])
+@pytest.mark.parametrize("way", [fused_check.load_fused_kernel, native.load_kernels, attention.load_checked_library])
 def test_what_is_compiled_has_the_bits_of_the_operators(way):
-    found, why = way.load_kernels()
+    found, why = way()
     assert found, why

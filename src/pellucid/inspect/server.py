@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Lock, Thread, Timer
 
 from pellucid.inspect import single_file
-from pellucid.inspect.page import build_inspect_page
+from pellucid.inspect.page import build_inspect_page, load_modules
 from pellucid.inspect.run_reader import RunReader, open_recorded_run
 from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
@@ -48,6 +48,7 @@ class InspectServer(ThreadingHTTPServer):
         self.runs, self.lock = runs, Lock()
         self.token = secrets.token_urlsafe(16)
         self.page_html, self.content_security_policy = build_inspect_page()
+        self.modules = load_modules()
         try:
             super().__init__((HOST, port), InspectHandler)
         except (OSError, OverflowError) as error:
@@ -121,6 +122,8 @@ class InspectHandler(BaseHTTPRequestHandler):
         elif not path:
             policy = f"{self.inspect_server.content_security_policy}; frame-ancestors 'none'"
             self.reply(HTTPStatus.OK, "text/html", self.inspect_server.page_html, {"Content-Security-Policy": policy})
+        elif path in self.inspect_server.modules:
+            self.reply(HTTPStatus.OK, "text/javascript", self.inspect_server.modules[path])
         elif path.startswith("data/"):
             self.reply_data(path.removeprefix("data/"))
         else:

@@ -763,7 +763,7 @@ class ChoiceFormatter:
         if token == drawn.token_id:
             return drawn.text_bytes
         first = self.policy.decode([token]) if drawn.text_offset == 0 else REPLACEMENT
-        return self.policy.token_bytes.of(token) if REPLACEMENT in first else first.encode()
+        return self.policy.token_bytes.get_bytes(token) if REPLACEMENT in first else first.encode()
 
     def build_text_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         return {
@@ -785,7 +785,7 @@ class ChoiceFormatter:
         return self.stream.served.policy
 
     def get_token_name(self, token: int) -> str:
-        return self.policy.token_bytes.name(token)
+        return self.policy.token_bytes.format_token(token)
 
 
 def build_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class EngineHost:
     def _guard_engine(self, work: Callable[[], Any]) -> Any:
         """Where this fails, the engine is broken, and a new one is made for whoever asks."""
         with ExitStack() as failing:
-            failing.callback(setattr, self, "model", "")
+            failing.callback(setattr, self, "model_digest", "")
             done = work()
             failing.pop_all()
         return done

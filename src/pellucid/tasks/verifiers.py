@@ -40,7 +40,7 @@ class Verifiers:
 
     def __post_init__(self) -> None:
         try:
-            import_verifiers_environment().environment(json.dumps(self.env))
+            import_verifiers_environment().load_environment(json.dumps(self.env))
         except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
             told = " ".join(str(error).split())
             raise ValueError(f"env = {self.env}: {told}; [task.env] is what verifiers calls [env]") from error
@@ -70,7 +70,7 @@ class Verifiers:
 @cache
 def load_split_prompts(env_json: str, split: str) -> list[Prompt]:
     """Return the prompts of a split; equal tasks are in the same. UserError where there are none."""
-    tasks = list(islice(import_verifiers_environment().environment(env_json).taskset, MAX_TASKS))
+    tasks = list(islice(import_verifiers_environment().load_environment(env_json).taskset, MAX_TASKS))
     keys = [int.from_bytes(hashlib.sha256(task.key.encode()).digest(), "big") for task in tasks]
     held_out = select_held_out(keys, TEST_SHARE)
     chosen = [task.data for task, key in zip(tasks, keys, strict=True) if (key in held_out) == (split == "test")]

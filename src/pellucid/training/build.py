@@ -1,4 +1,7 @@
-"""The objects that a Config describes: policy, reference, tasks, samplers and runtime."""
+"""Builds the objects that a Config describes: task, policy, reference, samplers, environments and runtime.
+
+`check_settings` refuses combinations of settings that these objects cannot work with, before any of them is built.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,9 @@ MERGED_IN_FP32 = (
     ' "request" gives it the adapter by itself'
 )
 MAX_REWARD_LOG_BYTES = 2**24
-"""The most bytes of rewards.log, but for what is printed in half a second."""
+"""The size limit of rewards.log in bytes. It can be exceeded by the output of half a second."""
 IN_PROCESS_TASKS = (Arithmetic, Curriculum, Prefixed)
+"""Tasks whose rewards cannot raise, hang or exit, so they are computed in the training process."""
 
 
 @dataclass
@@ -54,24 +58,24 @@ class Components:
     test_task: Task
     test_prompts: Sequence[Prompt]
     sampler: Sampler
-    """What draws the completions that are trained on."""
+    """Generates the completions that are trained on."""
     evaluation_sampler: Sampler
-    """What draws those of evaluations, in the arithmetic of the model that is saved."""
+    """Generates the completions of evaluations, in the arithmetic of the saved model."""
     policy: Policy
     reference: Policy | LoraReference | None
     runtime: Runtime
     state: grpo.TrainingState
     environments: AsyncEnvironments | None = None
-    """Those whom the policy talks with, where its answers are conversations."""
+    """The environments of conversations; None for a task without them."""
     elapsed_seconds: float = 0.0
     """Seconds spent in finished steps, by the clock of this process."""
     failures: list[str] = field(default_factory=list)
     """The first error of each of the last steps in which every reward failed."""
     reward_log: files.BoundedLog | None = None
-    """What keeps the log of rewards and environments from filling the disk."""
+    """Limits the size of rewards.log, which rewards and environments write."""
 
     def close(self) -> None:
-        """End the processes that compute rewards, and those of conversations."""
+        """End the worker processes of rewards and environments."""
         if self.environments:
             self.environments.close()
         if isinstance(self.task, GradedTask):
@@ -81,46 +85,40 @@ class Components:
 
 
 def resolve_machine_settings(cfg: Config) -> Config:
-    """The settings with what this machine and a hub decide written out, dtype and commit, since a resumed run must not
-    decide anew.
+    """Return the settings with the dtype of this machine and the commit of the model.
+
+    A resumed run reads both from config.json and does not choose them again.
     """
     device, timeout = hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
-    dtype = broadcast_decision(
-        lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device, timeout
-    )
-    revision = broadcast_decision(lambda: find_model_commit(cfg) or cfg.policy.revision, device, timeout)
+
+    def find_dtype() -> str:
+        return str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch.")
+
+    def find_commit() -> str:
+        try:
+            return load.resolve_commit(cfg.policy.model, cfg.policy.access) or cfg.policy.revision
+        except UserError:  # loading the model raises an error that says more
+            return cfg.policy.revision
+
+    dtype = broadcast_decision(find_dtype, device, timeout)
+    revision = broadcast_decision(find_commit, device, timeout)
     return replace(cfg, policy=replace(cfg.policy, dtype=dtype, revision=revision))
 
 
-def find_model_commit(cfg: Config) -> str:
-    """The commit of the policy's model; empty where nobody says it."""
-    try:
-        return load.resolve_commit(cfg.policy.model, cfg.policy.access)
-    except UserError:  # loading it says more
-        return ""
-
-
 def build_components(cfg: Config, log: Path | None = None) -> Components:
-    """Build the objects of a Config. `log` is the file that takes what rewards print."""
+    """Build the objects of a Config.
+
+    Args:
+        cfg: Settings that `check_settings` accepts.
+        log: The file that gets what rewards and environments print; None to discard it.
+
+    Raises:
+        UserError: The task, the model or the runtime does not work with these settings.
+    """
     device = hardware.pick_device(cfg.policy.device)
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
-    task = isolate_task_rewards(
-        with_split(cfg.task, "train"), cfg.reward, log
-    )  # first: its mistakes are found before a model is loaded
-    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
-        check_sharding(cfg, dtype)
-    if cfg.policy.load_in_4bit:
-        check_4bit(cfg)
-    get_advantage_function(algorithm.advantage)  # these may be in files of the user's, too
-    get_objective_function(algorithm.objective)
-    if dtype == torch.float16:
-        check_float16(cfg, device)
-    if cfg.sampler.name == "vllm":
-        check_vllm(cfg)
-    if cfg.sampler.ahead:
-        check_ahead(cfg)
-    if algorithm.kl_coef and cfg.policy.lora and algorithm.reference_every:
-        raise UserError(LORA_REFERENCE_ERROR)
+    # The task comes first: its mistakes are then found before a model is loaded.
+    task = isolate_task_rewards(with_split(cfg.task, "train"), cfg.reward, log)
     learner = policy.load_policy(
         cfg.policy.model,
         device,
@@ -137,29 +135,26 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
         engine=cfg.policy.engine,
         offload_masters=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
-    world = make_environments(cfg, learner, log)
-    examiner = pick_sampler(cfg, learner, world)  # before an engine shards what is tried
-    sampler = enable_int8(examiner, learner) if cfg.sampler.dtype == "int8" else examiner
-    total = algorithm.steps * algorithm.inner_steps
-    runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
-    # When the policy has been sharded: there is never more than one whole model beside what is kept.
+    environments = make_environments(cfg, learner, log)
+    # Before the engine shards the policy, since the sampler tries its decoder.
+    evaluation_sampler = pick_sampler(cfg, learner, environments)
+    sampler = enable_int8(evaluation_sampler, learner) if cfg.sampler.dtype == "int8" else evaluation_sampler
+    total_updates = algorithm.steps * algorithm.inner_steps
+    runtime = Runtime(learner, cfg.optimizer, total_updates, cfg.runtime)
+    check_step_size(cfg, runtime.world_size)
+    # After the policy was sharded, so that two unsharded models never exist at the same time.
     reference = load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
         learner.set_kl_reference(reference)
     if isinstance(reference, Policy):
         runtime.engine.shard_reference(reference)
-    if algorithm.prompts_per_step % (runtime.world_size * algorithm.minibatches):
-        raise UserError(
-            f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
-            f" = {runtime.world_size * algorithm.minibatches}: groups are not split"
-        )
     test_task = with_split(task, "test")
     return Components(
         task=task,
         test_task=test_task,
         test_prompts=sample_held_out_prompts(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
         sampler=sampler,
-        evaluation_sampler=examiner,
+        evaluation_sampler=evaluation_sampler,
         policy=learner,
         reference=reference,
         runtime=runtime,
@@ -170,12 +165,42 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
 
 
 def make_progress(cfg: Config, step: int) -> Progress:
-    """How far a run is after so many steps."""
+    """Return the progress of a run after `step` steps."""
     return Progress(step, cfg.algorithm.steps, cfg.algorithm.prompts_per_step)
 
 
 def make_template(cfg: Config) -> ChatTemplate:
     return ChatTemplate(cfg.policy.template, cfg.policy.template_kwargs)
+
+
+def check_settings(cfg: Config) -> None:
+    """Raise UserError for settings that contradict one another or that this machine cannot compute with.
+
+    A run, its dry run and an evaluation call this before they load a model.
+    """
+    device = hardware.pick_device(cfg.policy.device)
+    dtype = hardware.pick_dtype(cfg.policy.dtype, device)
+    get_advantage_function(cfg.algorithm.advantage)  # these may be in files of the user
+    get_objective_function(cfg.algorithm.objective)
+    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
+        check_sharding(cfg, dtype)
+    if cfg.policy.load_in_4bit:
+        check_4bit(cfg)
+    if dtype == torch.float16:
+        check_float16(cfg, device)
+    check_sampler(cfg)
+    if cfg.algorithm.kl_coef and cfg.policy.lora and cfg.algorithm.reference_every:
+        raise UserError(LORA_REFERENCE_ERROR)
+    check_step_size(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def check_step_size(cfg: Config, world_size: int) -> None:
+    unit = world_size * cfg.algorithm.minibatches
+    if cfg.algorithm.prompts_per_step % unit:
+        raise UserError(
+            f"algorithm.prompts_per_step = {cfg.algorithm.prompts_per_step} must be a multiple of processes *"
+            f" minibatches = {unit}: groups are not split"
+        )
 
 
 def check_float16(cfg: Config, device: torch.device) -> None:
@@ -207,12 +232,45 @@ def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
         raise UserError('algorithm.reference_every is not for runtime.engine = "deepspeed": use "fsdp2", or set 0')
 
 
+def check_sampler(cfg: Config) -> None:
+    """Raise UserError for settings that the sampler does not support."""
+    s = cfg.sampler
+    if s.name == "vllm":
+        check_vllm(cfg)
+    if s.ahead and s.name != "vllm":
+        raise UserError('sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"')
+    if s.ahead and cfg.algorithm.correction == "none":
+        raise UserError(
+            'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"'
+        )
+
+
+def check_vllm(cfg: Config) -> None:
+    if cfg.runtime.engine in ("fsdp2", "deepspeed") or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError('sampler.name = "vllm" is for one process that has the whole model: set "native"')
+    if cfg.policy.load_in_4bit:
+        raise UserError('sampler.name = "vllm" takes no base in 4 bits: set "native", or leave out policy.load_in_4bit')
+    if cfg.sampler.adapter == "request" and not cfg.policy.lora:
+        raise UserError(
+            'sampler.adapter = "request" is for a LoRA adapter: give policy.lora, its rank, or leave it out'
+        )
+    for section in (cfg.sampler, cfg.evaluate):
+        if (section.top_k, section.top_p, section.min_p) != (0, 1.0, 0.0):
+            raise UserError(TRUNCATION_ERROR)
+
+
 def isolate_task_rewards(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
-    """The task with its rewards computed apart, unless they are among those that cannot raise, hang or die."""
+    """Return the task with its rewards computed in worker processes, unless they cannot raise, hang or exit.
+
+    Args:
+        task: The task whose rewards are computed.
+        cfg: The settings of the workers.
+        log: The file that gets what rewards print. The judge keeps its answers beside it.
+    """
     if all(type(layer) in IN_PROCESS_TASKS for layer in list_task_layers(task)):
         return task
-    answers = log.with_name("judge") if log else None
-    return GradedTask(task, cfg, log, load_graders(task, answers), in_process=is_process_bound(task))
+    judge_cache = log.with_name("judge") if log else None
+    return GradedTask(task, cfg, log, load_graders(task, judge_cache), in_process=is_process_bound(task))
 
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | LoraReference:
@@ -225,73 +283,49 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | LoraReference:
 
 
 def make_environments(cfg: Config, learner: Policy, log: Path | None = None) -> AsyncEnvironments | None:
-    """Those whom the policy talks with, where the task has conversations, and the chat template can hold them."""
+    """Start the environments of a task with conversations; None for any other task.
+
+    Print a warning if the chat template of the policy cannot represent conversations.
+    """
     task = get_innermost_task(cfg.task)
-    talk = getattr(task, "environment_spec", None)
-    if isinstance(talk, AgentSpec):
-        world = make_agents(talk, learner, cfg.reward, log, task.seed)
+    spec = getattr(task, "environment_spec", None)
+    if isinstance(spec, AgentSpec):
+        environments = make_agents(spec, learner, cfg.reward, log, task.seed)
     else:
-        world = create_environments(task, cfg.reward, log, in_process=is_process_bound(task))
-    if world and (note := chat_template.check_bridge(learner.tokenizer, learner.eos_ids)) and is_first_process():
+        environments = create_environments(task, cfg.reward, log, in_process=is_process_bound(task))
+    if environments and (note := chat_template.check_bridge(learner.tokenizer, learner.eos_ids)) and is_first_process():
         print(escape_controls(f"! {note}"), flush=True)
-    return world
+    return environments
 
 
-def make_agents(talk: AgentSpec, learner: Policy, cfg: RewardConfig, log: Path | None, seed: int) -> AsyncEnvironments:
+def make_agents(spec: AgentSpec, learner: Policy, cfg: RewardConfig, log: Path | None, seed: int) -> AsyncEnvironments:
     for library in ("fastapi", "uvicorn"):
         import_extra(library, "agents", "an agent")
     from pellucid.serve.agent_endpoint import AgentPool  # noqa: PLC0415 - it imports the libraries checked above
 
-    return AgentPool(talk, learner, cfg, log, seed)
-
-
-def check_vllm(cfg: Config) -> None:
-    s, e = cfg.sampler, cfg.evaluate
-    if cfg.runtime.engine in ("fsdp2", "deepspeed") or os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError('sampler.name = "vllm" is for one process that has the whole model: set "native"')
-    if cfg.policy.load_in_4bit:
-        raise UserError('sampler.name = "vllm" takes no base in 4 bits: set "native", or leave out policy.load_in_4bit')
-    if s.adapter == "request" and not cfg.policy.lora:
-        raise UserError(
-            'sampler.adapter = "request" is for a LoRA adapter: give policy.lora, its rank, or leave it out'
-        )
-    if any((of.top_k, of.top_p, of.min_p) != (0, 1.0, 0.0) for of in (s, e)):
-        raise UserError(TRUNCATION_ERROR)
-
-
-def check_ahead(cfg: Config) -> None:
-    if cfg.sampler.name != "vllm":
-        raise UserError('sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"')
-    if cfg.algorithm.correction == "none":
-        raise UserError(
-            'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"'
-        )
+    return AgentPool(spec, learner, cfg, log, seed)
 
 
 def pick_sampler(
     cfg: Config, learner: Policy, environments: AsyncEnvironments | None
 ) -> NativeSampler | HuggingFaceSampler | VLLMSampler:
-    """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
-    if cfg.sampler.name == "vllm":
-        check_vllm(cfg)
+    """Return the sampler of the settings, or another one, with a printed note, if that one cannot sample this model."""
     s = cfg.sampler
-    if s.ahead:
-        check_ahead(cfg)
     sampler, note = choose_sampler(
         s.name, s.rows, learner, environments, s.cache_gb, s.urls, s.timeout, bool(s.ahead), s.adapter
     )
     if isinstance(sampler, NativeSampler | VLLMSampler):
         sampler.deterministic = cfg.policy.deterministic
     merged = s.name == "vllm" and s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32
-    widened = MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
-    for line in filter(None, (note, widened)):
+    merge_note = MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
+    for line in filter(None, (note, merge_note)):
         if is_first_process():
             print(escape_controls(f"! {line}"), flush=True)
     return sampler
 
 
 def make_training_sampling(cfg: Config) -> Sampling:
-    """How the completions that are trained on are drawn."""
+    """Return how the completions that are trained on are sampled."""
     s = cfg.sampler
     return Sampling(
         cfg.algorithm.group_size,
@@ -306,7 +340,8 @@ def make_training_sampling(cfg: Config) -> Sampling:
 
 
 def make_evaluation_sampling(cfg: Config) -> Sampling:
-    """How the samples of an evaluation are drawn."""
+    """Return how the samples of an evaluation are drawn."""
     e = cfg.evaluate
-    drawn = replace(make_training_sampling(cfg), n=e.samples or e.k)
-    return replace(drawn, top_k=e.top_k, top_p=e.top_p, min_p=e.min_p)
+    return replace(
+        make_training_sampling(cfg), n=e.samples or e.k, top_k=e.top_k, top_p=e.top_p, min_p=e.min_p
+    )

@@ -1,15 +1,15 @@
 // Which view is shown, by the fragment of the address; keys; and what is new while a run trains.
 
-import {el, link} from "./dom.js";
-import {keep, say, speak, spoken} from "./words.js";
-import {forget, get, isLive, overview, runsThere} from "./source.js";
-import {choose, groupView, nearestStep, neighbours, nextFork, nextQuantity} from "./group.js";
-import {runView} from "./run.js";
-import {stepView} from "./step.js";
-import {moversView} from "./movers.js";
-import {questionView} from "./question.js";
-import {pairView} from "./pair.js";
-import {whyView} from "./why.js";
+import {el, link} from "page/dom.js";
+import {keep, say, speak, spoken} from "page/words.js";
+import {forget, get, isLive, overview, runsThere} from "page/source.js";
+import {choose, groupView, nearestStep, neighbours, nextFork, nextQuantity} from "page/group.js";
+import {runView} from "page/run.js";
+import {stepView} from "page/step.js";
+import {moversView} from "page/movers.js";
+import {questionView} from "page/question.js";
+import {pairView} from "page/pair.js";
+import {whyView} from "page/why.js";
 
 const VIEWS = {
   run: runView,
@@ -100,15 +100,12 @@ async function frame(at) {
   document.getElementById("foot").replaceChildren(isLive ? "" : el("p", {}, leftOut(await get("packed"))));
 }
 
-// What a page on disk has no room for, as packing.py says it of the file.
-function leftOut({exact, unit, digits, percents, least, counts}) {
-  const said = [];
-  if (least > 0) said.push(least > 1 ? say("packed.all") : say("packed.below", {least}));
-  for (const [name, [n, all]] of Object.entries(counts)) {
-    if (n < all) said.push(say(`packed.${name}`, {n: all - n, all}));
-  }
-  const left = said.length ? say("packed", {what: said.join(say("packed.join"))}) : "";
-  return exact ? left : `${left} ${say("packed.exact", {unit, digits, percents})}`.trim();
+// What a page on disk leaves out, as single_file.py says it of the file.
+function leftOut({counts}) {
+  const parts = Object.entries(counts)
+    .filter(([, [n, all]]) => n < all)
+    .map(([name, [n, all]]) => say(`packed.${name}`, {n: all - n, all}));
+  return parts.length ? say("packed", {what: parts.join(say("packed.join"))}) : "";
 }
 
 // The address of a view at the step, and the group, where one was.

@@ -1,7 +1,7 @@
 // How a quantity becomes the colour of a token: blue and orange around 0, or from dark to light as viridis goes.
 
-import {el, figure} from "./dom.js";
-import {say} from "./words.js";
+import {el, figure} from "page/dom.js";
+import {say} from "page/words.js";
 
 const DARK_TO_LIGHT = [
   [68, 1, 84],

@@ -1,12 +1,12 @@
 // A group: its answers side by side or aligned, coloured by a quantity; a token chosen shows all its numbers.
 
-import {el, figure, link} from "./dom.js";
-import {ended, listing, say} from "./words.js";
-import {overview, summary, tokens} from "./source.js";
-import {QUANTITIES, colours, legend, paint, strongest} from "./colours.js";
-import {forks, groupOf, groupsOf, listed, partings} from "./tokens.js";
-import {panel} from "./panel.js";
-import {elsewhere, missing} from "./step.js";
+import {el, figure, link} from "page/dom.js";
+import {ended, listing, say} from "page/words.js";
+import {overview, summary, tokens} from "page/source.js";
+import {QUANTITIES, colours, legend, paint, strongest} from "page/colours.js";
+import {forks, groupOf, groupsOf, listed, partings} from "page/tokens.js";
+import {panel} from "page/panel.js";
+import {elsewhere, missing} from "page/step.js";
 
 const MOST_TOKENS = 1500,
   MOST_CHARACTERS = 400,

@@ -1,12 +1,12 @@
 // What moved in a step, over all its recorded groups.
 
-import {el, figure, link, percent, shape} from "./dom.js";
-import {listing, say} from "./words.js";
-import {overview, tokens} from "./source.js";
-import {events, groupOf, groupsOf, merged} from "./tokens.js";
-import {sentence} from "./sentence.js";
-import {named} from "./panel.js";
-import {elsewhere, missing} from "./step.js";
+import {el, figure, link, percent, shape} from "page/dom.js";
+import {WORDS, listing, say} from "page/words.js";
+import {overview, tokens} from "page/source.js";
+import {events, groupOf, groupsOf, merged} from "page/tokens.js";
+import {sentence} from "page/sentence.js";
+import {named} from "page/panel.js";
+import {elsewhere, missing} from "page/step.js";
 
 const MOST = 12,
   MOST_STEPS = 3,

@@ -1,10 +1,10 @@
 // The same step of two runs, side by side by its questions.
 
-import {el, figure, link, mean} from "./dom.js";
-import {listing, say} from "./words.js";
-import {overview, runsThere, summary, tokens} from "./source.js";
-import {groupOf} from "./tokens.js";
-import {legend, paint, strongest} from "./colours.js";
+import {el, figure, link, mean} from "page/dom.js";
+import {listing, say} from "page/words.js";
+import {overview, runsThere, summary, tokens} from "page/source.js";
+import {groupOf} from "page/tokens.js";
+import {legend, paint, strongest} from "page/colours.js";
 
 const BY = "change",
   MOST_ANSWERS = 4,

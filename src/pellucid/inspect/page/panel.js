@@ -1,9 +1,9 @@
 // All numbers of a token, its alternatives before and after, and a sentence on what happened to it.
 
-import {el, figure, percent} from "./dom.js";
-import {listing, say} from "./words.js";
-import {topsAt} from "./tokens.js";
-import {sentence} from "./sentence.js";
+import {el, figure, percent} from "page/dom.js";
+import {listing, say} from "page/words.js";
+import {topsAt} from "page/tokens.js";
+import {sentence} from "page/sentence.js";
 
 const ROWS = [
   "before",

@@ -1,10 +1,10 @@
 // One question through the steps: its curves as reporting/charts.py draws them, and its best answer token by token.
 
-import {el, figure, link, picture} from "./dom.js";
-import {listing, say, translated} from "./words.js";
-import {get, tokens} from "./source.js";
-import {groupOf} from "./tokens.js";
-import {lit} from "./colours.js";
+import {el, figure, link, picture} from "page/dom.js";
+import {listing, say, translated} from "page/words.js";
+import {get, tokens} from "page/source.js";
+import {groupOf} from "page/tokens.js";
+import {lit} from "page/colours.js";
 
 const MOST_LISTED = 200,
   MOST_SHOWN = 120;

@@ -1,9 +1,9 @@
 // The run: its curves as a way in, and every step as a cell.
 
-import {el, figure, link, picture} from "./dom.js";
-import {listing, say, translated} from "./words.js";
-import {overview} from "./source.js";
-import {lit} from "./colours.js";
+import {el, figure, link, picture} from "page/dom.js";
+import {listing, say, translated} from "page/words.js";
+import {overview} from "page/source.js";
+import {lit} from "page/colours.js";
 
 const PAGE = 200;
 

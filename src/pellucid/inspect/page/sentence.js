@@ -1,7 +1,7 @@
 // One sentence on a token, or on `answers` that share it, chosen as sentences.py chooses it.
 
-import {figure} from "./dom.js";
-import {say} from "./words.js";
+import {figure} from "page/dom.js";
+import {WORDS, say} from "page/words.js";
 
 export function sentence(token, {rounding, dtype, floor}) {
   const told = Object.fromEntries(["advantage", "ratio", "bound"].map(name => [name, figure(token[name])]));

@@ -1,8 +1,8 @@
 // A step: its groups as a strip, those first that taught most.
 
-import {el, figure, link, percent} from "./dom.js";
-import {listing, say} from "./words.js";
-import {isLive, overview, summary} from "./source.js";
+import {el, figure, link, percent} from "page/dom.js";
+import {listing, say} from "page/words.js";
+import {isLive, overview, summary} from "page/source.js";
 
 export async function stepView({step}) {
   const found = await summary(step);

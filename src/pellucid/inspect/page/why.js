@@ -1,8 +1,8 @@
 // Why nothing happens: a plain sentence for each cause that the run's numbers show.
 
-import {el, link} from "./dom.js";
-import {say} from "./words.js";
-import {get} from "./source.js";
+import {el, link} from "page/dom.js";
+import {say} from "page/words.js";
+import {get} from "page/source.js";
 
 export async function whyView() {
   const found = await get("0/why"),

@@ -1,5 +1,6 @@
 // The language of the page: that which was chosen last, at first that of the browser.
 
+export const WORDS = JSON.parse(document.getElementById("words").textContent);
 const KEPT = "pellucid.language";
 let language = (kept() ?? navigator.language).toLowerCase().startsWith("zh") ? 1 : 0;
 
