@@ -142,9 +142,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each completion, in place of what the tables have")
     parser.add_argument("--into", type=Path, default=HERE / "results.jsonl", help="where single figures are added")
     options = parser.parse_args()
-    if unknown := set(options.embeddings) - TABLES.keys():
+    if unknown := set(options.tables) - TABLES.keys():
         parser.error(f"there is no table {sorted(unknown)[0]}; there are {', '.join(TABLES)}")
-    for name in options.embeddings or TABLES:
+    for name in options.tables or TABLES:
         duels = [duel for duel in TABLES[name] if duel.peer in (options.peers or [duel.peer])]
         print(*([f"\n### {name}\n\n{heading(duels[0].work)}"] if duels else []), flush=True)
         for duel in duels:

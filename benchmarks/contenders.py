@@ -113,7 +113,7 @@ def our_step(options: argparse.Namespace) -> None:
 
 def our_job(options: argparse.Namespace) -> None:
     parts, cfg = course.composed(course.job_settings(options))
-    steps = course.trained_count(parts, cfg)
+    steps = course.trained(parts, cfg)
     turns.take(lambda _: course.seconds_of(next(steps)), clock)
 
 

@@ -44,8 +44,8 @@ def main() -> None:
     for axis, values in sizes.items():
         rows[axis] = {x: measured(BASE | {axis: x}, options.repeats, known) | limits[axis][x] for x in values}
         print(table(axis, rows[axis]), end="\n\n", flush=True)
-    if options.render_safely:
-        options.render_safely.write_text(join_charts(charts(rows)))
+    if options.picture:
+        options.picture.write_text(join_charts(charts(rows)))
 
 
 def limits_of(sizes: dict[str, list[int]]) -> dict[str, Rows]:

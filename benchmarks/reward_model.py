@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import pellucid
 from pellucid.policy import load
-from pellucid.rewards.functions import PromptCompletion
+from pellucid.rewards.parts import PromptCompletion
 from pellucid.rewards.reward_model import RewardModel
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.utils import hardware

@@ -33,8 +33,8 @@ def main() -> None:
     print(table(runs))
     if options.metric:
         print("", options.metric, "", by_step(runs, options.metric), sep="\n")
-    if options.render_safely:
-        options.render_safely.write_text(render_accuracy_svg(list(runs.values())))
+    if options.picture:
+        options.picture.write_text(render_accuracy_svg(list(runs.values())))
 
 
 def table(runs: dict[int, Path]) -> str:

@@ -188,7 +188,7 @@ def sort(_name: str, seed: int, folder: Path) -> None:
     start = time.perf_counter()
     _, steps = sorting.train(sorting.parsed(["--seed", str(seed)]), "centered", "clipped")
     each = (time.perf_counter() - start) / len(steps)
-    rewards = [sorting.action_mask([step]) for step in steps]
+    rewards = [sorting.sampled([step]) for step in steps]
     write(folder, [{"step": i, "reward/mean": r, "time/step": each} for i, r in enumerate(rewards, 1)])
 
 

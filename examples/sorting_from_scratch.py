@@ -200,7 +200,7 @@ def settings(options: argparse.Namespace, deltas: str, loss: str) -> GRPOConfig:
 def train(options: argparse.Namespace, deltas: str, loss: str) -> tuple[Places, list[grpo.StepResult]]:
     torch.manual_seed(options.seed)
     policy, cfg = (
-        Places(Sorter(options.size, len(PROMPTS[0]), options.varlen_sequences)),
+        Places(Sorter(options.size, len(PROMPTS[0]), options.spread)),
         settings(options, deltas, loss),
     )
     reference = Places(copy.deepcopy(policy.module).requires_grad_(False)) if options.kl else None
@@ -247,9 +247,9 @@ def one(options: argparse.Namespace) -> None:
         )
         print(f"step {step.step:4d}  loss {step.metrics['loss']:+.4f}  reward {sampled([step]):.2f}   {shown}")
     print(f"\nlikeliest answers: {policy.module(torch.tensor(PROMPTS)).argmax(-1).tolist()}")
-    if options.render_safely:
-        draw(steps, options.render_safely)
-        print(f"curves: {options.render_safely}")
+    if options.picture:
+        draw(steps, options.picture)
+        print(f"curves: {options.picture}")
 
 
 def draw(steps: Sequence[grpo.StepResult], path: Path) -> None:

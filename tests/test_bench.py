@@ -173,8 +173,8 @@ def test_weights_for_llama_are_those_of_the_file_in_bfloat16(of, tmp_path):
     for name, field in read.fields.items():
         if not name.startswith(("GGUF.", "general.")):
             assert made.fields[name].contents() == field.contents()
-    expected = torch.from_numpy(dequantize(read.get_tensors[0].data, kind).copy()).bfloat16().float().numpy()
-    tensors = {tensor.name: tensor for tensor in made.get_tensors}
+    expected = torch.from_numpy(dequantize(read.tensors[0].data, kind).copy()).bfloat16().float().numpy()
+    tensors = {tensor.name: tensor for tensor in made.tensors}
     assert tensors["matrix"].tensor_type == GGMLQuantizationType.BF16
     assert (dequantize(tensors["matrix"].data, GGMLQuantizationType.BF16) == expected).all()
     assert (tensors["norm"].data == norm).all()
@@ -200,7 +200,7 @@ def test_a_setup_goes_to_a_contender_and_back(of):
     changed = setups.FORMATS["bf16"].over(
         {"rows": 8, "model": {"a": 1}, "environment": dict.fromkeys(setups.ALLOCATOR)}
     )
-    assert setups.setup_of(setups.register(changed)) == changed
+    assert setups.setup_of(setups.named(changed)) == changed
     assert changed.arguments == {"gradient_checkpointing": False, "bf16": False}
     assert set(changed.environment.values()) == {None}
     assert setups.setup_of("trl-as-it-comes").arguments == {} and setups.setup_of("trl-as-it-comes").environment == {}
@@ -406,5 +406,5 @@ def test_three_axes_and_their_limits_are_on_one_plot(of):
     assert [[(p.x, p.y) for p in line.points] for line in lines] == [[(1, 3), (2, 6), (4, 12)]] * 3 + [
         [(1, 1), (2, 2), (4, 4)]
     ] * 3
-    assert growth.render_safely(growth.charts(rows)).count("<svg class") == 3
-    assert "| 128 | 6.00 | 2.00 | 1.00 | 2.00 | 3.00 | 1.0 |" in growth.layer_table("tokens", rows["tokens"])
+    assert growth.picture(growth.charts(rows)).count("<svg class") == 3
+    assert "| 128 | 6.00 | 2.00 | 1.00 | 2.00 | 3.00 | 1.0 |" in growth.table("tokens", rows["tokens"])

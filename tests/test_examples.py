@@ -215,14 +215,14 @@ def options(*arguments):
 def test_every_right_combination_learns_to_sort(deltas, loss, epochs):
     """The clip, of a hundredth, learns most slowly."""
     _, steps = sorting.train(options("--epochs", epochs), deltas, loss)
-    assert sorting.action_mask(steps[:3]) < 0.4
-    assert sorting.action_mask(steps) > 0.8
+    assert sorting.sampled(steps[:3]) < 0.4
+    assert sorting.sampled(steps) > 0.8
 
 
 @pytest.mark.slow
 def test_the_ratio_upside_down_unlearns():
     _, steps = sorting.train(options("--epochs", 20), "centered", "inverted")
-    assert sorting.action_mask(steps) < 0.5 * sorting.action_mask(steps[:3])
+    assert sorting.sampled(steps) < 0.5 * sorting.sampled(steps[:3])
 
 
 def test_a_penalty_holds_the_sorter_near_its_reference():

@@ -47,6 +47,6 @@ def test_a_traceback_is_a_cell_and_the_next_family_is_tried(families, monkeypatc
     def broken(*_):
         raise ZeroDivisionError("somewhere")
 
-    monkeypatch.setattr(families, "trained_count", broken)
+    monkeypatch.setattr(families, "trained", broken)
     assert families.tried("llama", tmp_path).steps == families.BROKEN
     assert "ZeroDivisionError: somewhere" in capsys.readouterr().err

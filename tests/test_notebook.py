@@ -27,9 +27,9 @@ def printed(cell) -> str:
 
 def test_the_notebook_is_its_source_with_outputs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    cells = [(cell.cell_type, cell.source) for cell in notebook.list_runs]
-    assert cells == [(cell.cell_type, cell.source) for cell in jupytext.read(SOURCE).list_runs]
-    assert sum(bool(printed(cell)) for cell in notebook.list_runs) >= 9
+    cells = [(cell.cell_type, cell.source) for cell in notebook.cells]
+    assert cells == [(cell.cell_type, cell.source) for cell in jupytext.read(SOURCE).cells]
+    assert sum(bool(printed(cell)) for cell in notebook.cells) >= 9
     text = NOTEBOOK.read_text()
     assert "Traceback" not in text
     assert "/home/" not in text and "/root/" not in text and "/tmp/" not in text
@@ -42,7 +42,7 @@ def test_the_notebook_is_its_source_with_outputs():
 def test_it_runs_and_learns():
     notebook = jupytext.read(SOURCE)
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": "."}}).execute()
-    [losses] = [printed(cell) for cell in notebook.list_runs if printed(cell).startswith("step  0")]
+    [losses] = [printed(cell) for cell in notebook.cells if printed(cell).startswith("step  0")]
     rewards = [float(r) for r in re.findall(r"reward ([+-][\d.]+)", losses)]
     assert len(rewards) == 4
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 1
@@ -80,7 +80,7 @@ def executed(tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the kernel's own libraries
         NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}}).execute()
-    return folder, notebook.list_runs
+    return folder, notebook.cells
 
 
 def ten_lines() -> str:

@@ -1,4 +1,4 @@
-"""`pellucid.train`: keywords in, a Run out. Whatever is wrong with them is told here, before anything is loaded."""
+"""`pellucid.train`, and the `Run` that it returns. Keywords are checked here, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from pathlib import Path
 from sys import modules
 from typing import TYPE_CHECKING, Any, Self
@@ -43,10 +44,17 @@ from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, join_mistake
 from pellucid.utils.signals import StopRequests, defer_stop_signals, handle_stop_signals
 from pellucid.utils.text import escape_controls
 
+if TYPE_CHECKING:  # these import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from pellucid.algorithm.grpo import StepResult
+    from pellucid.policy.policy import Policy
+    from pellucid.training.run import TrainingRun
+
 SettingsMapping = Mapping[str, Any]
 SETTINGS_SOURCE = "pellucid.train"
 RUN_NUMBERS = itertools.count(1)
-"""Runs of this process whose folders are named by the second in which they were asked for."""
+"""Counts the runs of this process whose folders are named by the second of their start."""
 
 
 def train(
@@ -60,21 +68,32 @@ def train(
     resume: str | Path | None = None,
     **settings: Any,
 ) -> Run:
-    """Return a run, which takes its steps as it is iterated over. Nothing is loaded, and no folder made, before that.
+    """Prepare a run, which takes its steps while you iterate over it.
 
-    model: a folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or "smollm2-135m".
-    data: a list of dicts, a datasets.Dataset, a pandas DataFrame; a file, several, a pattern, or a Hub id.
-    reward: a function as TRL has them, a term by its name, "file.py:function", one of these with its weight, as in
-        (brevity, 0.2), a RewardTerm, or a list of them. None with data that has answers: their numbers are compared.
-    task: one of one's own, as an object; or by its name, as a recipe has it.
-    recipe: a .toml file, or the name of one that ships, whose settings hold where no keyword says otherwise.
-    run: the folder of the run; None makes one under runs/. resume: that of a run to go on with.
-    settings: every setting of a recipe by its name, or where several sections have that name by section_name:
-        steps=30, evaluate_every=5. An advantage or an objective may be a function.
+    Nothing is loaded, and no folder is made, before the first step. docs/library.md describes every argument.
 
-    UserError, one line that names the mend, for what is wrong. docs/library.md has all of it.
+    Args:
+        model: A folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or "smollm2-135m".
+        data: A list of dicts, a datasets.Dataset or a pandas DataFrame; or a file, several, a pattern or a Hub id.
+        reward: A function with TRL's signature, the name of a term, "file.py:function", one of these with its weight,
+            as in (brevity, 0.2), a RewardTerm, or a list of them. Without it, data with answers is graded by comparing
+            the last number of a completion with the answer.
+        task: An object of your own, or the name of a task.
+        recipe: A .toml file, or the name of a recipe in the package. Keywords override its settings.
+        run: The folder of the run. None makes one in runs/.
+        resume: The folder of a run to go on with.
+        **settings: Any setting of a recipe by its key, or by section_key if several sections have that key:
+            steps=30, evaluate_every=5. An advantage or an objective may be a function.
 
-    Example: for step in pellucid.train(data=rows, reward=my_reward, steps=30): print(step.metrics["reward/mean"])
+    Returns:
+        The run. Iterating over it yields a StepResult for each step.
+
+    Raises:
+        UserError: One line that names the mistake and the remedy.
+
+    Example:
+        for step in pellucid.train(data=rows, reward=my_reward, steps=30):
+            print(step.metrics["reward/mean"])
     """
     if files.is_working_directory_gone():
         raise UserError(files.WORKING_DIRECTORY_GONE)
@@ -85,107 +104,114 @@ def train(
     plugins.forget_edited_modules()
     file = config.find_recipe(str(recipe)) if recipe else None
     folder = Path(resume or run or make_run_path(file)).expanduser()
-    objects, lines = ObjectRegistry(), None if data is None else make_in_memory_rows(data)
+    objects, rows = ObjectRegistry(), None if data is None else make_in_memory_rows(data)
     with rewrite_command_line_hints(folder), provide_objects(objects):
         if run_dir.is_first_process():
             (run_dir.check_resumable_run_dir if resume else check_unused_folder)(folder)
         source = folder / "config.json" if resume else file
-        text.set_recipe_folder(
-            None
-        )  # relative paths of a call lead from here, not from the folder of an earlier recipe
+        text.set_recipe_folder(None)  # relative paths of a call start here, not in the folder of an earlier recipe
         values = config.read_settings(source) if source else {}
         config.check_key_variables(values, (), source, "if you mean another, name it from Python: reward=[...]")
-        section = build_task_section(values.get("task"), task, data, reward, lines, folder, objects)
+        section = build_task_section(values.get("task"), task, data, reward, rows, folder, objects)
         if model is not None:
             settings["policy_model"] = format_model_argument(model)
-        cfg = build_run_config(values, section, settings, lines, objects)
-        resumed = None
+        cfg = build_run_config(values, section, settings, rows, objects)
+        resume_changes = None
         if resume:
-            check_same_rows(lines, folder)
-            resumed = run_dir.find_resume_changes(folder, cfg)
+            check_same_rows(rows, folder)
+            resume_changes = run_dir.find_resume_changes(folder, cfg)
             if run_dir.is_first_process() and (
-                note := run_dir.describe_finished_run(folder, resumed, cfg.algorithm.steps)
+                note := run_dir.describe_finished_run(folder, resume_changes, cfg.algorithm.steps)
             ):
                 print(note.replace("--algorithm.steps ", "steps="))
         elif run_dir.is_first_process():
-            check_begun_folder(folder, cfg, lines)
-        if data is not None and lines is None and isinstance(asks := get_innermost_task(cfg.task), Dataset):
-            check_named_data(asks)
-    prepare = (
-        (lambda: lines.write_file(folder / run_dir.DATA_FILE))
-        if lines and not (resume and has_same_rows(lines, folder))
-        else None
-    )
-    return Run(cfg, folder, resumed, objects, prepare)
+            check_begun_folder(folder, cfg, rows)
+        if data is not None and rows is None and isinstance(innermost := get_innermost_task(cfg.task), Dataset):
+            check_named_data(innermost)
+    prepare = None
+    if rows and not (resume and has_same_rows(rows, folder)):
+        prepare = partial(rows.write_file, folder / run_dir.DATA_FILE)
+    return Run(cfg, folder, resume_changes, objects, prepare)
 
 
 def build_run_config(
     values: SettingsMapping,
     section: SettingsMapping,
     settings: SettingsMapping,
-    lines: InMemoryRows | None,
+    rows: InMemoryRows | None,
     objects: ObjectRegistry,
 ) -> Config:
-    """Return the settings of a recipe with keywords over them. `section` is that of the task."""
-    own = register_algorithm_functions(
+    """Build the settings of a run.
+
+    Args:
+        values: The sections of a recipe.
+        section: The section of the task, which replaces the recipe's.
+        settings: Keywords of `train`, which override both.
+        rows: Rows in memory, whose columns are looked for.
+        objects: Receives functions that are given as settings.
+    """
+    keywords = register_algorithm_functions(
         group_settings_by_section(settings, load_task_class(section.get("name", Config.task_names[0]))), objects
     )
-    section = {**section, **own.pop("task", {})}
-    if lines:
-        get_innermost_section(section).update(find_column_settings(lines, get_innermost_section(section)))
-    asked = {**own, **({"task": section} if section else {})}
-    cfg = config.build_config(merge_sections(values, asked), SETTINGS_SOURCE)
-    if lines and isinstance(asks := get_innermost_task(cfg.task), Dataset):
-        lines.check_prompts(asks)
+    section = {**section, **keywords.pop("task", {})}
+    if rows:
+        innermost = get_innermost_section(section)
+        innermost.update(find_column_settings(rows, innermost))
+    merged = {**values, **{name: {**values.get(name, {}), **keys} for name, keys in keywords.items()}}
+    cfg = config.build_config({**merged, "task": section} if section else merged, SETTINGS_SOURCE)
+    if rows and isinstance(task := get_innermost_task(cfg.task), Dataset):
+        rows.check_prompts(task)
     return cfg
 
 
 def build_task_section(
-    base: Any, task: Any, data: Any, reward: Any, lines: InMemoryRows | None, folder: Path, objects: ObjectRegistry
+    base: Any, task: Any, data: Any, reward: Any, rows: InMemoryRows | None, folder: Path, objects: ObjectRegistry
 ) -> dict[str, Any]:
-    """Return the section of the task that keywords ask for, over that of a recipe; empty where nobody says anything.
+    """Build the section of the task from keywords of `train`, over the section `base` of a recipe.
 
-    Data and rewards are those of the innermost task, whatever a recipe has around it.
+    Data and rewards belong to the innermost task, if a recipe wraps it. The section is empty without a recipe and
+    keywords.
     """
     section: dict[str, Any] = copy.deepcopy(base or {})
     if task is not None:
         section = merge_task_sections(section, convert_task_to_section(task, objects))
     if data is None and reward is None:
         return section
-    asks = get_innermost_section(section)
-    if asks.get("name") != "dataset":
+    innermost = get_innermost_section(section)
+    if innermost.get("name") != "dataset":
         if task is not None or data is None:
-            what = "data" if data is not None else "reward"
-            raise UserError(f'{what}= is for the task "dataset", which data= brings: leave it out, or task=')
-        asks.clear()
-        asks["name"] = "dataset"
+            argument = "data" if data is not None else "reward"
+            raise UserError(f'{argument}= is for the task "dataset", which data= brings: leave it out, or task=')
+        innermost.clear()
+        innermost["name"] = "dataset"
     if data is not None:
-        asks["data"] = format_data_names(data) if lines is None else os.path.abspath(folder / run_dir.DATA_FILE)
+        innermost["data"] = format_data_names(data) if rows is None else os.path.abspath(folder / run_dir.DATA_FILE)
     if reward is not None:
-        asks["rewards"] = make_reward_terms(reward, objects)
+        innermost["rewards"] = make_reward_terms(reward, objects)
     return section
 
 
 def get_innermost_section(section: dict[str, Any]) -> dict[str, Any]:
-    """Return the section of the task that is wrapped in all others."""
-    around = is_task_wrapper(config.find_named_task_class(section, ["task"])[1])
-    return get_innermost_section(section.setdefault("task", {})) if around else section
+    """Return the section of the task that wraps no other."""
+    is_wrapper = is_task_wrapper(config.find_named_task_class(section, ["task"])[1])
+    return get_innermost_section(section.setdefault("task", {})) if is_wrapper else section
 
 
 def merge_task_sections(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section of a task, of which a recipe may have said more."""
+    """Return the section `overrides` of a task, over the section of the same task in a recipe."""
     if base.get("name") != overrides["name"]:
         return dict(overrides)
-    inside = (
+    inner = (
         {"task": merge_task_sections(base["task"], overrides["task"])} if "task" in base and "task" in overrides else {}
     )
-    return {**base, **overrides, **inside}
+    return {**base, **overrides, **inner}
 
 
-def find_column_settings(lines: InMemoryRows, section: SettingsMapping) -> dict[str, Any]:
-    """Return which columns of rows hold what. UserError where nothing says what is right."""
-    found = infer_columns(lines.first_row, section)
-    if "rewards" not in section and not has_answer_column(lines.first_row, {**section, **found}):
+def find_column_settings(rows: InMemoryRows, section: SettingsMapping) -> dict[str, Any]:
+    """Return settings that name the columns of rows. Raises UserError without a reward and a column of answers."""
+    found = infer_columns(rows.first_row, section)
+    answer_column = {**section, **found}.get("answer", ANSWER_COLUMNS[0])
+    if "rewards" not in section and not has_column(rows.first_row, answer_column):
         raise UserError(
             'nothing says what is right: give reward=, or rows with a column "answer"; answer="name" names another'
         )
@@ -199,42 +225,36 @@ def format_model_argument(model: str | Path) -> str:
     raise UserError(f"model is a {kind}: give its folder or Hub id; model.save_pretrained(folder) makes one of it")
 
 
-def merge_sections(values: Mapping[str, Any], overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return sections with the keys of others over their own; the task is the other's as a whole."""
-    joined = {name: keys if name == "task" else {**values.get(name, {}), **keys} for name, keys in overrides.items()}
-    return {**values, **joined}
-
-
-def check_same_rows(lines: InMemoryRows | None, folder: Path) -> None:
-    """Raise UserError where a run that its data has not ended would go on with other rows than it began with."""
-    if lines and not has_same_rows(lines, folder) and not run_dir.get_bad_data_path(folder).is_file():
+def check_same_rows(rows: InMemoryRows | None, folder: Path) -> None:
+    """Raise UserError if a run would go on with other rows. A run that was stopped by bad rows may."""
+    if rows and not has_same_rows(rows, folder) and not run_dir.get_bad_data_path(folder).is_file():
         raise UserError(
             f"data is not what {folder} was trained with, its {run_dir.DATA_FILE}: leave data= out, or begin anew"
         )
 
 
-def has_same_rows(lines: InMemoryRows, folder: Path) -> bool:
+def has_same_rows(rows: InMemoryRows, folder: Path) -> bool:
     """Return whether a run folder holds these rows."""
     path = folder / run_dir.DATA_FILE
-    return path.is_file() and files.compute_file_digest(path) == lines.digest
+    return path.is_file() and files.compute_file_digest(path) == rows.digest
 
 
 def check_unused_folder(folder: Path) -> None:
-    """Raise UserError where no run can begin in the folder; a file of its own would take the place of another's."""
+    """Raise UserError if no run can begin in the folder, or if its rows would overwrite a file."""
     run_dir.check_new_run_dir(folder)
     if (folder / run_dir.DATA_FILE).exists() and not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds {run_dir.DATA_FILE}, which is no run's: choose another folder with run=")
 
 
-def check_begun_folder(folder: Path, cfg: Config, lines: InMemoryRows | None) -> None:
-    """Raise UserError where a run with other settings, or other rows, has left steps in the folder."""
+def check_begun_folder(folder: Path, cfg: Config, rows: InMemoryRows | None) -> None:
+    """Raise UserError if the folder has steps of a run with other settings or other rows."""
     run_dir.check_begun_run_dir(folder, cfg)
-    if lines and any(read_records(folder / "metrics.jsonl")):
-        check_same_rows(lines, folder)
+    if rows and any(read_records(folder / "metrics.jsonl")):
+        check_same_rows(rows, folder)
 
 
 def make_run_path(recipe: Path | None) -> Path:
-    """Return a name of its own for each run, as the command gives them; of the first in a process, the very same."""
+    """Return a new folder name, as the command line makes them. Later runs of a process add a number."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("several processes share one folder: name it, run=")
     name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -242,26 +262,19 @@ def make_run_path(recipe: Path | None) -> Path:
     return Path("runs") / (name if number == 1 else f"{name}-{number}")
 
 
-# ---------------------------------------------------------------- run
-# A run in the hands of a notebook or a program: its steps one by one, and what came of them.
-
-
-if TYPE_CHECKING:  # these import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from pellucid.algorithm.grpo import StepResult
-    from pellucid.policy.policy import Policy
-    from pellucid.training.run import TrainingRun
+# ---------------------------------------------------------------- the run
 
 
 class Run:
-    """A run of `pellucid.train`. To iterate over it is to train: each step is yielded when it is logged and saved.
+    """A run of `pellucid.train`. Iterating over it trains: each step is yielded after it is logged and saved.
 
-    A loop may be left at any time, by break or by an exception: the run is then saved, with its report, and its folder
-    free. Another loop over it goes on after the last step, to the numbers of a run that was never left; when all steps
-    are taken, it has none. One that is still open then, since its iterator has a name, is left first, and so it is when
-    the process ends. An interrupt, as by Ctrl-C, ends it after the step that it is in, with a KeyboardInterrupt when
-    all is saved; a second one at once.
+    You may leave the loop at any time, by break or by an exception. The run is then saved, its report is written, and
+    its folder is free for others. Another loop over it goes on after the last step, with the same numbers as if it had
+    never stopped. A loop that is still open then, because a variable holds its iterator, is closed first; so it is at
+    the end of the process.
+
+    An interrupt, such as Ctrl-C, stops the run after the current step, and raises KeyboardInterrupt when all is saved.
+    A second interrupt stops it at once.
     """
 
     def __init__(
@@ -273,15 +286,15 @@ class Run:
         prepare: Callable[[], None] | None,
     ) -> None:
         self.folder = folder
-        """Where the run is written: model/, report.html, metrics.jsonl, checkpoints/ and the rest."""
+        """The folder of the run, with model/, report.html, metrics.jsonl, checkpoints/ and the rest."""
         self.finished = False
-        """Whether all steps have been taken, and the model saved."""
+        """Whether all steps have been taken, and the model is saved."""
         self._cfg, self._resumed, self._objects, self._prepare = cfg, resumed, objects, prepare
         self._code_digests = self._digest_code()
-        self._course: TrainingRun | None = None
+        self._training_run: TrainingRun | None = None
         self._loop: Callable[[], Generator[StepResult] | None] = lambda: None
         self._owner_pid = 0
-        """The process that has the loop which is open; 0 where none is."""
+        """The id of the process with the open loop; 0 if no loop is open."""
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.metrics)} of {self._cfg.algorithm.steps} steps>"
@@ -295,32 +308,39 @@ class Run:
         return loop
 
     def finish(self) -> Self:
-        """Take all steps that are left. Return the run."""
+        """Take all remaining steps, and return the run."""
         for _ in self:
             pass
         return self
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model as it is now, as transformers has it: to generate with, or for `save_pretrained`.
+        """The model in its present state, a model of transformers.
 
-        It is the very one that is trained; with LoRA, or with weights offloaded, a copy of it in fp32 with all in its
-        weights, made at each access. UserError before the first step, and where several processes share the parameters.
+        This is the model that is trained. With LoRA, or with offloaded weights, it is a merged copy in float32, made at
+        each access.
+
+        Raises:
+            UserError: No step has been taken, or several processes share the parameters.
         """
         policy = self._get_unsharded_policy()
         masters = policy.masters()
-        whole = all(masters[name] is weight for name, weight in policy.trainable().items())
-        return policy.model if whole and not policy.adapter else policy.build_merged_model(masters)
+        is_current = all(masters[name] is weight for name, weight in policy.trainable().items())
+        return policy.model if is_current and not policy.adapter else policy.build_merged_model(masters)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with the chat template that the model is trained with. UserError before the first step."""
+        """The tokenizer, with the chat template of the training. Raises UserError before the first step."""
         return self._get_policy().tokenizer
 
     def save(self, folder: str | Path) -> Path:
-        """Save model and tokenizer as they are now, for anything that loads transformers' models. Return the folder.
+        """Save model and tokenizer in their present state, as transformers does.
 
-        The weights are saved in `save_dtype`, float32 unless the run has another.
+        Args:
+            folder: The new folder. The weights in it have the dtype `save_dtype`.
+
+        Returns:
+            The folder.
         """
         policy = self._get_unsharded_policy()
         import torch  # noqa: PLC0415 - `import pellucid` is light; the policy has imported it
@@ -330,16 +350,16 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each step so far, with its number as `step`; None where there was no number."""
+        """The metrics of each step so far, with its number as `step`. None stands for a value that is not finite."""
         return [dict(row) for row in read_records(self.folder / "metrics.jsonl")]
 
     @property
     def evaluations(self) -> dict[int, Evaluation]:
-        """The evaluations so far, each by the step that it followed; 0 is before the first."""
+        """The evaluations so far, by the number of the step before them; 0 is before the first step."""
         return loggers.read_evaluations(self.folder)
 
     def report(self) -> Path:
-        """Write report.html of what there is so far, and show it in a notebook. Return its path."""
+        """Write report.html for the steps so far, show it if this is a notebook, and return its path."""
         if not (self.folder / "config.json").is_file():
             raise UserError("there is nothing to report yet: take a step first")
         path = write_report(self.folder)
@@ -351,7 +371,7 @@ class Run:
         if self.finished:
             return
         requests = StopRequests()
-        steps = iter(self._start_course(requests))
+        steps = iter(self._start(requests))
         self._owner_pid = owner = os.getpid()
         try:
             while (result := self._take_step(steps, requests)) is not None:
@@ -372,14 +392,14 @@ class Run:
     @property
     def _not_owner_message(self) -> str:
         return (
-            f"the run in {self.folder} belongs to process {self._owner_pid}, of which this one is a fork: only that process"
-            " takes its steps, saves it and closes it"
+            f"the run in {self.folder} belongs to process {self._owner_pid}, of which this one is a fork: only that"
+            " process takes its steps, saves it and closes it"
         )
 
     def _close_loop(self) -> None:
-        """Leave the loop that is open, if one is. UserError where it is taking a step, as in another thread.
+        """Close the open loop, if there is one. Raises UserError if it is taking a step, as in another thread.
 
-        A fork of the process that has the loop leaves it alone.
+        In a fork of the process with the loop, this does nothing.
         """
         if self._owner_pid not in (0, os.getpid()):
             return
@@ -389,30 +409,30 @@ class Run:
         if loop is not None:
             loop.close()
 
-    def _start_course(self, requests: StopRequests) -> TrainingRun:
-        """What takes the steps, from where the run is. UserError where its code is no longer what was asked for."""
+    def _start(self, requests: StopRequests) -> TrainingRun:
+        """Return the training run, with steps left to take. Raises UserError if the user's code was edited."""
         with defer_stop_signals():
             from pellucid.training.run import TrainingRun  # noqa: PLC0415 - it imports torch
 
-        now = self._digest_code()
+        digests = self._digest_code()
         for key, digest in self._code_digests.items():
-            if now.get(key) != digest:
+            if digests.get(key) != digest:
                 raise UserError(f"the file of {key} was edited since this run was asked for: call pellucid.train again")
-        if self._course is None:
-            self._course = TrainingRun(
+        if self._training_run is None:
+            self._training_run = TrainingRun(
                 self._cfg, self.folder, self._resumed, requests, self._resume_hint, self._prepare
             )
-        self._course.stop_requests = requests
+        self._training_run.stop_requests = requests
         clear_data_caches()
-        return self._course
+        return self._training_run
 
     def _digest_code(self) -> dict[str, str]:
-        """The digests of the user's files that the settings name."""
+        """Return digests of the user's code that the settings name."""
         with provide_objects(self._objects):
             return run_dir.digest_code_files(run_dir.dump_settings(self._cfg))
 
     def _take_step(self, steps: Iterator[StepResult], requests: StopRequests) -> StepResult | None:
-        """Take a step; None after the last. KeyboardInterrupt where an interrupt has ended the run."""
+        """Take a step; None after the last one. Raises KeyboardInterrupt if an interrupt has stopped the run."""
         with self._working_context(requests):
             result = next(steps, None)
         if result is None:
@@ -422,7 +442,7 @@ class Run:
         return result
 
     def _stop_steps(self, steps: Generator[StepResult], requests: StopRequests) -> None:
-        """The loop was left, maybe by an error of the caller's, which one of ours must not hide."""
+        """Save the run after the loop was left. An error of ours is printed: it must not hide one of the caller's."""
         try:
             with self._working_context(requests):
                 steps.close()
@@ -432,12 +452,12 @@ class Run:
             self._update_finished()
 
     def _update_finished(self) -> None:
-        assert self._course is not None
-        self.finished = not self._course.stopped_step
+        assert self._training_run is not None
+        self.finished = not self._training_run.stopped_step
 
     @contextmanager
     def _working_context(self, requests: StopRequests) -> Iterator[None]:
-        """In here signals ask for a stop, and names stand for what was given. Between steps neither is so."""
+        """Within this context, signals request a stop, and names in settings stand for the objects of the caller."""
         with (
             rewrite_command_line_hints(self.folder),
             handle_stop_signals(requests.handle_signal),
@@ -453,17 +473,17 @@ class Run:
 
     @property
     def _resume_hint(self) -> str:
-        """How to go on in another process."""
-        given_too = ", with the functions and tasks that were given to it" if self._objects else ""
-        return f'pellucid.train(resume="{self.folder}"){given_too}'
+        """The call that goes on with this run in another process."""
+        objects = ", with the functions and tasks that were given to it" if self._objects else ""
+        return f'pellucid.train(resume="{self.folder}"){objects}'
 
     def _get_policy(self) -> Policy:
-        if self._course is None or self._course.policy is None:
+        if self._training_run is None or self._training_run.policy is None:
             raise UserError("the run has not begun: take a step first, or load the model with transformers")
-        return self._course.policy
+        return self._training_run.policy
 
     def _get_unsharded_policy(self) -> Policy:
-        """Return the policy. UserError where this process has only a part of its parameters."""
+        """Return the policy. Raises UserError if this process has only a part of its parameters."""
         policy = self._get_policy()
         if policy.sharded_modules:
             raise UserError(f"the parameters lie in several processes: the model will be in {self.folder / 'model'}")
@@ -471,16 +491,16 @@ class Run:
 
 
 def prevent_close(steps: Iterator[StepResult]) -> None:
-    """Keep the steps of another process from being closed in this fork of it, also when this process ends.
+    """Keep a generator of the parent process from being closed in this fork, even when this process ends.
 
-    They would save the run, release its folder and end the processes of rewards.
+    Closing it would save the run, release its folder and end the reward workers.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(steps))
 
 
 @contextmanager
 def run_at_exit(act: Callable[[], None]) -> Iterator[None]:
-    """A process that ends in here acts before it does what was registered earlier, as to leave a group of processes."""
+    """If the process ends within this context, call `act` before the exit handlers that were registered earlier."""
     atexit.register(act)
     try:
         yield
@@ -490,23 +510,22 @@ def run_at_exit(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def rewrite_command_line_hints(folder: Path) -> Iterator[None]:
-    """Tell as keywords the mends that the command line has as options, of the run in this folder."""
+    """Rewrite flags of the command line in the messages of UserError as keywords of `train`."""
     try:
         yield
     except UserError as error:
-        told = str(error).replace("with --run", "with run=")
-        told = told.replace(f"--policy.model {folder / 'model'}", f'model="{folder / "model"}"')
-        told = told.replace(f"--resume {folder}", f'resume="{folder}"')
-        raise type(error)(told) from error
+        message = str(error).replace("with --run", "with run=")
+        message = message.replace(f"--policy.model {folder / 'model'}", f'model="{folder / "model"}"')
+        message = message.replace(f"--resume {folder}", f'resume="{folder}"')
+        raise type(error)(message) from error
 
 
-# ---------------------------------------------------------------- objects
-# Functions and tasks that are given as objects: by the name of a file where they have one, else "here:NAME".
+# ---------------------------------------------------------------- functions and tasks that are given as objects
 
 
 RewardTermLike = str | Callable[..., Any] | RewardTerm | Mapping[str, Any]
 RewardLike = RewardTermLike | tuple[RewardTermLike, float] | Sequence[RewardTermLike | tuple[RewardTermLike, float]]
-"""What `reward=` takes: a term, one with its weight, or a list of them."""
+"""The type of `reward=`: a term, a term with its weight, or a list of them."""
 ACCEPTED_REWARD_HINT = (
     'give a function, the name of a term, "file.py:function", (one of these, weight), or a list of them'
 )
@@ -514,10 +533,10 @@ PACKAGED_TASK_NAMES = {spec: name for name, spec in TASKS.items()}
 
 
 class ObjectRegistry(dict[str, Any]):
-    """What was given to a run, by the names that its settings have for it."""
+    """The objects that were given to a run, by their names in its settings: "here:NAME"."""
 
     def register(self, thing: Any, name: str) -> str:
-        """Return the name of an object; another of the same name gets a number."""
+        """Add an object, and return its name. A second object of the same name gets a number."""
         specs = (f"{IN_PROCESS_PREFIX}{name}{f'-{number}' if number > 1 else ''}" for number in range(1, len(self) + 2))
         spec = next(spec for spec in specs if self.get(spec, thing) is thing)
         self[spec] = thing
@@ -525,7 +544,7 @@ class ObjectRegistry(dict[str, Any]):
 
 
 def make_reward_terms(reward: Any, objects: ObjectRegistry) -> list[Any]:
-    """Return the terms of a reward as a recipe has them. UserError for what is none."""
+    """Return the terms of a reward as a recipe has them. Raises UserError for an object that is no reward."""
     if isinstance(reward, list):
         terms = [term for each in reward for term in make_reward_terms(each, objects)]
         if not terms:
@@ -549,7 +568,7 @@ def register_reward(reward: Any, objects: ObjectRegistry) -> str:
 
 
 def register_algorithm_functions(sections: Mapping[str, Mapping[str, Any]], objects: ObjectRegistry) -> dict[str, Any]:
-    """Return the sections with names for an advantage or an objective that is a function."""
+    """Return the sections with names in place of an advantage or an objective that is a function."""
     keys = dict(sections.get("algorithm", {}))
     keys |= {
         axis: objects.register(keys[axis], get_callable_name(keys[axis])) for axis in AXES if callable(keys.get(axis))
@@ -564,11 +583,14 @@ def get_callable_name(function: Callable[..., Any]) -> str:
 
 
 def convert_task_to_section(task: Any, objects: ObjectRegistry) -> dict[str, Any]:
-    """Return the section of a recipe for a task: its name and, of a dataclass, its fields. UserError for what is none.
+    """Return a section of a recipe for a task: its name and, for a dataclass, its fields.
 
-    A class of a file goes by the name of the file, so that other processes find it; so do all that it wraps. What a
-    recipe could not hold, be it no dataclass or one with a model among its fields, stays as the object that it is; so
-    does one with a `name` of its own, for which a recipe has no place.
+    A class from a file is named by the file, so that other processes can import it; so are the tasks that it wraps. A
+    task stays an object if a recipe cannot hold it: because it is no dataclass, has a model among its fields, or has a
+    field `name` of its own.
+
+    Raises:
+        UserError: The object is no task.
     """
     if isinstance(task, str):
         return {"name": task}
@@ -579,13 +601,14 @@ def convert_task_to_section(task: Any, objects: ObjectRegistry) -> dict[str, Any
         missing = [name for name in missing if name != "reward"]
     if missing:
         raise UserError(f"task is of type {type(task).__name__}, which has no {' and no '.join(missing)}")
-    known = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
-    fields = {field.name for field in known if field.init}
-    named_itself = "name" in fields and f"{type(task).__module__}:{type(task).__qualname__}" not in PACKAGED_TASK_NAMES
-    if not is_task_wrapper(task) and (named_itself or not {"seed", "split"} <= fields or not is_recipe_value(task)):
+    fields = (
+        {field.name for field in dataclasses.fields(task) if field.init} if dataclasses.is_dataclass(task) else set()
+    )
+    has_own_name = "name" in fields and f"{type(task).__module__}:{type(task).__qualname__}" not in PACKAGED_TASK_NAMES
+    if not is_task_wrapper(task) and (has_own_name or not {"seed", "split"} <= fields or not is_recipe_value(task)):
         return {"name": objects.register(make_task_class(task), type(task).__name__)}
     values = {name: getattr(task, name) for name in fields if name != "name"}
-    if values.get("seed") == 0:  # which is that of the run
+    if values.get("seed") == 0:  # it follows the seed of the run
         del values["seed"]
     if is_task_wrapper(task):
         values["task"] = convert_task_to_section(values["task"], objects)
@@ -593,7 +616,7 @@ def convert_task_to_section(task: Any, objects: ObjectRegistry) -> dict[str, Any
 
 
 def register_task_class(cls: type, objects: ObjectRegistry) -> str:
-    """Return the name under which a recipe finds a class."""
+    """Return the name of a task class in a recipe."""
     if is_local_class(cls) or "." in cls.__qualname__:
         return objects.register(cls, cls.__qualname__.rpartition(".")[2])
     spec = f"{cls.__module__}:{cls.__qualname__}"
@@ -614,19 +637,18 @@ def is_recipe_value(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-# ---------------------------------------------------------------- data
-# Rows in memory: a list of dicts, a datasets.Dataset or a pandas DataFrame as lines of JSON, and their columns.
+# ---------------------------------------------------------------- rows in memory
 
 
 ACCEPTED_DATA_HINT = (
     "give a list of dicts, a datasets.Dataset, a pandas DataFrame, a file, several, a pattern or a Hub id"
 )
 ANSWER_COLUMNS = ("answer", "solution")
-"""Columns that hold the gold answer where no setting says which does; `solution` as data sets for TRL have it."""
+"""Columns of the gold answer, if no setting names one. Data sets for TRL have `solution`."""
 
 
 class InMemoryRows:
-    """Rows in memory, which become a file of the run's own: data.jsonl in its folder."""
+    """Rows in memory, which are written to data.jsonl in the folder of the run."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.first_row = rows[0]
@@ -641,7 +663,7 @@ class InMemoryRows:
         files.write_file_atomically(path, "".join(self.json_lines))
 
     def check_prompts(self, task: Dataset) -> None:
-        """Raise UserError for rows that the task cannot make a prompt of, unless it skips them."""
+        """Raise UserError if the task cannot make a prompt of some rows, unless it skips bad rows."""
         bad: list[BadRow] = []
         for number, line in enumerate(self.json_lines, start=1):
             where = f"data, row {number}"
@@ -654,7 +676,7 @@ class InMemoryRows:
 
 
 def make_in_memory_rows(data: Any) -> InMemoryRows | None:
-    """Return rows that were given as such; None where `data` names files or a data set on the Hub."""
+    """Return rows that were given as objects; None if `data` names files or a data set on the Hub."""
     if is_data_name(data):
         return None
     module = type(data).__module__.partition(".")[0]
@@ -683,7 +705,7 @@ def make_in_memory_rows(data: Any) -> InMemoryRows | None:
 
 
 def check_named_data(task: Dataset) -> None:
-    """Raise UserError where the data that a task names cannot be read, or its first row makes no prompt."""
+    """Raise UserError if the data that a task names cannot be read, or its first row makes no prompt."""
     make_prompt(task, *load_rows(task.data, task.subset, "train")[0])
     if task.test_data:
         source, split = get_held_out_source(task)
@@ -691,21 +713,21 @@ def check_named_data(task: Dataset) -> None:
 
 
 def is_data_name(data: Any) -> bool:
-    """Return whether data is a name, or several."""
+    """Return whether data is a name, or a list of names."""
     if isinstance(data, list | tuple):
         return bool(data) and all(isinstance(each, str | Path) for each in data)
     return isinstance(data, str | Path)
 
 
 def format_data_names(data: Any) -> str | list[str]:
-    """Return the names of files, or of a data set, as the setting has them."""
+    """Return the names of files, or of a data set, as the value of a setting."""
     return [str(each) for each in data] if isinstance(data, list | tuple) else str(data)
 
 
 def infer_columns(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that say which columns hold question and answer, where `section` does not and it shows.
+    """Return settings that name the columns of question and answer, as far as `section` does not name them.
 
-    A column `prompt` is TRL's: messages are a chat, and a string is what the model reads, without a chat template.
+    A column `prompt` is understood as in TRL: messages are a chat, and a string is used without a chat template.
     """
     found: dict[str, Any] = {}
     if "prompt" in row and not {"question", "messages", "template"} & {*section, *row}:
@@ -716,24 +738,20 @@ def infer_columns(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[st
     return found
 
 
-def has_answer_column(row: Mapping[str, Any], section: Mapping[str, Any]) -> bool:
-    return has_column(row, section.get("answer", ANSWER_COLUMNS[0]))
-
-
 def encode_row(number: int, row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON. UserError, naming the column, for what JSON has no form for."""
+    """Return a row as a line of JSON. Raises UserError, with the name of the column, for a value without JSON form."""
+    values: dict[str, Any] = {}
     for column, value in row.items():
         try:
-            json.dumps(convert_to_json_value(value), ensure_ascii=False).encode()
+            values[column] = convert_to_json_value(value)
+            json.dumps(values[column], ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f'data, row {number}: column "{column}" cannot be kept as JSON: {error}') from error
-    return (
-        json.dumps({column: convert_to_json_value(value) for column, value in row.items()}, ensure_ascii=False) + "\n"
-    )
+    return json.dumps(values, ensure_ascii=False) + "\n"
 
 
 def convert_to_json_value(value: Any) -> Any:
-    """Return a value as JSON has it: numpy's numbers and arrays as Python's, dates as text, NaN as nothing."""
+    """Return a value that JSON can hold: numpy's numbers and arrays as Python's, dates as text, NaN as None."""
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, Mapping):
@@ -746,20 +764,19 @@ def convert_to_json_value(value: Any) -> Any:
 
 
 def clear_data_caches() -> None:
-    """Drop what is kept of files that were read before: in a long session they may have been edited since."""
+    """Forget files that were read before: in a long session they may have been edited since."""
     dataset.clear_dataset_caches()
     load_prefixes.cache_clear()
 
 
-# ---------------------------------------------------------------- settings
-# Settings by their names, as keywords: `steps=30` for algorithm.steps, `evaluate_every=5` for evaluate.every.
+# ---------------------------------------------------------------- settings as keywords
 
 
 COMMON_TASK_FIELDS = ("name", "seed", "split", "task")
-"""Fields of a task that are no settings of their own: `seed` is algorithm.seed, which is that of the task, too."""
+"""Fields of a task that are no keywords: `seed` means algorithm.seed, which is the default seed of the task."""
 
 PREFERRED_SECTIONS = {"dtype": "policy"}
-"""Of names that several sections have, those that mean one of them: sampler.dtype is of rollouts alone."""
+"""Keys of several sections that mean one of them. sampler.dtype is for rollouts alone."""
 
 ARGUMENT_NAMES = {
     "policy.model": "model",
@@ -767,17 +784,21 @@ ARGUMENT_NAMES = {
     "task.rewards": "reward",
     "sampler.name": "sampler_name",
 }
-"""The keywords of settings that pellucid.train takes by names of its own, or whose own name says too little."""
+"""Settings whose keyword is not their key: arguments of `train`, and a key that says too little."""
 
 SectionValues = dict[str, dict[str, Any]]
 
 
 def group_settings_by_section(settings: Mapping[str, Any], task: type | None) -> SectionValues:
-    """Return keywords by section and key, as a recipe has them. `task` is the class of the task, where it is known.
+    """Group keywords by section, as a recipe has them.
 
-    A name that one section alone has is enough, and so is `dtype`, which is policy.dtype; else it is `section_name`,
-    which does for every setting. UserError, naming the choices, for an ambiguous one, and the nearest for one that does
-    not exist.
+    Args:
+        settings: The keywords. The key alone suffices if one section has it, and for `dtype`, which is policy.dtype.
+            section_key names any setting.
+        task: The class of the task, if it is known.
+
+    Raises:
+        UserError: A keyword is ambiguous or unknown. The message has the choices, or similar names.
     """
     known = list_section_keys(task)
     sections: SectionValues = {}
@@ -804,9 +825,9 @@ def list_section_keys(task: type | None) -> dict[str, list[str]]:
 
 def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str, str]:
     """Return section and key of a keyword."""
-    whole = {f"{section}_{key}": (section, key) for section, keys in known.items() for key in keys}
-    if name in whole:
-        return whole[name]
+    full_names = {f"{section}_{key}": (section, key) for section, keys in known.items() for key in keys}
+    if name in full_names:
+        return full_names[name]
     sections = [section for section, keys in known.items() if name in keys]
     if len(sections) == 1 or name in PREFERRED_SECTIONS:
         return PREFERRED_SECTIONS.get(name, sections[0]), name
@@ -814,7 +835,7 @@ def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str
         raise UserError(f"{name} is a setting of {' and '.join(sections)}: say {join_alternatives(name, sections)}")
     if known.get(name):
         raise UserError(f"{name} is a section: say {name}_{known[name][0]}=... for its setting {known[name][0]}")
-    names = [*(key for keys in known.values() for key in keys), *whole]
+    names = [*(key for keys in known.values() for key in keys), *full_names]
     hint = (
         explain_trl_name(name, make_keyword_formatter(known))
         or did_you_mean(name, names).replace('"', "")
@@ -824,16 +845,16 @@ def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str
 
 
 def make_keyword_formatter(known: Mapping[str, list[str]]) -> Callable[[str], str]:
-    """Return what writes a setting, such as evaluate.every, as the keyword that it is: evaluate_every."""
+    """Return a function that writes a setting, such as evaluate.every, as its keyword: evaluate_every."""
 
-    def keyword(setting: str) -> str:
+    def format_keyword(setting: str) -> str:
         section, _, key = setting.rpartition(".")
         if setting in ARGUMENT_NAMES:
             return ARGUMENT_NAMES[setting]
-        shared = sum(key in keys for keys in known.values()) > 1 and key not in PREFERRED_SECTIONS
-        return f"{section}_{key}" if shared else key
+        is_shared = sum(key in keys for keys in known.values()) > 1 and key not in PREFERRED_SECTIONS
+        return f"{section}_{key}" if is_shared else key
 
-    return keyword
+    return format_keyword
 
 
 def join_alternatives(name: str, sections: list[str]) -> str:

@@ -29,35 +29,42 @@ from pellucid.policy.access import ModelAccess
 from pellucid.prefixes.command import Prefixes
 from pellucid.reporting import run_files
 from pellucid.rewards.terms import JUDGE_TERM, REWARD_MODEL_PREFIX
-from pellucid.serve.command import Serve, open_listening_socket
+from pellucid.serve.command import ServeCommand, open_listening_socket
 from pellucid.study import comparison_page, plan, runner
 from pellucid.tasks import TASKS
 from pellucid.tasks.wrappers import is_task_wrapper
-from pellucid.training import run_dir as changes
-from pellucid.training import run_dir as claim
+from pellucid.training.run_dir import (
+    check_begun_run_dir,
+    check_new_run_dir,
+    check_resumable_run_dir,
+    check_writable,
+    describe_finished_run,
+    find_resume_changes,
+    is_first_process,
+)
 from pellucid.trl_hints import explain_trl_name
 from pellucid.types import StrandedError, UserError
-from pellucid.utils import files, plugins
-from pellucid.utils import text as docstrings
+from pellucid.utils.files import WORKING_DIRECTORY_GONE, is_working_directory_gone
 from pellucid.utils.hardware import pause_garbage_collection
-from pellucid.utils.plugins import did_you_mean, import_extra
+from pellucid.utils.plugins import did_you_mean, import_extra, join_mistakes
 from pellucid.utils.signals import (
     INTERRUPTED_EXIT_STATUS,
     exit_immediately,
     handle_stop_signals,
     raise_keyboard_interrupt,
 )
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, get_constant_summary, get_dict_summaries, get_module_summary
 
 BAD_PATH_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM)
 CANNOT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its status."""
     words = list(sys.argv[1:] if argv is None else argv)
     quiet_libraries()
-    if files.is_working_directory_gone():
-        sys.exit(print_error(files.WORKING_DIRECTORY_GONE))
+    if is_working_directory_gone():
+        sys.exit(print_error(WORKING_DIRECTORY_GONE))
     try:
         with handle_stop_signals(raise_keyboard_interrupt):
             sys.exit(run_command_line(words))
@@ -67,20 +74,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_error(str(error))
         sys.exit(1)
     except OSError as error:
-        if files.is_working_directory_gone():
-            sys.exit(print_error(files.WORKING_DIRECTORY_GONE))
-        place = error.filename or "the run folder"
+        if is_working_directory_gone():
+            sys.exit(print_error(WORKING_DIRECTORY_GONE))
+        path = error.filename or "the run folder"
         if error.errno in BAD_PATH_ERRNOS:
-            sys.exit(print_error(f"{place}: {error.strerror}: choose another path"))
+            sys.exit(print_error(f"{path}: {error.strerror}: choose another path"))
         if error.errno in CANNOT_WRITE_ERRNOS:
-            sys.exit(print_error(f"{place}: {error.strerror}; what was saved before is whole"))
+            sys.exit(print_error(f"{path}: {error.strerror}; what was saved before is whole"))
         raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_STATUS)
 
 
 def run_command_line(words: Sequence[str]) -> int:
-    """Do what the command line says. Return the exit status."""
+    """Run the command of the command line, and return its exit status."""
     if "--version" in words:
         print(f"pellucid {__version__}")
         return 0
@@ -96,30 +103,14 @@ def print_error(message: str) -> int:
 
 
 def quiet_libraries() -> None:
-    """Silence the progress bars and advice of libraries, which would mix with our output; their errors stay."""
+    """Silence the progress bars and the advice of libraries, which would mix with our output. Their errors stay."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost process is told with stacks of C++
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # without it a lost process is reported with C++ stack traces
 
 
-# ---------------------------------------------------------------- line
-# The command line as tyro reads it: commands with their options, and help that shows the settings, too.
-
-
-@dataclass(frozen=True)
-class CompletionCommand:
-    """Print what makes a shell complete these commands and their settings."""
-
-    shell: Positional[Literal["bash", "zsh", "fish", "tcsh"]]
-    """The shell; bash reads it by: source <(pellucid completion bash)."""
-
-    def __call__(self) -> int:
-        whole = {
-            name: add_settings_field(cls, None, (), True) for name, cls in COMMANDS.items() if takes_settings(name)
-        }
-        run_tyro(["--tyro-write-completion", self.shell, "-"], {**COMMANDS, **whole})
-        return 0
+# ---------------------------------------------------------------- parsing
 
 
 PROGRAM_DESCRIPTION = """Group Relative Policy Optimization, clear enough to see through.
@@ -127,22 +118,26 @@ PROGRAM_DESCRIPTION = """Group Relative Policy Optimization, clear enough to see
 Settings are given as --section.key VALUE. `pellucid COMMAND --help` shows those that people change, --help-all has all
 of them, with the values of a recipe or of a task that is named: pellucid train RECIPE --help-all."""
 BOX_CHARACTERS = "│|╭╮╰╯─-+ "
-"""What tyro draws a box of, with or without Unicode."""
+"""The characters of the boxes that tyro draws around errors, with and without Unicode."""
 
 
 def parse_command_line(args: Sequence[str]) -> Callable[[], int]:
-    """Return the command that the words describe, to be called. UserError, one line, where they describe none."""
+    """Return the command that the words describe; to call it is to run it.
+
+    Raises:
+        UserError: One line, if the words describe no command.
+    """
     command = check_command_name(args[0])
     own, settings = config.split_setting_flags(args[1:])
-    takes = collect_option_types(command)
-    unknown = [flag for flag in list_flags(own) if flag.replace("_", "-") not in takes]
+    options = collect_option_types(command)
+    unknown = [flag for flag in list_flags(own) if flag.replace("_", "-") not in options]
     if unknown:
         raise UserError(
-            plugins.join_mistakes(f"{command} has no option {flag}{suggest_option(flag, command)}" for flag in unknown)
+            join_mistakes(f"{command} has no option {flag}{suggest_option(flag, command)}" for flag in unknown)
         )
     for word in own:
         flag, equals, value = word.partition("=")
-        if equals and takes.get(flag.replace("_", "-")) is bool:
+        if equals and options.get(flag.replace("_", "-")) is bool:
             raise UserError(f"{flag} takes no value, got {value}")
     if settings and not takes_settings(command):
         raise UserError(f"{command} takes no settings, got {' '.join(settings)}")
@@ -151,19 +146,19 @@ def parse_command_line(args: Sequence[str]) -> Callable[[], int]:
 
 
 def list_flags(args: Sequence[str]) -> list[str]:
-    """Return the flags among words, each once and without a value behind =."""
+    """Return the flags among words, each once and without the value after an equals sign."""
     return list(dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--")))
 
 
 def format_flag(setting: str) -> str:
-    """Return a setting as the command line has it. Example: flag_of("algorithm.group_size")"""
+    """Return a setting as a flag. Example: format_flag("algorithm.group_size") == "--algorithm.group-size" """
     return f"--{setting.replace('_', '-')}"
 
 
 def check_command_name(word: str) -> str:
     if word not in COMMANDS:
-        close = did_you_mean(word, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
-        raise UserError(f"no such command: {word}{close}")
+        hint = did_you_mean(word, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        raise UserError(f"no such command: {word}{hint}")
     return word
 
 
@@ -172,16 +167,18 @@ def takes_settings(command: str) -> bool:
 
 
 def collect_option_types(command: str) -> dict[str, Any]:
-    """Return the flags of a command with their types, those of what it is without among them."""
+    """Return the flags of a command with their types. Booleans have a second one, --no-NAME."""
     kinds = get_type_hints(COMMANDS[command], include_extras=True)
-    named = {name.replace("_", "-"): kind for name, kind in kinds.items() if name != "settings"}
-    flagged = {name: kind for name, kind in named.items() if Positional not in get_args(kind)}
-    without = {f"--no-{name}": kind for name, kind in flagged.items() if kind is bool}
-    return {f"--{name}": kind for name, kind in flagged.items()} | without
+    options = {
+        f"--{name.replace('_', '-')}": kind
+        for name, kind in kinds.items()
+        if name != "settings" and Positional not in get_args(kind)
+    }
+    return options | {f"--no-{flag[2:]}": bool for flag, kind in options.items() if kind is bool}
 
 
 def suggest_option(word: str, command: str) -> str:
-    """Return the setting of the same name, or else the option of a similar one."""
+    """Return a hint: settings of this name, or else an option with a similar name."""
     key = word.removeprefix("--").replace("-", "_")
     settings = [f"--{name}.{key}" for name, cls in SECTIONS.items() if key in config.get_field_types(cls)]
     if settings and takes_settings(command):
@@ -193,7 +190,7 @@ def suggest_option(word: str, command: str) -> str:
 
 
 def run_tyro(args: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
-    """Return what tyro makes of the words. UserError, with the first lines of its box in one, where it refuses them."""
+    """Return the command that tyro builds from words. Raises UserError with the first lines of tyro's error."""
     box = io.StringIO()
     try:
         with redirect_stderr(box):
@@ -207,10 +204,10 @@ def run_tyro(args: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
 
 
 def summarize_error_box(box: str) -> str:
-    """Return what is wrong, of a box in which a heading stands above it and advice below, behind a rule."""
+    """Return the error in a box of tyro's, which has a heading above it, and advice below it after a rule."""
     rows = [row.strip(BOX_CHARACTERS) for row in box.splitlines()[1:]]
-    wrong = takewhile(bool, dropwhile(lambda row: not row, rows))
-    return " ".join(" ".join(wrong).split()).rstrip(".")
+    message = takewhile(bool, dropwhile(lambda row: not row, rows))
+    return " ".join(" ".join(message).split()).rstrip(".")
 
 
 # ---------------------------------------------------------------- help
@@ -235,10 +232,6 @@ def print_help(args: Sequence[str]) -> None:
         run_tyro([*rest[:1], "--help"], commands)
 
 
-# ---------------------------------------------------------------- shown
-# The settings as tyro shows them in a command's help: their flags, types, docstrings and values.
-
-
 COMMON_SETTINGS = {
     "policy": ("model", "lora"),
     "sampler": ("max_tokens", "temperature"),
@@ -257,45 +250,42 @@ COMMON_SETTINGS = {
     "checkpoint": ("every",),
     "log": ("tensorboard", "wandb"),
 }
-"""The twenty settings that people change, besides those of the task."""
+"""The twenty settings that --help shows, besides those of the task."""
 TaskNameArgument = Annotated[
     str, arg(metavar="TASK", help="One of `pellucid list tasks`, or your own: path/to/file.py:Class.")
 ]
 
 
 def add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[str], all_settings: bool) -> type[Any]:
-    """Return the class of a command with its settings as a field; their values are those of the recipe and the words.
+    """Add the settings to the class of a command, as a field from which tyro makes help and completion.
 
-    Unless `everything` is wanted, the settings are those of EVERYDAY and of the task.
+    Args:
+        command: A dataclass with a field `settings`.
+        recipe: The file whose values are shown.
+        args: Flags of settings, whose values are shown in place of the recipe's.
+        all_settings: Show more than COMMON_SETTINGS and the settings of the task.
     """
-    read, over = config.read_settings(recipe) if recipe else {}, config.parse_setting_flags(args)
-    values, code = config.merge_settings(read, over), config.list_user_code(read)
-    cfg, task = None, {}
+    stated, flags = config.read_settings(recipe) if recipe else {}, config.parse_setting_flags(args)
+    may_import = not config.list_user_code(stated)  # help does not run the code that a stranger's recipe names
+    cfg = refusal = None
     try:
-        if code:  # of the recipe, which may be anybody's: help does not run it
-            cfg = config.build_config(drop_task(read), str(recipe), drop_task(over))
-            task = make_task_settings_class_unimported(values.get("task", {}))
-        else:
+        if may_import:
             cfg = config.load_config(recipe, args)
-            task = make_task_settings_class(values.get("task", {}), cfg.task)
-    except UserError as refused:  # such as a task that cannot be made yet, as nothing names its data
-        try:
-            task = (make_task_settings_class_unimported if code else partial(make_task_settings_class, task=None))(
-                values.get("task", {})
-            )
-        except config.SettingError:
-            raise refused from None
-    shown = {}
+        else:
+            cfg = config.build_config(drop_task(stated), str(recipe), drop_task(flags))
+    except UserError as error:  # such as a task that cannot be made yet, since nothing names its data
+        refusal = error
+    try:
+        section = config.merge_settings(stated, flags).get("task", {})
+        shown = {"task": make_task_settings_class(section, cfg and cfg.task, may_import)}
+    except config.SettingError as error:
+        raise refusal or UserError(str(error)) from None
     for name, cls in SECTIONS.items():
-        if name == "task":
-            shown[name] = task
-        elif all_settings or name in COMMON_SETTINGS:
-            shown[name] = derive_class(
-                cls, make_fields(cls, getattr(cfg, name, None), () if all_settings else COMMON_SETTINGS[name])
-            )
-    settings = dataclasses.make_dataclass(
-        "Settings", [(name, cls, make_factory_field(cls)) for name, cls in shown.items()]
-    )
+        if name != "task" and (all_settings or name in COMMON_SETTINGS):
+            keys = () if all_settings else COMMON_SETTINGS[name]
+            shown[name] = derive_class(cls, make_fields(cls, getattr(cfg, name, None), keys))
+    fields = [(name, shown[name], make_factory_field(shown[name])) for name in SECTIONS if name in shown]
+    settings = dataclasses.make_dataclass("Settings", fields)
     return derive_class(command, [("settings", Annotated[settings, arg(name="")], make_factory_field(settings))])
 
 
@@ -303,57 +293,50 @@ def drop_task(sections: config.SettingsTable) -> dict[str, Any]:
     return {name: section for name, section in sections.items() if name != "task"}
 
 
-def make_task_settings_class_unimported(section: Any) -> type[Any]:
-    """Return the class of a task with the values that its section states, without importing code that it names.
+def make_task_settings_class(section: Any, task: Any, may_import: bool = True) -> type[Any]:
+    """Return a class with the settings of the task that a section names, and of the tasks that it wraps.
 
-    A task that is such code shows its name alone.
+    Their values are those of `task` if there is one. Without `may_import` they are the plain values in the section, and
+    a task of the user's own, whose code is not imported, shows its name alone.
     """
     name = section.get("name", Config.task_names[0]) if isinstance(section, Mapping) else None
-    if isinstance(name, str) and name not in TASKS:
+    if not may_import and isinstance(name, str) and name not in TASKS:
         field = ("name", TaskNameArgument, dataclasses.field(default=name))
         return dataclasses.make_dataclass("Task", [field], namespace={"__doc__": "A task of its own."})
-    _, cls = config.find_named_task_class(section, ["task"])
-    fields = [field for field in make_fields(cls, collect_plain_values(section)) if field[0] not in ("name", "task")]
+    name, cls = config.find_named_task_class(section, ["task"])
+    value = task if may_import else collect_plain_values(section)
+    fields = [field for field in make_fields(cls, value) if field[0] not in ("name", "task")]
     if is_task_wrapper(cls):
-        inside = make_task_settings_class_unimported(section.get("task", {}))
-        fields.append(("task", inside, make_factory_field(inside)))
+        inner = make_task_settings_class(section.get("task", {}), getattr(task, "task", None), may_import)
+        fields.append(("task", inner, make_factory_field(inner)))
     return derive_class(cls, [("name", TaskNameArgument, dataclasses.field(default=name)), *fields])
 
 
 def collect_plain_values(section: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the plain values of a section as attributes, and terms of the reward by their names."""
+    """Return the plain values of a section, and its reward terms by their names, as attributes."""
     plain: dict[str, Any] = {name: value for name, value in section.items() if isinstance(value, str | int | float)}
     terms = section.get("rewards")
     if isinstance(terms, list):
-        named = [term.get("name", "") if isinstance(term, Mapping) else term for term in terms]
-        plain["rewards"] = tuple(SimpleNamespace(name=name) for name in named)
+        names = [term.get("name", "") if isinstance(term, Mapping) else term for term in terms]
+        plain["rewards"] = tuple(SimpleNamespace(name=name) for name in names)
     return SimpleNamespace(**plain)
 
 
-def make_task_settings_class(section: Any, task: Any) -> type[Any]:
-    """Return the class of the task that a section names; in that of a wrapper stands that of the task inside."""
-    name, cls = config.find_named_task_class(section, ["task"])
-    fields = [field for field in make_fields(cls, task) if field[0] not in ("name", "task")]
-    if is_task_wrapper(cls):
-        inside = make_task_settings_class(section.get("task", {}), task and task.task)
-        fields.append(("task", inside, make_factory_field(inside)))
-    return derive_class(cls, [("name", TaskNameArgument, dataclasses.field(default=name)), *fields])
+def make_fields(cls: type[Any], value: Any, visible: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
+    """Return name, type and default of each field of a dataclass, with the attributes of `value` as defaults.
 
-
-def make_fields(cls: type[Any], value: Any, shown: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
-    """Return name, type and default of each field, the default that of `value` if there is one.
-
-    Fields that are not among `shown` are hidden, where it is not empty.
+    Fields that are not in `visible` are hidden, unless it is empty.
     """
     fields, kinds = [], config.get_field_types(cls)
     for field in dataclasses.fields(cls):
         kind, default = kinds.get(field.name, Any), getattr(value, field.name, get_default(field))
-        by_name = "name" in config.get_field_types(config.get_item_type(kind))  # as reward terms are
-        if by_name and isinstance(default, list | tuple):
-            default = tuple(item.name for item in default)
-        told: Any = tuple[str, ...] if by_name else kind
-        hidden = not field.init or (shown and field.name not in shown)
-        fields.append((field.name, Suppress[told] if hidden else told, make_factory_field(partial(identity, default))))
+        if "name" in config.get_field_types(config.get_item_type(kind)):  # reward terms are shown by name
+            kind = tuple[str, ...]
+            default = tuple(item.name for item in default) if isinstance(default, list | tuple) else default
+        is_hidden = not field.init or (visible and field.name not in visible)
+        fields.append(
+            (field.name, Suppress[kind] if is_hidden else kind, make_factory_field(partial(identity, default)))
+        )
     return fields
 
 
@@ -364,7 +347,7 @@ def get_default(field: dataclasses.Field[Any]) -> Any:
 
 
 def derive_class(cls: type[Any], fields: Sequence[tuple[str, Any, Any]]) -> type[Any]:
-    """Return a class like `cls` with these fields, which refuses no values; tyro reads the docstrings of `cls`."""
+    """Return a subclass with these fields, which accepts all values. Tyro reads the docstrings of `cls`."""
     own = {"__doc__": cls.__doc__, "__post_init__": identity}
     frozen = cls.__dataclass_params__.frozen
     return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=frozen, namespace=own)
@@ -378,15 +361,14 @@ def identity(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------- training
-# `pellucid train`, `pellucid eval` and `pellucid export`.
+# ---------------------------------------------------------------- train, eval, export
 
 
 RecipeArgument = Annotated[str, arg(metavar="RECIPE")]
 DirectoryArgument = Annotated[Path | None, arg(metavar="DIR")]
 RunArgument = Annotated[Path | None, arg(metavar="RUN")]
 ACCESS_KEYS = ("revision", "trust_remote_code")
-"""The keys of `[policy]` that say how the files of a model may be read."""
+"""The keys of `[policy]` about how the files of a model may be read."""
 
 
 @dataclass(frozen=True)
@@ -415,20 +397,23 @@ class TrainCommand:
         recipe = config.find_recipe(self.recipe) if self.recipe else None
         name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
         run_dir = self.resume or self.run or Path("runs") / name
-        if claim.is_first_process():
-            (claim.check_resumable_run_dir if self.resume else claim.check_new_run_dir)(run_dir)
+        if is_first_process():
+            (check_resumable_run_dir if self.resume else check_new_run_dir)(run_dir)
         source = run_dir / "config.json" if self.resume else recipe
         if source:
             check_recipe_trust(source, self.settings, self.dry_run)
         cfg = config.load_config(source, self.settings)
-        resumed = changes.find_resume_changes(run_dir, cfg) if self.resume else None
-        if not self.resume and claim.is_first_process():
-            claim.check_begun_run_dir(run_dir, cfg)
-        if resumed is not None and (note := claim.describe_finished_run(run_dir, resumed, cfg.algorithm.steps)):
+        resumed = find_resume_changes(run_dir, cfg) if self.resume else None
+        if not self.resume and is_first_process():
+            check_begun_run_dir(run_dir, cfg)
+        if resumed is not None and (note := describe_finished_run(run_dir, resumed, cfg.algorithm.steps)):
             print(note)
             return 0
         if self.dry_run:
-            return run_dry_run(cfg, run_dir)
+            with pause_garbage_collection():
+                from pellucid.training import dry_run  # noqa: PLC0415 - it imports torch
+
+            return dry_run.show_dry_run(cfg, run_dir)
         with handle_stop_signals(exit_immediately), pause_garbage_collection():
             from pellucid.training import run  # noqa: PLC0415 - torch takes seconds: settings are checked before
 
@@ -442,21 +427,20 @@ class TrainCommand:
 
 
 def check_recipe_trust(source: Path, settings: Sequence[str], print_code: bool = False) -> None:
-    """Look at what a file asks for by itself, before any code that it names runs.
+    """Check what a file asks for by itself, before any code that it names runs.
 
-    UserError if it would send an environment variable that is not named for keys. says_code: print the code it names.
+    Args:
+        source: A recipe or a config.json.
+        settings: Flags of the command line.
+        print_code: Print the code that the file names.
+
+    Raises:
+        UserError: It would send an environment variable whose name does not say that it holds a key.
     """
     values = config.read_settings(source)
     config.check_key_variables(values, settings, source)
     if print_code and (code := config.list_user_code(values)):
         print(f"! {escape_controls(str(source))} runs code as you: {escape_controls(', '.join(code))}", flush=True)
-
-
-def run_dry_run(cfg: Config, run_dir: Path) -> int:
-    with pause_garbage_collection():
-        from pellucid.training import dry_run  # noqa: PLC0415 - as in Train
-
-    return dry_run.show_dry_run(cfg, run_dir)
 
 
 @dataclass(frozen=True)
@@ -491,7 +475,7 @@ class EvalCommand:
                 cfg = replace(cfg, policy=replace(cfg.policy, dtype="float32"))
             run_files.warn_about_rounding(cfg.policy.dtype)
         with handle_stop_signals(exit_immediately), pause_garbage_collection():
-            from pellucid.training import run  # noqa: PLC0415 - as in Train
+            from pellucid.training import run  # noqa: PLC0415 - as in TrainCommand
 
         status = run.evaluate_model(cfg, model, self.resolve_access(cfg, run_dir), self.show, self.output)
         if not recipe and not run_dir and not any(word.startswith("--task.") for word in self.settings):
@@ -499,7 +483,7 @@ class EvalCommand:
         return status
 
     def resolve_access(self, cfg: Config, run_dir: Path | None) -> ModelAccess:
-        """How the model may be read: as its run or a recipe of this very model says; else as the command line does."""
+        """Return how the model may be read: as its run or a recipe with this model says, else as the flags say."""
         if self.model == cfg.policy.model or (run_dir and not self.task):
             return cfg.policy.access
         stated = config.parse_setting_flags(self.settings).get("policy", {})
@@ -524,16 +508,15 @@ class ExportCommand:
 
 
 def check_answers_path(path: Path) -> None:
-    """Raise UserError where the answers of an evaluation cannot be written, before they are waited for."""
+    """Raise UserError if the answers of an evaluation cannot be written, before they are computed."""
     if path.suffix != ".jsonl":
         raise UserError(f"--output {path} must end in .jsonl: it gets a line of JSON for each answer")
     if path.exists():
         raise UserError(f"--output {path} is there already: name another file, or remove it")
-    claim.check_writable(path.parent)
+    check_writable(path.parent)
 
 
-# ---------------------------------------------------------------- examining
-# `pellucid doctor`.
+# ---------------------------------------------------------------- doctor
 
 
 @dataclass(frozen=True)
@@ -558,8 +541,7 @@ class DoctorCommand:
         return doctor.print_memory_plan(cfg) if cfg else doctor.print_report()
 
 
-# ---------------------------------------------------------------- looking
-# `pellucid look` and `pellucid show`.
+# ---------------------------------------------------------------- look, show
 
 
 RECORD_TOKENS_HINT = "pellucid train {} --log.tokens 4 --run DIR makes one that records tokens"
@@ -606,8 +588,7 @@ class ShowCommand:
         return terminal.show_group(self.run, self.step, self.group, self.by)
 
 
-# ---------------------------------------------------------------- studying
-# `pellucid study` and `pellucid compare`.
+# ---------------------------------------------------------------- study, compare
 
 
 @dataclass(frozen=True)
@@ -652,74 +633,7 @@ class CompareCommand:
         return comparison_page.compare_runs(self.folders, self.baseline, self.output)
 
 
-# ---------------------------------------------------------------- listing
-# `pellucid list`: the names that a recipe may use, each with what its docstring says first. No torch is imported.
-
-
-LISTING_WIDTH = 100
-"""The longest line, in characters."""
-
-
-def describe_tasks() -> dict[str, str]:
-    return {name: docstrings.get_module_summary(spec.partition(":")[0]) for name, spec in TASKS.items()}
-
-
-def describe_rewards() -> dict[str, str]:
-    modules = {
-        JUDGE_TERM: "pellucid.rewards.judge",
-        f"{REWARD_MODEL_PREFIX}FOLDER_OR_HUB_ID": "pellucid.rewards.reward_model",
-    }
-    described = {name: docstrings.get_module_summary(module) for name, module in modules.items()}
-    return {**docstrings.get_dict_summaries("pellucid.rewards.terms", "BUILTIN_TERMS"), **described}
-
-
-def describe_kl_estimators() -> dict[str, str]:
-    functions = docstrings.get_dict_summaries("pellucid.algorithm.kl", "KL_ESTIMATORS")
-    note = docstrings.get_constant_summary("pellucid.algorithm.kl", "KL_ESTIMATORS")
-    return {name: functions.get(name, note) for name in get_args(KLEstimatorName)}
-
-
-def describe_samplers() -> dict[str, str]:
-    names = get_args(get_type_hints(SamplerConfig)["name"])
-    return {name: docstrings.get_module_summary(f"pellucid.rollout.{name}") for name in names}
-
-
-LISTABLE_KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
-    "recipes": config.describe_recipes,
-    "tasks": describe_tasks,
-    "rewards": describe_rewards,
-    "advantages": lambda: docstrings.get_dict_summaries("pellucid.algorithm.advantages", "ADVANTAGES"),
-    "objectives": lambda: docstrings.get_dict_summaries("pellucid.algorithm.objectives", "OBJECTIVES"),
-    "aggregates": lambda: docstrings.get_dict_summaries("pellucid.algorithm.objectives", "AGGREGATES"),
-    "kl": describe_kl_estimators,
-    "samplers": describe_samplers,
-}
-
-
-def print_all_kinds() -> int:
-    """Print the names of every kind, each kind below its own heading."""
-    for i, kind in enumerate(LISTABLE_KINDS):
-        print(f"{'' if not i else chr(10)}{kind}")
-        print_kind(kind)
-    return 0
-
-
-def print_kind(kind: str) -> int:
-    """Print a line for each name of a kind: the name, and what it is. UserError for a kind that there is not."""
-    if kind not in LISTABLE_KINDS:
-        raise UserError(
-            f'there is no list of "{kind}"{did_you_mean(kind, LISTABLE_KINDS)}; there are {", ".join(LISTABLE_KINDS)}'
-        )
-    described = LISTABLE_KINDS[kind]()
-    column = max(map(len, described))
-    for name, text in described.items():
-        shortened = textwrap.shorten(text, LISTING_WIDTH - column - 2, placeholder=" ...")
-        print(escape_controls(f"{name:{column}}  {shortened}".rstrip()))
-    return 0
-
-
-# ---------------------------------------------------------------- around
-# `pellucid init`, `pellucid list` and `pellucid push`.
+# ---------------------------------------------------------------- init, list, push, completion
 
 
 @dataclass(frozen=True)
@@ -731,6 +645,103 @@ class InitCommand:
 
     def __call__(self) -> int:
         return write_starter(self.folder)
+
+
+STARTER_FILES = {
+    "recipe.toml": "the settings that are changed first",
+    "rewards.py": "the reward: what is wanted of an answer",
+    "data.jsonl": "ten questions with their answers",
+}
+"""The files in `starter`, and what each is for."""
+
+
+def write_starter(folder: Path) -> int:
+    """Write the starter files into a folder, and print them with the command to run next.
+
+    If one of them exists, or writing fails, none is written.
+    """
+    for name in STARTER_FILES:
+        if os.path.lexists(folder / name):
+            raise UserError(f"{folder / name} is there already, and nothing was written: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = list[Path]()
+    try:
+        for name in STARTER_FILES:
+            with (folder / name).open("xb") as file:
+                written.append(folder / name)
+                file.write((Path(__file__).parent / "starter" / name).read_bytes())
+    except OSError:
+        for path in written:
+            path.unlink()
+        raise
+    width = max(len(str(path)) for path in written)
+    for path in written:
+        print(escape_controls(f"{path!s:{width}}  {STARTER_FILES[path.name]}"))
+    change_folder = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    print(escape_controls(f"next: {change_folder}pellucid train recipe.toml"))
+    return 0
+
+
+LISTING_WIDTH = 100
+"""The longest line, in characters."""
+
+
+def describe_tasks() -> dict[str, str]:
+    return {name: get_module_summary(spec.partition(":")[0]) for name, spec in TASKS.items()}
+
+
+def describe_rewards() -> dict[str, str]:
+    modules = {
+        JUDGE_TERM: "pellucid.rewards.judge",
+        f"{REWARD_MODEL_PREFIX}FOLDER_OR_HUB_ID": "pellucid.rewards.reward_model",
+    }
+    described = {name: get_module_summary(module) for name, module in modules.items()}
+    return {**get_dict_summaries("pellucid.rewards.terms", "BUILTIN_TERMS"), **described}
+
+
+def describe_kl_estimators() -> dict[str, str]:
+    functions = get_dict_summaries("pellucid.algorithm.kl", "KL_ESTIMATORS")
+    note = get_constant_summary("pellucid.algorithm.kl", "KL_ESTIMATORS")
+    return {name: functions.get(name, note) for name in get_args(KLEstimatorName)}
+
+
+def describe_samplers() -> dict[str, str]:
+    names = get_args(get_type_hints(SamplerConfig)["name"])
+    return {name: get_module_summary(f"pellucid.rollout.{name}") for name in names}
+
+
+LISTABLE_KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
+    "recipes": config.describe_recipes,
+    "tasks": describe_tasks,
+    "rewards": describe_rewards,
+    "advantages": lambda: get_dict_summaries("pellucid.algorithm.advantages", "ADVANTAGES"),
+    "objectives": lambda: get_dict_summaries("pellucid.algorithm.objectives", "OBJECTIVES"),
+    "aggregates": lambda: get_dict_summaries("pellucid.algorithm.objectives", "AGGREGATES"),
+    "kl": describe_kl_estimators,
+    "samplers": describe_samplers,
+}
+
+
+def print_all_kinds() -> int:
+    """Print the names of every kind, each kind below a heading."""
+    for i, kind in enumerate(LISTABLE_KINDS):
+        print(f"{'' if not i else chr(10)}{kind}")
+        print_kind(kind)
+    return 0
+
+
+def print_kind(kind: str) -> int:
+    """Print each name of a kind with its summary, on one line. Raises UserError for an unknown kind."""
+    if kind not in LISTABLE_KINDS:
+        raise UserError(
+            f'there is no list of "{kind}"{did_you_mean(kind, LISTABLE_KINDS)}; there are {", ".join(LISTABLE_KINDS)}'
+        )
+    described = LISTABLE_KINDS[kind]()
+    column = max(map(len, described))
+    for name, text in described.items():
+        shortened = textwrap.shorten(text, LISTING_WIDTH - column - 2, placeholder=" ...")
+        print(escape_controls(f"{name:{column}}  {shortened}".rstrip()))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -766,8 +777,22 @@ class PushCommand:
         return share.push_to_hub(self.run, self.repository, self.private, self.dry_run)
 
 
+@dataclass(frozen=True)
+class CompletionCommand:
+    """Print what makes a shell complete these commands and their settings."""
+
+    shell: Positional[Literal["bash", "zsh", "fish", "tcsh"]]
+    """The shell; bash reads it by: source <(pellucid completion bash)."""
+
+    def __call__(self) -> int:
+        complete = {
+            name: add_settings_field(cls, None, (), True) for name, cls in COMMANDS.items() if takes_settings(name)
+        }
+        run_tyro(["--tyro-write-completion", self.shell, "-"], {**COMMANDS, **complete})
+        return 0
+
+
 # ---------------------------------------------------------------- sampler
-# `pellucid sampler`: vLLM on this machine, for the trainers whose `sampler.urls` name it.
 
 
 @dataclass(frozen=True)
@@ -791,60 +816,21 @@ class SamplerCommand:
     def __call__(self) -> int:
         for library in ("fastapi", "uvicorn"):
             import_extra(library, "serve", "pellucid sampler")
-        with open_listening_socket(self.host, self.port) as free:
+        with open_listening_socket(self.host, self.port) as listening:
             with pause_garbage_collection():
                 from pellucid.serve.vllm_server import run_sampler_server  # noqa: PLC0415 - torch takes seconds
 
             run_sampler_server(
-                free, self.rows, self.cache_gb, self.device, list(filter(None, self.allowed_hosts.split(",")))
+                listening, self.rows, self.cache_gb, self.device, list(filter(None, self.allowed_hosts.split(",")))
             )
         return 0
-
-
-# ---------------------------------------------------------------- starter
-# `pellucid init`: a folder with a recipe, a reward and data, which run as they are and are there to be changed.
-
-
-STARTER_FILES = {
-    "recipe.toml": "the settings that are changed first",
-    "rewards.py": "the reward: what is wanted of an answer",
-    "data.jsonl": "ten questions with their answers",
-}
-"""What is written, and what it is; the files lie in begin/."""
-
-
-def write_starter(folder: Path) -> int:
-    """Write the files into a folder, which is made where it is missing. Print them and the command that comes next.
-
-    UserError where one of them is there already; then, and where writing fails, none is written.
-    """
-    for name in STARTER_FILES:
-        if os.path.lexists(folder / name):
-            raise UserError(f"{folder / name} is there already, and nothing was written: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    written = list[Path]()
-    try:
-        for name in STARTER_FILES:
-            with (folder / name).open("xb") as file:
-                written.append(folder / name)
-                file.write((Path(__file__).parent / "starter" / name).read_bytes())
-    except OSError:
-        for path in written:
-            path.unlink()
-        raise
-    width = max(len(str(path)) for path in written)
-    for path in written:
-        print(escape_controls(f"{path!s:{width}}  {STARTER_FILES[path.name]}"))
-    there = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    print(escape_controls(f"next: {there}pellucid train recipe.toml"))
-    return 0
 
 
 COMMANDS: Mapping[str, type[Any]] = {
     "init": InitCommand,
     "train": TrainCommand,
     "eval": EvalCommand,
-    "serve": Serve,
+    "serve": ServeCommand,
     "sampler": SamplerCommand,
     "export": ExportCommand,
     "push": PushCommand,

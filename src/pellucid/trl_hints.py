@@ -1,25 +1,11 @@
-"""Accept the former names of settings in recipes, runs and command lines, and print the new ones."""
+"""Hints for users of TRL: what its settings are called here, or why they do not exist."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from pellucid.utils.text import escape_controls
+from collections.abc import Callable
 
 _SETTING_PLACEHOLDER = re.compile(r"\{([a-z0-9_.]+)\}")
-
-RENAMED_KEYS = {("algorithm", "min_spread"): "min_reward_range"}
-RENAMED_VALUES = {
-    ("algorithm", "objective"): {
-        "naive": "reinforce",
-        "unclipped": "importance_weighted",
-        "clipped": "ppo_clip",
-        "dynamic": "dcpo",
-    },
-}
 
 TRL_COUNTERPARTS = {
     "activation_checkpointing": "{policy.gradient_checkpointing}",
@@ -138,7 +124,7 @@ TRL_COUNTERPARTS = {
     ),
     "vllm_gpu_memory_utilization": "{sampler.cache_gb}, in GB",
 }
-"""The names that TRL and its scripts have for settings, and what does the same here. {section.key} is a setting."""
+"""Settings of TRL and its scripts, and what does the same here. {section.key} is a setting of this package."""
 
 READ_OUTPUTS_ADVICE = "a loop over `pellucid.train` has each step, and metrics.jsonl has every number"
 LEAVE_OUT_ADVICE = "leave it out"
@@ -346,67 +332,29 @@ TRL_WITHOUT_COUNTERPART = {
         '{algorithm.correction_cap}; {algorithm.correction} "geometric" also leaves out those that are too small',
     ),
 }
-"""The names that have none: why not, and what to do instead."""
+"""Settings of TRL without a counterpart: why there is none, and what to do instead."""
 
 
 def format_setting_key(setting: str) -> str:
-    """Return a setting as recipes have it; what is none, such as the folder of a run, as an option of the command."""
+    """Return a setting as recipes have it. A name without a section, such as `run`, is an option of the command."""
     return setting if "." in setting else f"--{setting}"
 
 
 def explain_trl_name(name: str, format_key: Callable[[str], str] = format_setting_key) -> str:
-    """Return a hint where a name is one of TRL's; empty where it is not. Example: of_trl("learning_rate")
+    """Return a hint if a name is the name of a setting of TRL, such as "learning_rate"; else an empty text.
 
-    named: how the caller's reader writes a setting, such as "optimizer.lr".
+    Args:
+        name: The unknown name.
+        format_key: Writes a setting of ours, such as "optimizer.lr", as the reader of the hint would.
     """
     key = name.replace("-", "_")
     if key in TRL_COUNTERPARTS:
         return f"; TRL's {key} is here {_fill_placeholders(TRL_COUNTERPARTS[key], format_key)} (docs/library.md)"
     if key in TRL_WITHOUT_COUNTERPART:
-        reason, instead = (_fill_placeholders(text, format_key) for text in TRL_WITHOUT_COUNTERPART[key])
-        return f"; TRL's {key} has no counterpart, as {reason}: {instead} (docs/library.md)"
+        reason, advice = (_fill_placeholders(text, format_key) for text in TRL_WITHOUT_COUNTERPART[key])
+        return f"; TRL's {key} has no counterpart, as {reason}: {advice} (docs/library.md)"
     return ""
 
 
-def _fill_placeholders(text: str, named: Callable[[str], str]) -> str:
-    return _SETTING_PLACEHOLDER.sub(lambda match: named(match[1]), text)
-
-
-def replace_old_names(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the sections of a recipe with keys and values by their new names.
-
-    Print a line for each old name, unless `source`, which says where it stands, is empty.
-    """
-    return {section: _replace_old_names_in_section(section, keys, source) for section, keys in values.items()}
-
-
-def _replace_old_names_in_section(section: str, keys: Any, source: str) -> Any:
-    if not isinstance(keys, Mapping):
-        return keys
-    now = {}
-    for key, value in keys.items():
-        new_key, new_value = get_new_names(section, key, value)
-        if source and (new_key, new_value) != (key, value):
-            print_rename(
-                source,
-                f'{section}.{key} = "{format_flag_value(value)}"',
-                f'{new_key} = "{format_flag_value(new_value)}"',
-            )
-        now[new_key] = new_value
-    return now
-
-
-def get_new_names(section: str, key: str, value: Any) -> tuple[str, Any]:
-    """Return key and value by their new names. The value may be the words of a flag."""
-    known = RENAMED_VALUES.get((section, key), {})
-    if isinstance(value, tuple):
-        value = type(value)(known.get(word, word) for word in value)
-    return RENAMED_KEYS.get((section, key), key), known.get(value, value) if isinstance(value, str) else value
-
-
-def format_flag_value(value: Any) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def print_rename(source: str, old: str, new: str) -> None:
-    print(escape_controls(f"{source}: {old} is now called {new}"), file=sys.stderr)
+def _fill_placeholders(text: str, format_key: Callable[[str], str]) -> str:
+    return _SETTING_PLACEHOLDER.sub(lambda match: format_key(match[1]), text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import exp, sqrt
 
 import numpy as np
@@ -25,7 +25,8 @@ from pellucid.reporting.console import (
     make_verdict_table,
 )
 from pellucid.reporting.loggers import JsonlLogger, compute_group_metrics
-from pellucid.rewards.functions import MAX_REWARD, InvalidRewardError, validate_reward
+from pellucid.rewards.parts import validate_reward
+from pellucid.sandbox.values import MAX_NUMBER, InvalidResultError
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.training.evaluate import SingleProcess, evaluate
@@ -200,7 +201,7 @@ def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
 
 def test_the_largest_rewards_can_be_added_and_squared():
     """As metrics and advantages do."""
-    rewards = [Reward(sign * MAX_REWARD, {"a": sign * MAX_REWARD}) for sign in (1, -1, 1, 1)]
+    rewards = [Reward(sign * MAX_NUMBER, {"a": sign * MAX_NUMBER}) for sign in (1, -1, 1, 1)]
     assert all(math.isfinite(value) for value in compute_group_metrics([group(*rewards)] * 8).values())
     for name, advantage in ADVANTAGES.items():
         if name != "maxrl":  # refuses what is negative
@@ -209,6 +210,6 @@ def test_the_largest_rewards_can_be_added_and_squared():
 
 def test_torch_s_scalars_are_numbers():
     reward = Reward(torch.tensor(0.5), {"a": torch.tensor(0.25).bfloat16()}, correct=torch.tensor(True))
-    assert validate_reward(reward) == asdict(Reward(0.5, {"a": 0.25}, correct=True))
-    with pytest.raises(InvalidRewardError, match="where a number is needed"):
+    assert validate_reward(reward) == (Reward(0.5, {"a": 0.25}, correct=True))
+    with pytest.raises(InvalidResultError, match="where a number is needed"):
         validate_reward(Reward(torch.tensor([0.5])))

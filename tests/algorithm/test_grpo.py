@@ -16,13 +16,15 @@ from pellucid.algorithm import grpo, kl
 from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.batch import collate, collect_grades, collect_task_rewards, concat_batches
 from pellucid.algorithm.grpo import Scores, TrainingState, compute_loss, train, update_policy
+from pellucid.algorithm.metrics import StageClock
 from pellucid.algorithm.objectives import OBJECTIVES
+from pellucid.algorithm.rollouts import collect_rollouts, count_missing_prompts
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.runtime import Runtime
 from pellucid.reporting.loggers import compute_group_metrics
 from pellucid.rollout.native import NativeSampler
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.types import ROUND_STRIDE, Completion, Group, Prompt, Reward, Sampling, UserError
+from pellucid.types import ROUND_STRIDE, Completion, Group, Prompt, Reward, Sampling, UserError, grade_groups
 from small_policy import batch_of
 
 F64 = torch.float64
@@ -31,9 +33,7 @@ AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "consta
 
 def rollouts(policy, size=6, n=4, max_tokens=24):
     sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
-    groups = grpo.grade_groups(
-        CountDigits(), NativeSampler(policy=policy).generate(CountDigits().sample(0, n), sampling)
-    )
+    groups = grade_groups(CountDigits(), NativeSampler(policy=policy).generate(CountDigits().sample(0, n), sampling))
     batch = collate(groups)
     assert not bool(batch.response_mask.all()), "completions must differ in length"
     return replace(
@@ -421,8 +421,8 @@ class Coin:
 
 def run_rollout(task, **settings):
     cfg, sampling = GRPOConfig(group_size=4, **settings), Sampling(max_tokens=8)
-    return grpo.collect_rollouts(
-        task, NativeSampler(policy=make_policy()), sampling, OneProcessRuntime(), 3, cfg, grpo.StageClock()
+    return collect_rollouts(
+        task, NativeSampler(policy=make_policy()), sampling, OneProcessRuntime(), 3, cfg, StageClock()
     )
 
 
@@ -447,7 +447,7 @@ def test_the_tokens_of_dynamic_sampling_are_those_of_all_sequences():
 
     cfg, sampling = GRPOConfig(group_size=4, max_rounds=2), Sampling(max_tokens=8)
     task, sampler = Coin(lambda step, i: False), Branching(policy=make_policy())
-    groups, drawn = grpo.collect_rollouts(task, sampler, sampling, OneProcessRuntime(), 3, cfg, grpo.StageClock())
+    groups, drawn = collect_rollouts(task, sampler, sampling, OneProcessRuntime(), 3, cfg, StageClock())
     assert drawn["groups/drawn"] == 4
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     assert drawn["tokens"] == 3 * tokens == compute_group_metrics(groups)["tokens"]
@@ -519,11 +519,11 @@ def test_a_task_that_would_forget_what_it_saw_is_refused():
 
 def test_a_round_draws_no_more_than_it_should_need():
     cfg = GRPOConfig(prompts_per_step=16)
-    assert grpo.count_missing_prompts(0, 0, 2, cfg) == 16
-    assert grpo.count_missing_prompts(14, 2, 1, cfg) == 3  # two are missing, seven of eight are live
-    assert grpo.count_missing_prompts(14, 2, 2, cfg) == 4  # whole shares
-    assert grpo.count_missing_prompts(0, 16, 2, cfg) == 16
-    assert grpo.count_missing_prompts(8, 8, 2, cfg) == 16
+    assert count_missing_prompts(0, 0, 2, cfg) == 16
+    assert count_missing_prompts(14, 2, 1, cfg) == 3  # two are missing, seven of eight are live
+    assert count_missing_prompts(14, 2, 2, cfg) == 4  # whole shares
+    assert count_missing_prompts(0, 16, 2, cfg) == 16
+    assert count_missing_prompts(8, 8, 2, cfg) == 16
 
 
 def test_the_tries_are_bounded_and_the_batch_is_full_all_the_same():
@@ -570,7 +570,7 @@ def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
     sampler, sampling = NativeSampler(policy=make_policy()), Sampling(max_tokens=1)
     for steps, finished in ((40, 0), (80, 40)):
         cfg = GRPOConfig(steps=steps, group_size=2, prompts_per_step=2, max_rounds=3)
-        grpo.collect_rollouts(task, sampler, sampling, OneProcessRuntime(), finished, cfg, grpo.StageClock())
+        collect_rollouts(task, sampler, sampling, OneProcessRuntime(), finished, cfg, StageClock())
     assert len(set(task.steps)) == len(task.steps) == 6
     assert task.steps[0] == 0
     assert task.steps[3] == 40
@@ -748,11 +748,11 @@ class Scripted:
 
 def test_a_failed_reward_is_neutral_not_zero():
     group, values = group_of([1.0, math.nan, 0.0, 0.5])
-    graded = grpo.grade_groups(Scripted(values), [group])
+    graded = grade_groups(Scripted(values), [group])
     assert collect_task_rewards(graded).tolist() == [[1.0, 0.5, 0.0, 0.5]]
     assert math.isnan(graded[0].rewards[1].value), "the record keeps what happened"
     assert ADVANTAGES["grpo"](collect_grades(graded), GRPOConfig())[0, 1] == 0.0
-    all_failed = grpo.grade_groups(Scripted([math.nan] * 2), [group_of([0, 0])[0]])
+    all_failed = grade_groups(Scripted([math.nan] * 2), [group_of([0, 0])[0]])
     assert ADVANTAGES["grpo"](collect_grades(all_failed), GRPOConfig()).abs().max() == 0.0
 
 

@@ -13,11 +13,13 @@ from conftest import CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import collate, collect_grades, collect_task_rewards
 from pellucid.algorithm.grpo import Scores, TrainingState, train
+from pellucid.algorithm.metrics import StageClock
+from pellucid.algorithm.rollouts import collect_rollouts
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.algorithm.shaping import smooth_rewards
 from pellucid.distributed.runtime import Runtime
 from pellucid.rollout.native import NativeSampler
-from pellucid.types import Completion, Group, Prompt, Reward, Sampling
+from pellucid.types import Completion, Group, Prompt, Reward, Sampling, grade_groups
 
 
 def test_every_step_samples_with_the_weights_of_the_last_update():
@@ -57,9 +59,7 @@ def test_every_seed_step_and_round_draws_samples_of_its_own():
 
     def drawn(step, dead=lambda step, i: False, **settings):
         cfg = GRPOConfig(group_size=4, **settings)
-        groups, _ = grpo.collect_rollouts(
-            Same(dead), sampler, sampling, OneProcessRuntime(), step, cfg, grpo.StageClock()
-        )
+        groups, _ = collect_rollouts(Same(dead), sampler, sampling, OneProcessRuntime(), step, cfg, StageClock())
         return [[c.token_ids for c in group.completions] for group in groups]
 
     assert drawn(0) == drawn(0)
@@ -151,7 +151,7 @@ def test_a_reference_that_moves_keeps_its_share_of_itself():
 @pytest.mark.parametrize("layer", [0, 1, -1])
 def test_rewards_are_shared_by_the_layer_that_is_named(layer):
     policy = make_policy()
-    groups = grpo.grade_groups(CountDigits(), four_groups(policy))
+    groups = grade_groups(CountDigits(), four_groups(policy))
     batch, grades = collate(groups), collect_grades(groups)
     cfg = GRPOConfig(group_size=4, similarity="smooth", similarity_layer=layer, micro_batch=3)
     shaped = grpo.shape_rewards(grades, batch, policy, cfg)

@@ -19,7 +19,7 @@ from pellucid.models import score
 from pellucid.reporting.loggers import compute_group_metrics
 from pellucid.rollout.hf import HuggingFaceSampler
 from pellucid.rollout.native import NativeSampler
-from pellucid.types import Completion, Group, Prompt, Sampling
+from pellucid.types import Completion, Group, Prompt, Sampling, grade_groups
 
 F64 = torch.float64
 PREFIXES = ("12+3", "", "7", "")
@@ -38,7 +38,7 @@ def groups_of(policy, sampler="native", task=None):
     drawing = SAMPLERS[sampler]()
     drawing.sync(policy)
     task = task or Begun()
-    return grpo.grade_groups(task, drawing.generate(task.sample(0, 4), Sampling(3, max_tokens=12, seed="0/0")))
+    return grade_groups(task, drawing.generate(task.sample(0, 4), Sampling(3, max_tokens=12, seed="0/0")))
 
 
 def batch_of(policy):
@@ -135,7 +135,9 @@ def test_without_a_coefficient_prefixes_get_no_gradient():
 
 def with_prefix_in_prompt(group):
     n = len(group.demonstration)
-    completions = [replace(c, token_ids=c.token_ids[n:], logprobs=c.logprobs[n:], given_spans=()) for c in group.completions]
+    completions = [
+        replace(c, token_ids=c.token_ids[n:], logprobs=c.logprobs[n:], given_spans=()) for c in group.completions
+    ]
     return replace(group, prompt_ids=group.prompt_ids + group.demonstration, completions=tuple(completions))
 
 

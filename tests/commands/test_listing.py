@@ -64,7 +64,7 @@ def test_a_kind_that_there_is_not_and_the_one_that_was_meant():
 
 def test_no_torch_is_imported():
     kinds = ", ".join(repr(kind) for kind in THERE)
-    code = f"import sys; from pellucid.commands import listing\nfor kind in ({kinds}): listing.show(kind)"
+    code = f"import sys; from pellucid import cli\nfor kind in ({kinds}): cli.print_kind(kind)"
     subprocess.run(
         [sys.executable, "-c", f"{code}\nassert 'torch' not in sys.modules"], check=True, capture_output=True
     )

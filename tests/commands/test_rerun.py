@@ -70,15 +70,6 @@ def test_of_tasks_in_one_another_each_is_told_without_its_defaults(tmp_path):
     assert found["task"] == {"name": "curriculum", "pool": 32, "task": inside}
 
 
-def test_the_settings_of_an_old_run_have_the_names_of_today(tmp_path):
-    run_dir = recorded(tmp_path, '[task]\nname = "arithmetic"\n')
-    settings = json.loads((run_dir / "config.json").read_text())
-    settings["algorithm"] = {**settings["algorithm"], "objective": "naive", "min_spread": 0.5}
-    del settings["algorithm"]["min_reward_range"]
-    (run_dir / "config.json").write_text(json.dumps(settings))
-    assert tomllib.loads(make_recipe(run_dir))["algorithm"] == {"objective": "reinforce", "min_reward_range": 0.5}
-
-
 def test_own_files_go_by_their_names_and_run_from_where_they_lie(tmp_path, monkeypatch):
     home = tmp_path / "my folder"
     home.mkdir()

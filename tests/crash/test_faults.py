@@ -90,7 +90,7 @@ def no_room(*_):
 
 
 WRITES = {
-    "config.json": (run, "start_folder", 1, no_room),
+    "config.json": (run, "start_run_dir", 1, no_room),
     "rollouts.jsonl": (loggers.JsonlLogger, "log", 4, no_room),
     "metrics.jsonl": (loggers.JsonlLogger, "log", 4, full_device),
     "evals.jsonl": (loggers.JsonlLogger, "log_evaluation", 2, no_room),

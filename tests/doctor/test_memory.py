@@ -94,7 +94,7 @@ def test_an_adapter_counts_its_own_parameters(folder):
 
 def kept_by_autograd(policy, batch):
     """Bytes of what a forward pass saves for its backward pass, weights and attention masks aside."""
-    copies = [part.get_cast_copy() for part in policy.decoder.cast_weights()]
+    copies = [part.get_cast_copy() for part in policy.decoder.list_cast_weights()]
     weights = {p.untyped_storage().data_ptr() for p in (*policy.weights().values(), *copies)}
     saved = {}
 
@@ -106,7 +106,7 @@ def kept_by_autograd(policy, batch):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        hidden, _ = policy.hidden(batch)
+        hidden, _ = policy.compute_hidden_states(batch)
     assert hidden.requires_grad
     return sum(storage.nbytes() for storage in saved.values())
 
@@ -381,7 +381,7 @@ def test_checkpointing_is_not_recommended_where_it_saves_nothing(tmp_path, capsy
     """Of short answers, and where the microscope's copies of the weights need more than the update."""
     model, short = kernel_model(tmp_path), planned_run(tokens=8)
     watched = replace(planned_run(tokens=2048), log=LogConfig(tokens=1, predictions=10))
-    large = model._replace(trained_count=10**9, parameters=10**9)
+    large = model._replace(trained_count=10**9, parameter_count=10**9)
     for facts, cfg in ((model, short), (large, watched)):
         assert "saves less than" in memory.describe_checkpointing(facts, cfg)
         assert memory.suggest_memory_remedy(facts, cfg) == "set a lower sampler.max_tokens"

@@ -31,7 +31,7 @@ def stage(request):
 def replies(world, count, seconds=20.0):
     found, until = {}, time.monotonic() + seconds
     while len(found) < count and time.monotonic() < until:
-        found |= dict(world.heard(1.0))
+        found |= dict(world.receive_replies(1.0))
     assert len(found) == count
     return found
 
@@ -85,7 +85,7 @@ def test_no_conversation_waits_for_another(stage):
     begun(stage, 6)
     said = [call("hang"), call("die"), call("refuse"), call("shout", characters=10**7), call("wait", seconds=60)]
     for number, each in enumerate([*said, call("sell", count=1)]):
-        stage.tell(number, each)
+        stage.send_turn(number, each)
     first = replies(stage, 4)
     assert set(first) == {1, 2, 3, 5}, "nobody waits for the time limit of another"
     assert first[5].messages[0]["content"] == "sold 1"
@@ -103,24 +103,24 @@ def test_no_conversation_waits_for_another(stage):
 )
 def test_tools_without_an_environment_are_called_on_after_one_has_hung(stage):
     begun(stage)
-    stage.tell(0, call("hang"))
+    stage.send_turn(0, call("hang"))
     [message] = replies(stage, 1)[0].messages
     assert "no answer within" in message["content"]
-    stage.tell(0, call("multiply", a=6, b=7))
+    stage.send_turn(0, call("multiply", a=6, b=7))
     assert replies(stage, 1)[0].messages[0]["content"] == "42"
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     assert replies(stage, 1)[0].outcome.events == {"calls": 2, "lost": 1}
 
 
 @pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:reply")], indirect=True)
 def test_a_function_replies_to_what_was_said(stage):
     begun(stage)
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     assert replies(stage, 1)[0].messages == ({"role": "user", "content": "2"},)
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     stage_reply = replies(stage, 1)[0].messages
     assert stage_reply == ({"role": "user", "content": "4"},)
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     assert replies(stage, 1)[0].outcome.reward is None
 
 
@@ -154,9 +154,9 @@ def test_the_row_says_which_of_several_environments(stage):
 @pytest.mark.parametrize("stage", [replace(SHOP, returns_environment=True)], indirect=True)
 def test_reward_functions_see_the_environment_as_it_was_left(stage):
     begun(stage)
-    stage.tell(0, call("sell", count=5))
+    stage.send_turn(0, call("sell", count=5))
     replies(stage, 1)
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     outcome = replies(stage, 1)[0].outcome
     environment = unpickle_environment(Completion((), (), "", True, outcome=outcome))
     assert type(environment).__name__ == "Shop"
@@ -166,8 +166,8 @@ def test_reward_functions_see_the_environment_as_it_was_left(stage):
 def test_a_reply_is_heard_when_it_comes(stage):
     begun(stage)
     start = time.monotonic()
-    stage.tell(0, call("wait", seconds=0.2))
-    assert stage.heard(60.0)
+    stage.send_turn(0, call("wait", seconds=0.2))
+    assert stage.receive_replies(60.0)
     assert time.monotonic() - start < 6.0, "not at the time limit of the call"
 
 
@@ -190,7 +190,7 @@ def test_processes_are_used_again_and_end_with_the_stage():
 
 def test_a_process_that_ends_while_it_is_idle_costs_no_conversation(stage):
     begun(stage)
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     replies(stage, 1)
     [idle] = stage.idle
     os.kill(idle.pid, signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_a_process_that_ends_while_it_is_idle_costs_no_conversation(stage):
 
 def test_a_conversation_that_was_left_is_ended_by_the_next_of_its_number(stage):
     begun(stage)
-    stage.tell(0, call("wait", seconds=60))
+    stage.send_turn(0, call("wait", seconds=60))
     assert begun(stage)[0].prompt
 
 
@@ -236,8 +236,8 @@ def alive(pid):
 def test_a_process_that_is_killed_from_outside_costs_its_own_conversation(stage):
     begun(stage, 2)
     os.kill(stage.busy[0].pid, signal.SIGKILL)
-    stage.tell(0, call("sell", count=1))
-    stage.tell(1, call("sell", count=1))
+    stage.send_turn(0, call("sell", count=1))
+    stage.send_turn(1, call("sell", count=1))
     found = replies(stage, 2)
     assert found[0].outcome.error == "its process has ended"
     assert found[1].messages[0]["content"] == "sold 1"
@@ -248,10 +248,10 @@ def test_halves_of_characters_become_marks(stage_or_here):
     world = stage_or_here(EnvironmentSpec("worlds:Halves", timeout=2.0))
     texts = [begun(world)[0].prompt.text[-1]["content"]]
     for said in (call("tell"), call("refuse"), over()):
-        world.tell(0, said)
+        world.send_turn(0, said)
         texts += [message["content"] for message in replies(world, 1)[0].messages]
     assert texts == ["Q\ufffd?", "a\ufffd", "{'error': 'no \\ud83d'}", "\U0001f600 b\ufffd"]
-    world.tell(0, over())
+    world.send_turn(0, over())
     error = replies(world, 1)[0].outcome.error
     assert error.startswith("reply: ValueError: over ")
     error.encode()
@@ -260,10 +260,10 @@ def test_halves_of_characters_become_marks(stage_or_here):
 def test_what_cannot_be_made_a_text_costs_its_call_or_its_conversation(stage_or_here):
     world = stage_or_here(EnvironmentSpec("worlds:Unsaid", timeout=2.0))
     begun(world)
-    world.tell(0, call("tell"))
+    world.send_turn(0, call("tell"))
     [message] = replies(world, 1)[0].messages
     assert message["content"] == "{'error': 'mute'}"
-    world.tell(0, over())
+    world.send_turn(0, over())
     assert replies(world, 1)[0].outcome.error.startswith("reply: RuntimeError: mute")
 
 
@@ -292,12 +292,12 @@ def test_a_child_that_an_environment_forks_ends_where_it_comes_back(stage):
     begun(stage)
     pid = stage.busy[0].pid if stage.busy[0].pid else None
     for how, status in (("returns", 0), ("exits", 7), ("raises", 1)):
-        stage.tell(0, call("fork", how=how))
+        stage.send_turn(0, call("fork", how=how))
         [message] = replies(stage, 1)[0].messages
         mine, ended = message["content"].split()
         assert int(ended) == status
         assert pid in (None, int(mine))
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     assert replies(stage, 1)[0].outcome.reward == 1.0
     assert not children_of(stage.idle[0].pid)
 
@@ -312,7 +312,7 @@ def children_of(pid):
 )
 def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
     begun(stage)
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     time.sleep(1.0)
     assert replies(stage, 1)[0].outcome.error == "no answer within 1 s"
 
@@ -321,7 +321,7 @@ def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
 @pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Shop", timeout=0.5)], indirect=True)
 def test_a_process_that_does_not_read_a_large_row_is_lost_in_time(stage):
     begun(stage)
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     replies(stage, 1)
     os.kill(stage.idle[0].pid, signal.SIGSTOP)
     row = {"text": "a" * 10_000_000}
@@ -336,8 +336,8 @@ def test_many_slow_calls_of_one_turn_keep_the_conversation(stage):
     """Each within its time, together longer than twice that and ten seconds, when a process used to end itself."""
     begun(stage)
     [one] = call("wait", seconds=0.9).message["tool_calls"]
-    stage.tell(0, PolicyTurn({"role": "assistant", "content": "", "tool_calls": [one] * 15}))
+    stage.send_turn(0, PolicyTurn({"role": "assistant", "content": "", "tool_calls": [one] * 15}))
     said = replies(stage, 1, 40.0)[0]
     assert [message["content"] for message in said.messages] == ["waited"] * 15
-    stage.tell(0, over())
+    stage.send_turn(0, over())
     assert replies(stage, 1)[0].outcome.events == {"calls": 15}

@@ -101,7 +101,7 @@ def test_columns_as_trl_has_them_are_found(row, section, found):
 
 
 def test_neither_pandas_nor_datasets_is_imported():
-    code = "import sys; from pellucid.library import data; data.in_memory([{'question': '?'}]);"
+    code = "import sys; from pellucid import api; api.make_in_memory_rows([{'question': '?'}]);"
     seen = "print({'pandas', 'datasets', 'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code + seen], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -317,7 +317,7 @@ def test_an_interrupt_waits_for_the_first_import_of_torch(small, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         next(iter(ours))
     assert interrupting.came == 1
-    assert hasattr(sys.modules[name], "Course"), "the import went on to its end"
+    assert hasattr(sys.modules[name], "TrainingRun"), "the import went on to its end"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert len(list(ours)) == 3, "the same run can be iterated over"
 
@@ -749,10 +749,10 @@ def test_an_edited_file_is_another_task_and_another_reward_in_the_same_session(s
 
 @pytest.mark.slow
 def test_edited_prefixes_are_read_again_in_the_same_session(small, tmp_path):
-    file, given = tmp_path / "prefixes.json", []
+    file, given = tmp_path / "prefixes.jsonl", []
     for sign in "+-":
-        question = {"question": "Q", "answer": "1", "teacher": [sign]}
-        file.write_text(json.dumps({"recipe": "", "questions": [question]}))
+        prefix = {"question": "Q", "answer": "1", "source": "teacher", "index": 0, "text": sign}
+        file.write_text("".join(json.dumps(line) + "\n" for line in ({"settings": {}}, prefix)))
         task = Prefixed(Dataset(data=str(tmp_path / "rows.jsonl"), rewards=(RewardTerm("exact"),)), file=str(file))
         (tmp_path / "rows.jsonl").write_text('{"question": "Q", "answer": "1"}\n' * 20)
         settings = {**small, "run": small["run"] / sign, "steps": 1}
@@ -954,6 +954,6 @@ def test_a_run_whose_rewards_are_not_here_is_served_without_them(small, capsys):
     from pellucid.serve import api, command  # noqa: PLC0415 - the library is tried without it
 
     mine = pellucid.train(data=ROWS, reward=digits, **small).finish()
-    served = api.load_served_model(command.Serve((str(mine.folder),)))
+    served = api.load_served_model(command.ServeCommand((str(mine.folder),)))
     assert served.task is None
     assert '! "here:digits" is an object' in capsys.readouterr().out

@@ -67,7 +67,7 @@ def test_steps_are_foreseen_by_the_size_of_their_files(monkeypatch):
 
 def test_of_a_run_without_room_some_steps_are_kept(tmp_path):
     run = RunReader(small_run(tmp_path / "run", steps=9))
-    limit = len(single_file.build_inspect_page({})[0]) + 25_000
+    limit = len(single_file.build_inspect_page({})[0]) + 40_000
     said = single_file.write_page([run], tmp_path / "page.html", limit=limit)
     assert re.search(r"Left out for room: the tokens of \d of 9 steps", said)
     kept = kept_steps(tmp_path / "page.html")
@@ -124,7 +124,7 @@ def test_five_hundred_steps_of_four_groups_would_stay_below_fifteen_megabytes(tm
 @pytest.mark.slow
 def test_of_two_runs_the_same_steps_are_kept(tmp_path):
     runs = [RunReader(small_run(tmp_path / name, steps=9, seed=seed)) for seed, name in enumerate(("one", "two"))]
-    single_file.write_page(runs, tmp_path / "page.html", limit=len(single_file.build_inspect_page({})[0]) + 30_000)
+    single_file.write_page(runs, tmp_path / "page.html", limit=len(single_file.build_inspect_page({})[0]) + 70_000)
     held = blocks(tmp_path / "page.html")
     kept = [{key.rpartition("/")[2] for key in held if key.startswith(f"{i}/tokens/")} for i in (0, 1)]
     assert kept[0] == kept[1]

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from made_runs import add_step, prompt, row, run_folder, small_run, write_tokens
+from made_runs import CONFIG, add_step, prompt, row, run_folder, small_run, write_tokens
 from pages import HOSTILE
 from pellucid.inspect import terminal
 from pellucid.types import UserError
@@ -30,6 +30,13 @@ def test_the_last_step_and_the_group_that_taught_most(tmp_path):
     assert "much2" in text
     assert "little" not in text
     assert "little" in shown(run, 1, 0)
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_a_run_that_has_recorded_no_step_yet_is_one_line(tmp_path, step):
+    run = run_folder(tmp_path / "run", {**CONFIG, "log": {"tokens": 4}})
+    with pytest.raises(UserError, match="has no recorded step yet"):
+        shown(run, step)
 
 
 def test_colours_are_blue_above_and_orange_below(tmp_path):

@@ -39,7 +39,6 @@ from pellucid.models.decoder import (
     Decoder,
     compute_layer_output,
     compute_qkv,
-    compute_rotary_frequencies,
     find_fallback_reason,
     find_sliding_layers,
     get_context_length,
@@ -498,21 +497,6 @@ def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
 # ---------------------------------------------------------------- which checkpoints
 
 
-@pytest.mark.parametrize("shards", ["1KB", "1GB"])
-def test_a_checkpoint_folder_loads_without_transformers_model(tmp_path, shards):
-    model, batch = model_of("qwen2"), batch_of()
-    model.save_pretrained(tmp_path, max_shard_size=shards)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "1KB")
-    mine, expected = (compute_hidden_states(d, batch)[0] for d in (decoders.load_decoder(tmp_path), decoder_of(model)))
-    torch.testing.assert_close(mine, expected, rtol=0, atol=0)
-
-
-def test_a_foreign_checkpoint_is_no_decoder(tmp_path):
-    tiny_gpt2().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="architecture gpt2"):
-        decoders.load_decoder(tmp_path)
-
-
 REFUSED = {
     "architecture gemma3_text": lambda: tiny_gemma().config,
     "architecture gpt2": lambda: tiny_gpt2().config,
@@ -686,13 +670,6 @@ ROPES = [
     LLAMA3,
     {**LLAMA3, "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192},
 ]
-
-
-@pytest.mark.parametrize("size", [8, 16, 64, 128])
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']} {rope['rope_theta']:g}")
-def test_rotary_frequencies_have_the_bits_that_transformers_trained_with(rope, size):
-    config = LlamaConfig(**{**SMALL, "max_position_embeddings": 10_000}, head_dim=size, rope_parameters=rope)
-    assert torch.equal(compute_rotary_frequencies(config, size), LlamaRotaryEmbedding(config).inv_freq)
 
 
 @pytest.mark.slow

@@ -396,10 +396,16 @@ def compiler(at_home, monkeypatch):
     return asked
 
 
+def passing(library):
+    """The ways of a library that have the bits of the operators."""
+    kernels = fused_check.list_fused_kernels(library)
+    return [kernel for kernel in kernels if not native.find_difference(fused_check.compare_fused_steps(kernel))]
+
+
 def test_it_is_compiled_once_and_kept(at_home, compiler):
-    fused_check.choose_fused_kernel(native.compile_library())
+    assert passing(native.compile_library())
     [kept] = (at_home / "cache" / "pellucid").iterdir()
-    fused_check.choose_fused_kernel(native.compile_library())
+    assert passing(native.compile_library())
     assert kept.suffix == ".so"
     assert libraries(compiler) == 1
 
@@ -425,7 +431,7 @@ def test_a_home_that_cannot_be_written_to_or_a_library_that_is_broken_is_no_obst
     broken.write_bytes(b"")
     for home in ("/dev/null", at_home / "another"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-        fused_check.choose_fused_kernel(native.compile_library())
+        assert passing(native.compile_library())
     assert libraries(compiler) == 3
 
 
@@ -450,8 +456,7 @@ def test_where_onednn_may_not_use_amx_nor_does_this():
 @pytest.mark.parametrize("part", ["pack", "step"])
 def test_other_bits_are_found_out(part):
     library = Off(part, lambda *_: None)
-    with pytest.raises(KernelUnavailableError, match="rounds otherwise"):
-        fused_check.choose_fused_kernel(library)
+    assert not passing(library)
 
 
 @pytest.mark.slow
@@ -467,5 +472,4 @@ def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
         assert order in source.read_text()
         source.write_text(source.read_text().replace(order, other))
     monkeypatch.setattr(native, "CPP_FOLDER", at_home / "cpp")
-    with pytest.raises(KernelUnavailableError, match="rounds otherwise"):
-        fused_check.choose_fused_kernel(native.compile_library())
+    assert not passing(native.compile_library())

@@ -110,8 +110,8 @@ def without_groups(query, keys, *about):
 
 FAULTS = {
     kernel: "",
-    shifted: "what is read is off by",
-    far: "what is read is off by",
+    shifted: "attention is off by",
+    far: "attention is off by",
     halved: "its gradient is off by 0.5 of",
 }
 

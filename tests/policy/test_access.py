@@ -275,8 +275,8 @@ def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
 def test_trusted_code_is_served(own, capsys):
     if own.name == "own_own":
         with pytest.raises(UserError, match=r"would run as you, .*: read it, then give --trust-remote-code$"):
-            api.load_served_model(command.Serve((str(own),)))
-    served = api.load_served_model(command.Serve((str(own),), trust_remote_code=True))
+            api.load_served_model(command.ServeCommand((str(own),)))
+    served = api.load_served_model(command.ServeCommand((str(own),), trust_remote_code=True))
     assert served.policy.find_fallback_reason() == "code of its own"
     assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs as you\n"
 
@@ -290,7 +290,7 @@ def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_truste
     trusted = {"model": own, "trust_remote_code": True, "dtype": "float32", "run": tmp_path / "run"}
     pellucid.train(data=rows, reward=nothing, **trusted, **few).finish()
     capsys.readouterr()
-    served = api.load_served_model(command.Serve((str(tmp_path / "run"),)))
+    served = api.load_served_model(command.ServeCommand((str(tmp_path / "run"),)))
     assert served.task is None and served.policy.find_fallback_reason() == "code of its own"
     assert f"! policy.trust_remote_code: Python code of {tmp_path}/run runs as you" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from pellucid.policy.policy import Policy
 from pellucid.reporting.run_files import find_run_dir
 from pellucid.rollout.vllm_client import VLLMServerSampler
 from pellucid.serve import api
-from pellucid.serve.command import Serve
+from pellucid.serve.command import ServeCommand
 from pellucid.serve.vllm_server import EngineHost
 from pellucid.training import run as exam
 from runs import answered, train
@@ -93,7 +93,7 @@ def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, m
         assert {x.dtype for x in found.values()} == {torch.float32}, name
         for key, x in found.items():
             torch.testing.assert_close(x, expected[key], rtol=0, atol=1e-7, msg=f"{name}: {key}")
-    assert api.load_served_model(Serve((str(run.folder),), device="cpu")).policy.dtype == torch.float32
+    assert api.load_served_model(ServeCommand((str(run.folder),), device="cpu")).policy.dtype == torch.float32
     dtypes = []
     monkeypatch.setattr(exam, "evaluate_model", lambda cfg, *_: dtypes.append(cfg.policy.dtype) or 0)
     capsys.readouterr()
@@ -154,6 +154,6 @@ def test_smollm2_is_saved_and_pushed_as_it_was_trained(tmp_path):
     assert moved > 1e-6
     held = EngineHost(Plain)
     with served(held) as url:
-        VLLMServerSampler(urls=(url,), timeout=60.0).sync(run._course.policy, 8)
+        VLLMServerSampler(urls=(url,), timeout=60.0).sync(run._training_run.policy, 8)
         for model in (AutoModelForCausalLM.from_pretrained(run.folder / "model"), held.engine.model):
             assert mean_kl(trained, model, ids) < min(1e-5, 1e-3 * moved)

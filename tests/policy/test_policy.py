@@ -26,7 +26,7 @@ from pellucid.algorithm.grpo import update_policy
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.runtime import Runtime
 from pellucid.policy import policy as policy_module
-from pellucid.policy.policy import LoraReference, Policy, check_lm_head, end_of_answer
+from pellucid.policy.policy import LoraReference, Policy, pick_end_token
 from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 
@@ -369,8 +369,8 @@ def test_an_answer_ends_as_the_chat_template_ends_it():
     """Of several end-of-sequence tokens: the template's, else the tokenizer's, else whichever there is."""
     tokenizer = character_tokenizer()
     turn = tokenizer("k")["input_ids"][0]
-    assert end_of_answer(tokenizer, (turn, EOS)) == EOS
-    assert end_of_answer(tokenizer, (turn,)) == turn
+    assert pick_end_token(tokenizer, (turn, EOS)) == EOS
+    assert pick_end_token(tokenizer, (turn,)) == turn
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ 'j' if m.role == 'user' else 'k' }}{% endfor %}"
     of_question = tokenizer("j")["input_ids"][0]
-    assert end_of_answer(tokenizer, (of_question, turn, EOS)) == turn
+    assert pick_end_token(tokenizer, (of_question, turn, EOS)) == turn

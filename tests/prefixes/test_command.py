@@ -68,30 +68,38 @@ def status(arguments):
     return exit_.value.code
 
 
-def journal_of(output):
-    return output.with_name(output.name + ".partial.jsonl")
-
-
 def entries(output):
-    """Whole lines of the journal behind the settings."""
-    path = journal_of(output)
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[1:-1]] if path.exists() else []
+    """Whole lines of the file behind the settings."""
+    return [json.loads(line) for line in output.read_bytes().split(b"\n")[1:-1]] if output.exists() else []
+
+
+def header(output):
+    return json.loads(output.read_bytes().split(b"\n")[0])
+
+
+def rows_of(output):
+    """Each question in the order of the file, with its prefixes."""
+    rows = {}
+    for entry in entries(output):
+        row = {"question": entry["question"], "answer": entry["answer"], "teacher": [], "student": []}
+        rows.setdefault(entry["question"], row)[entry["source"]].append(entry["text"])
+    return list(rows.values())
 
 
 def check_whole(output, recipe, n=6, **sources):
     """Every question once and in the task's order, with as many prefixes of each source as were asked for."""
-    held = json.loads(output.read_text(encoding="utf-8"))
-    assert list(held) == ["recipe", "questions"]
-    assert held["recipe"] == str(recipe)
+    rows = rows_of(output)
+    assert list(header(output)) == ["settings", "complete"]
+    assert header(output)["complete"]
+    assert header(output)["settings"]["recipe"] == str(recipe)
     expected = [prompt.question for prompt in config.load_config(recipe).task.sample(0, n)]
-    assert [row["question"] for row in held["questions"]] == expected
-    assert {tuple(row) for row in held["questions"]} == {("question", "answer", "teacher", "student")}
+    assert [row["question"] for row in rows] == expected
+    assert {tuple(entry) for entry in entries(output)} == {("question", "answer", "source", "index", "text")}
     for source in ("teacher", "student"):
-        assert {len(row[source]) for row in held["questions"]} == {sources.get(source, 0)}
-        assert all(text == " ".join(text.split()) != "" for row in held["questions"] for text in row[source])
-    assert not journal_of(output).exists()
+        assert {len(row[source]) for row in rows} == {sources.get(source, 0)}
+        assert all(text == " ".join(text.split()) != "" for row in rows for text in row[source])
     assert [path.name for path in output.parent.glob("*.tmp")] == []
-    return held
+    return rows
 
 
 # ---------------------------------------------------------------- pellucid serve as the teacher
@@ -118,24 +126,24 @@ def served(wide_dir):
 @pytest.mark.slow
 def test_asked_the_same_a_served_teacher_says_what_the_same_model_says_as_a_student(served, recipe, wide_dir, tmp_path):
     """Without chance: over HTTP, in the company of other requests, and in this process."""
-    output = tmp_path / "prefixes.json"
+    output = tmp_path / "prefixes.jsonl"
     assert status(command(recipe, output, served, student=wide_dir, temperature=0, per_question=2)) == 0
     held = check_whole(output, recipe, teacher=2, student=2)
-    for row in held["questions"]:
+    for row in held:
         assert row["teacher"] == row["student"]
-    assert len({text for row in held["questions"] for text in row["teacher"]}) > 3
+    assert len({text for row in held for text in row["teacher"]}) > 3
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_what_a_served_teacher_and_a_student_began(served, recipe, wide_dir, tmp_path):
-    output, run_dir = tmp_path / "prefixes.json", tmp_path / "run"
+    output, run_dir = tmp_path / "prefixes.jsonl", tmp_path / "run"
     recipe.write_text(
         f'[policy]\nmodel = "{wide_dir}"\ndtype = "float32"\n[task]\nname = "prefixed"\nfile = "{output}"\n'
         'dropout = 0.0\n[task.task]\nname = "arithmetic"\n[sampler]\nmax_tokens = 8\n'
         "[algorithm]\nsteps = 2\nprefix_coef = 0.1\ngroup_size = 2\nprompts_per_step = 8\n[evaluate]\nevery = 0\n"
     )
     assert status(command(recipe, output, served, student=wide_dir, n=400, per_question=1)) == 0
-    rows = {row["question"]: row for row in json.loads(output.read_text())["questions"]}
+    rows = {row["question"]: row for row in rows_of(output)}
     assert status(["train", str(recipe), "--run", str(run_dir)]) == 0
     begun = dict.fromkeys(("teacher", "student"), 0)
     for said in records(run_dir / "rollouts.jsonl"):
@@ -152,7 +160,7 @@ def test_a_run_goes_on_from_what_a_served_teacher_and_a_student_began(served, re
 
 @pytest.mark.slow
 def test_every_question_is_answered_by_an_endpoint_that_fails_a_third_of_the_time(service, recipe, tmp_path):
-    output, often = tmp_path / "out" / "prefixes.json", {1: "500", 4: "drop", 8: "500"}
+    output, often = tmp_path / "out" / "prefixes.jsonl", {1: "500", 4: "drop", 8: "500"}
     special = {2: "stall", 5: "429 1", 7: "empty", 9: "empty", 13: "garbage"}
 
     def fault(number, body):
@@ -178,17 +186,17 @@ ODD = {
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_one_odd_answer_among_good_ones_is_asked_again(odd, service, recipe, tmp_path):
     with proxied(service, lambda number, body: json.dumps(odd) if number == 1 else "") as proxy:
-        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=2, per_question=2)) == 0
+        assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, n=2, per_question=2)) == 0
         assert len(proxy.seen) == 5
-    check_whole(tmp_path / "p.json", recipe, n=2, teacher=2)
+    check_whole(tmp_path / "p.jsonl", recipe, n=2, teacher=2)
 
 
 def test_an_answer_in_parts_is_read_without_its_thinking(service, recipe, tmp_path):
     parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "First "}, {"type": "text", "text": "add."}]
     body = json.dumps({"choices": [{"message": {"role": "assistant", "content": parts}}]})
     with proxied(service, lambda number, _: body) as proxy:
-        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=1, per_question=1)) == 0
-    [row] = check_whole(tmp_path / "p.json", recipe, n=1, teacher=1)["questions"]
+        assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, n=1, per_question=1)) == 0
+    [row] = check_whole(tmp_path / "p.jsonl", recipe, n=1, teacher=1)
     assert row["teacher"] == ["First add."]
 
 
@@ -196,15 +204,15 @@ def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service,
     recipe = tmp_path / "own.toml"
     recipe.write_text('[task]\nname = "expected"\nsystem = "Be brief."\n')
     with proxied(service) as proxy:
-        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=1, per_question=1)) == 0
+        assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, n=1, per_question=1)) == 0
         [body] = proxy.bodies
     system, user = body["messages"]
     assert system == {"role": "system", "content": "Be brief."}
     [prompt] = config.load_config(recipe).task.sample(0, 1)
     assert user == {"role": "user", "content": f"{prompt.question}\n\n{INSTRUCTION}"}
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny", 1.2, 12)
-    written = (tmp_path / "p.json").read_text(encoding="utf-8")
-    [row] = json.loads(written)["questions"]
+    written = (tmp_path / "p.jsonl").read_text(encoding="utf-8")
+    [row] = rows_of(tmp_path / "p.jsonl")
     assert prompt.question in written, "Chinese as it is read"
     assert (row["question"], row["answer"]) == (prompt.question, prompt.answer)
 
@@ -212,7 +220,7 @@ def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service,
 @pytest.mark.slow
 def test_the_client_waits_as_long_as_it_is_told(service, recipe, tmp_path):
     with proxied(service, lambda number, body: "429 1" if number == 0 else "") as proxy:
-        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=1, per_question=1)) == 0
+        assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, n=1, per_question=1)) == 0
         (first, _), (second, _) = proxy.seen
     assert second - first >= 1, "its own back-off is half a second at most"
 
@@ -254,7 +262,7 @@ def test_what_a_teacher_sends_is_bounded(status, body, headers, kind, told, monk
 @pytest.mark.slow
 def test_requests_start_no_faster_than_allowed(service, recipe, tmp_path):
     with proxied(service, lambda number, body: "500" if number == 1 else "") as proxy:
-        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=2, per_question=2, per_minute=300)) == 0
+        assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, n=2, per_question=2, per_minute=300)) == 0
         times = sorted(when for when, _ in proxy.seen)
     assert len(times) == 5
     assert times[-1] - times[0] >= 4 * 0.2 - 0.05, "a retry is a request as well"
@@ -262,8 +270,8 @@ def test_requests_start_no_faster_than_allowed(service, recipe, tmp_path):
 
 @pytest.mark.slow
 def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(service, recipe, tmp_path, capsys):
-    output = tmp_path / "prefixes.json"
-    hopeless = config.load_config(recipe).task.sample(0, 6)[1].question
+    output = tmp_path / "prefixes.jsonl"
+    first, hopeless, *_ = [prompt.question for prompt in config.load_config(recipe).task.sample(0, 6)]
 
     def fault(number, body):
         """Also the first of another question: what is there of it must keep its place."""
@@ -273,15 +281,18 @@ def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(
         assert status(command(recipe, output, proxy.url, retries=0, workers=1)) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert "4 prefixes are missing (HTTP 400" in line and "the same command asks for those alone" in line
-    held = json.loads(output.read_text())["questions"]
-    assert [len(row["teacher"]) for row in held] == [2, 0, 3, 3, 3, 3]
+    held = rows_of(output)
+    assert {len(row["teacher"]) for row in held} == {2, 3}
+    assert len(held) == 5
+    assert not header(output)["complete"]
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, retries=0)) == 0
         asked = [body["messages"][-1]["content"].split("\n")[0] for body in proxy.bodies]
-        assert sorted(asked) == sorted([hopeless] * 3 + [held[0]["question"]])
-    whole = check_whole(output, recipe, teacher=3)["questions"]
-    assert whole[0]["teacher"][1:] == held[0]["teacher"]
-    assert [row["teacher"] for row in whole[2:]] == [row["teacher"] for row in held[2:]]
+        assert sorted(asked) == sorted([hopeless] * 3 + [first])
+    whole = check_whole(output, recipe, teacher=3)
+    before = {row["question"]: row["teacher"] for row in held}
+    assert whole[0]["teacher"][1:] == before[first]
+    assert [row["teacher"] for row in whole[2:]] == [before[row["question"]] for row in whole[2:]]
 
 
 # ---------------------------------------------------------------- what stops at once
@@ -301,7 +312,7 @@ def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(
 def test_a_wrong_key_and_a_wrong_model_stop_at_once(fault, mend, service, recipe, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PELLUCID_TEST_KEY", KEY)
     with proxied(service, lambda number, body: fault) as proxy:
-        arguments = command(recipe, tmp_path / "p.json", proxy.url, key_env="PELLUCID_TEST_KEY", n=40, workers=2)
+        arguments = command(recipe, tmp_path / "p.jsonl", proxy.url, key_env="PELLUCID_TEST_KEY", n=40, workers=2)
         assert status(arguments) == 2
         assert proxy.keys[0] == f"Bearer {KEY}"
         assert len(proxy.seen) < 12
@@ -315,7 +326,7 @@ def test_a_wrong_key_and_a_wrong_model_stop_at_once(fault, mend, service, recipe
 def test_an_error_that_quotes_the_key_is_told_without_it(service, recipe, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PELLUCID_TEST_KEY", KEY)
     with proxied(service, lambda number, body: "400") as proxy:
-        assert status(command(recipe, tmp_path / "p.json", proxy.url, key_env="PELLUCID_TEST_KEY")) == 2
+        assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, key_env="PELLUCID_TEST_KEY")) == 2
     err = capfd.readouterr().err
     assert "HTTP 400 Wrong: [key] and [key]" in err
     assert KEY[:7] not in err
@@ -342,12 +353,12 @@ def test_an_error_that_quotes_the_key_is_told_without_it(service, recipe, tmp_pa
     ],
 )
 def test_mistakes_are_told_in_one_line(options, complaint, recipe, tmp_path, capfd):
-    arguments = command(recipe, tmp_path / "p.json", key_env="NO_SUCH_KEY", **{"teacher": "tiny", **options})
+    arguments = command(recipe, tmp_path / "p.jsonl", key_env="NO_SUCH_KEY", **{"teacher": "tiny", **options})
     assert status(arguments) == 2
     [line] = capfd.readouterr().err.splitlines()
     assert complaint in line
     assert "secret@" not in line
-    assert {path.name for path in tmp_path.iterdir()} - {".p.json.lock"} == {recipe.name}
+    assert {path.name for path in tmp_path.iterdir()} - {".p.jsonl.lock"} == {recipe.name}
 
 
 @pytest.mark.slow
@@ -412,7 +423,7 @@ def seen_by(proxy):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, service, recipe, tmp_path):
-    output = tmp_path / "prefixes.json"
+    output = tmp_path / "prefixes.jsonl"
     with proxied(service, delay=0.1) as proxy:
         arguments = command(recipe, output, proxy.url, n=10, workers=2)
         process = start(arguments)
@@ -424,21 +435,21 @@ def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, servic
         assert ("nothing is lost" in out) == (how == signal.SIGINT)
         kept, asked = entries(output), seen_by(proxy)
         assert 7 <= len(kept) < 30
-        assert not output.exists()
-        with journal_of(output).open("ab") as file:
+        assert not header(output)["complete"]
+        with output.open("ab") as file:
             file.write('{"question": "a", "source": "teacher", "index": 0, "text": "数'.encode()[:-1])
         proxy.delay, proxy.fault = 0, lambda number, body: "400" if number == asked + 2 else ""
         assert status(arguments) == 2, "and what is begun a third time reads what was added the second time"
         assert status(arguments) == 0
         assert len(proxy.seen) - asked == 30 - len(kept) + 1
     held = check_whole(output, recipe, n=10, teacher=3)
-    rows = {row["question"]: row for row in held["questions"]}
+    rows = {row["question"]: row for row in held}
     assert all(rows[entry["question"]]["teacher"][entry["index"]] == entry["text"] for entry in kept)
 
 
 @pytest.mark.slow
 def test_two_at_once_do_not_write_one_output(service, recipe, tmp_path, capsys):
-    output = tmp_path / "prefixes.json"
+    output = tmp_path / "prefixes.jsonl"
     with proxied(service, delay=0.1) as proxy:
         arguments = command(recipe, output, proxy.url, workers=2)
         process = start(arguments)
@@ -451,12 +462,12 @@ def test_two_at_once_do_not_write_one_output(service, recipe, tmp_path, capsys):
 
 
 def test_what_could_not_be_written_at_the_end_is_not_asked_again(service, recipe, tmp_path, monkeypatch, capsys):
-    output = tmp_path / "prefixes.json"
+    output = tmp_path / "prefixes.jsonl"
     with proxied(service) as proxy:
         arguments = command(recipe, output, proxy.url)
         with monkeypatch.context() as patched:
             full = OSError(errno.ENOSPC, "No space left on device", str(output))
-            patched.setattr(Journal, "write_output", lambda *_: (_ for _ in ()).throw(full))
+            patched.setattr(Journal, "finish", lambda *_: (_ for _ in ()).throw(full))
             assert status(arguments) == 2
         assert "No space left on device" in capsys.readouterr().err
         assert len(entries(output)) == 18
@@ -467,7 +478,7 @@ def test_what_could_not_be_written_at_the_end_is_not_asked_again(service, recipe
 
 @pytest.mark.slow
 def test_a_whole_output_asks_nothing_and_a_smaller_one_what_it_lacks(service, recipe, wide_dir, tmp_path, capsys):
-    output = tmp_path / "prefixes.json"
+    output = tmp_path / "prefixes.jsonl"
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, n=4, per_question=2)) == 0
         first = check_whole(output, recipe, n=4, teacher=2)
@@ -479,20 +490,20 @@ def test_a_whole_output_asks_nothing_and_a_smaller_one_what_it_lacks(service, re
         assert status(command(recipe, output, proxy.url, n=6, per_question=3, student=wide_dir)) == 0
         assert len(proxy.seen) == 18
     held = check_whole(output, recipe, n=6, teacher=3, student=3)
-    for before, now in zip(first["questions"], held["questions"], strict=False):
+    for before, now in zip(first, held, strict=False):
         assert now["teacher"][:2] == before["teacher"]
     bytes_before = output.read_bytes()
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, n=2, per_question=4)) == 0
         assert len(proxy.seen) == 2
-    held = json.loads(output.read_text())["questions"]
+    held = rows_of(output)
     assert [len(row["teacher"]) for row in held] == [4, 4, 3, 3, 3, 3], "nothing that was there is thrown away"
     assert output.read_bytes() != bytes_before
 
 
 @pytest.mark.slow
 def test_killed_while_it_adds_to_an_output_it_keeps_what_that_held(service, recipe, tmp_path):
-    output = tmp_path / "prefixes.json"
+    output = tmp_path / "prefixes.jsonl"
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, n=3, per_question=2)) == 0
         first = check_whole(output, recipe, n=3, teacher=2)
@@ -507,7 +518,7 @@ def test_killed_while_it_adds_to_an_output_it_keeps_what_that_held(service, reci
         assert status(arguments) == 0
         assert len(proxy.seen) - asked == 18 - len(kept)
     held = check_whole(output, recipe, teacher=3)
-    assert [row["teacher"][:2] for row in held["questions"][:3]] == [row["teacher"] for row in first["questions"]]
+    assert [row["teacher"][:2] for row in held[:3]] == [row["teacher"] for row in first]
 
 
 @pytest.mark.parametrize(
@@ -521,43 +532,37 @@ def test_killed_while_it_adds_to_an_output_it_keeps_what_that_held(service, reci
     ],
 )
 def test_a_journal_of_other_settings_is_refused(changes, named, service, recipe, tmp_path, capsys):
-    output = tmp_path / "prefixes.json"
+    output = tmp_path / "prefixes.jsonl"
     with proxied(service, lambda number, body: "400" if number == 3 else "") as proxy:
         assert status(command(recipe, output, proxy.url, n=2)) == 2
-        before, asked = journal_of(output).read_bytes(), len(proxy.seen)
+        before, asked = output.read_bytes(), len(proxy.seen)
         capsys.readouterr()
         assert status(command(recipe, output, proxy.url, n=2, **changes)) == 2
         assert len(proxy.seen) == asked
     [line] = capsys.readouterr().err.splitlines()
     assert named in line
     assert "finish it with its own settings" in line
-    assert journal_of(output).read_bytes() == before
+    assert output.read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "mend"),
+    ("content", "mend"),
     [
-        ("p.json", '{"recipe": "other.toml", "questions": []}', "holds the prefixes of other.toml"),
-        ("p.json", "[]", "is no file of prefixes"),
-        ("p.json", "{half", "is no file of prefixes"),
-        ("p.json.partial.jsonl", '{"settings": 3}\n', "is damaged"),
-        ("p.json.partial.jsonl", "\n", "is damaged"),
+        ('{"settings": {"recipe": "other.toml"}, "complete": true}\n', 'begun with recipe = "other.toml"'),
+        ("[]", "is no file of prefixes"),
+        ("[]\n", "is no file of prefixes"),
+        ("{half\n", "is no file of prefixes"),
+        ('{"settings": 3, "complete": true}\n', "is no file of prefixes"),
+        ('{"settings": {}, "complete": true}\n\n', "is no file of prefixes"),
+        ("\n", "is no file of prefixes"),
     ],
 )
-def test_files_of_something_else_are_left_alone(name, content, mend, recipe, tmp_path, capsys):
-    (tmp_path / name).write_text(content)
-    assert status(command(recipe, tmp_path / "p.json", "http://127.0.0.1:9/v1")) == 2
+def test_files_of_something_else_are_left_alone(content, mend, recipe, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text(content)
+    assert status(command(recipe, tmp_path / "p.jsonl", "http://127.0.0.1:9/v1")) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert mend in line
-    assert (tmp_path / name).read_text() == content
-
-
-def test_a_journal_killed_in_its_first_line_begins_anew(service, recipe, tmp_path):
-    output = tmp_path / "p.json"
-    journal_of(output).write_text('{"settings": {"rec')
-    with proxied(service) as proxy:
-        assert status(command(recipe, output, proxy.url)) == 0
-    check_whole(output, recipe, teacher=3)
+    assert (tmp_path / "p.jsonl").read_text() == content
 
 
 # ---------------------------------------------------------------- the student
@@ -565,10 +570,10 @@ def test_a_journal_killed_in_its_first_line_begins_anew(service, recipe, tmp_pat
 
 @pytest.mark.slow
 def test_a_student_says_the_same_however_often_it_is_stopped(recipe, wide_dir, tmp_path, monkeypatch):
-    whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert status(command(recipe, whole, student=wide_dir)) == 0
     held = check_whole(whole, recipe, student=3)
-    assert len({text for row in held["questions"] for text in row["student"]}) > 9
+    assert len({text for row in held for text in row["student"]}) > 9
     for after in (2, 4, 7):
         with monkeypatch.context() as patched:
             patched.setattr(prefixes, "STUDENT_BATCH_ROWS", 6)
@@ -597,15 +602,15 @@ def test_a_question_that_the_student_has_no_room_for_is_counted_and_the_others_a
     (tmp_path / "t.jsonl").write_text('{"question": "6 + 1", "answer": "7"}\n')
     data = f'data = "{tmp_path}/q.jsonl"\ntest_data = "{tmp_path}/t.jsonl"\n'
     recipe.write_text(f'[task]\nname = "dataset"\n{data}')
-    assert status(command(recipe, tmp_path / "p.json", student=wide_dir, n=3, per_question=2)) == 2
+    assert status(command(recipe, tmp_path / "p.jsonl", student=wide_dir, n=3, per_question=2)) == 2
     assert "2 prefixes are missing (a question of" in capsys.readouterr().err
-    held = {row["question"]: len(row["student"]) for row in json.loads((tmp_path / "p.json").read_text())["questions"]}
-    assert held == {q: 0 if len(q) > POSITIONS else 2 for q in questions}
+    held = {row["question"]: len(row["student"]) for row in rows_of(tmp_path / "p.jsonl")}
+    assert held == {q: 2 for q in questions if len(q) <= POSITIONS}
 
 
 def test_a_recipe_that_will_use_the_prefixes_asks_for_them(service, tmp_path):
     """Its file is not there yet."""
-    recipe, output = tmp_path / "prefixed.toml", tmp_path / "p.json"
+    recipe, output = tmp_path / "prefixed.toml", tmp_path / "p.jsonl"
     recipe.write_text(f'[task]\nname = "prefixed"\nfile = "{output}"\n[task.task]\nname = "arithmetic"\n')
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, n=2, per_question=1)) == 0
@@ -615,15 +620,15 @@ def test_a_recipe_that_will_use_the_prefixes_asks_for_them(service, tmp_path):
 
 def test_prefixes_are_cut_by_tokens_where_that_is_asked(service, recipe, wide_dir, tmp_path):
     with proxied(service) as proxy:
-        assert status(command(recipe, tmp_path / "p.json", proxy.url, student=wide_dir, truncate_tokens=3)) == 0
-    held = check_whole(tmp_path / "p.json", recipe, teacher=3, student=3)
-    lengths = {len(text) for row in held["questions"] for text in [*row["teacher"], *row["student"]]}
+        assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, student=wide_dir, truncate_tokens=3)) == 0
+    held = check_whole(tmp_path / "p.jsonl", recipe, teacher=3, student=3)
+    lengths = {len(text) for row in held for text in [*row["teacher"], *row["student"]]}
     assert max(lengths) == 3, "a character is a token here"
 
 
 def test_a_student_that_says_nothing_is_counted(recipe, wide_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prefixes, "clean_text", lambda text: "")
-    assert status(command(recipe, tmp_path / "p.json", student=wide_dir, retries=1, n=2)) == 2
+    assert status(command(recipe, tmp_path / "p.jsonl", student=wide_dir, retries=1, n=2)) == 2
     assert "6 prefixes are missing (the student's answers are empty)" in capsys.readouterr().err
 
 
@@ -636,10 +641,10 @@ def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
         "import sys\nfrom pellucid.commands import line\nline.parsed(sys.argv[1:])()\nsys.exit('torch' in sys.modules)"
     )
     with proxied(service) as proxy:
-        arguments = command(recipe, tmp_path / "p.json", proxy.url)
+        arguments = command(recipe, tmp_path / "p.jsonl", proxy.url)
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    check_whole(tmp_path / "p.json", recipe, teacher=3)
+    check_whole(tmp_path / "p.jsonl", recipe, teacher=3)
 
 
 @pytest.mark.slow

@@ -258,8 +258,8 @@ def test_a_full_disk_does_not_block_the_mend(tmp_path: Path):
     path.write_bytes(lines_of(1)[0] + BAD["no record"] + b"".join(lines_of(2, 3)))
     size = path.stat().st_size
     code = (
-        "import resource, sys; from pathlib import Path; from pellucid.reporting.loggers import truncate\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1},) * 2); truncate(Path(sys.argv[1]), 2)"
+        "import resource, sys; from pathlib import Path; from pellucid.reporting.loggers import truncate_logs\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1},) * 2); truncate_logs(Path(sys.argv[1]), 2)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert [row["step"] for row in read(path)] == [1, 2]

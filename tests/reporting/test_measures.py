@@ -94,7 +94,7 @@ def test_files_of_older_versions_are_read(tmp_path):
 
 
 def cells(table):
-    return [list(column.list_runs) for column in table.columns]
+    return [list(column.cells) for column in table.columns]
 
 
 def test_the_headline_on_the_screen_is_the_reward_where_no_answer_is_right(capsys):

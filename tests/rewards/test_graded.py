@@ -19,8 +19,8 @@ from sibling_task import Siblings
 from conftest import records
 from pellucid.api import ObjectRegistry, convert_task_to_section
 from pellucid.rewards import pool
-from pellucid.rewards.functions import RewardPart
 from pellucid.rewards.grading import GradedTask
+from pellucid.rewards.parts import RewardPart
 from pellucid.rewards.pool import PoolClosedError
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
@@ -144,7 +144,7 @@ def rows(tmp_path):
 @pytest.mark.parametrize("around", [lambda task: task, Curriculum, Prefixed, lambda t: Prefixed(Curriculum(t))])
 def test_a_task_around_another_leaves_siblings_together(around, rows, graded):
     task = graded(around(Dataset(data=rows, rewards=(RewardTerm(RANKED),), chat=False)))
-    assert task.together
+    assert task.is_batch_graded
     rewards = task.reward_all([(FIRST, said(text)) for text in ("", "aa", "aaaa")])
     assert [reward.value for reward in rewards] == [0.0, 0.5, 1.0]
 

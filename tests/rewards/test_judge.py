@@ -628,7 +628,7 @@ from pellucid.types import Completion, Prompt
 
 url, folder, *texts = sys.argv[1:]
 judge = Judge(JudgeSettings(url, "tiny", template="{completion}", timeout=20), Path(folder))
-print([part.value for part in judge.parts([(Prompt("p", ""), Completion((), (), text, True)) for text in texts])])
+print([part.value for part in judge.grade([(Prompt("p", ""), Completion((), (), text, True)) for text in texts])])
 """
 
 

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from conftest import CHARACTERS, VOCAB, character_tokenizer, records, tiny_llama
 from pellucid.config import Config, PolicyConfig, load_config
 from pellucid.distributed.settings import RuntimeConfig
-from pellucid.rewards.functions import RewardPart
 from pellucid.rewards.grading import collect_grader_notices
+from pellucid.rewards.parts import RewardPart
 from pellucid.rewards.reward_model import RewardModel, build_part, compute_weights_gb
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import RewardTerm, label_terms

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from pellucid.rewards import pool
-from pellucid.rewards.functions import MAX_REWARD
 from pellucid.rewards.grading import GradedTask
 from pellucid.rewards.settings import RewardConfig
+from pellucid.sandbox.values import MAX_NUMBER
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 
@@ -128,7 +128,7 @@ BEHAVIOURS = {
     "int64": lambda: Reward(np.int64(1), correct=1),
     "decimal": lambda: Reward(Decimal("0.5"), correct=0.0),
     "a scalar of no dimension": lambda: Reward(np.array(0.5)),
-    "largest": lambda: Reward(MAX_REWARD, {"a": -MAX_REWARD}),
+    "largest": lambda: Reward(MAX_NUMBER, {"a": -MAX_NUMBER}),
     "no term": lambda: Reward(math.nan, applies=False),
     "huge": lambda: Reward(10**400),
     "huge digits": lambda: Reward("x", {"a": 10**5000}),
@@ -476,7 +476,7 @@ def test_only_a_lost_worker_is_replaced(sandbox):
 def test_a_worker_that_died_between_rewards_is_replaced(sandbox):
     pid = int(graded(sandbox, "pid").value)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not sandbox._place._workers[0].alive)  # a reward on its way would be lost with the worker
+    wait_until(lambda: not sandbox._executor._workers[0].is_alive)  # a reward on its way would be lost with the worker
     assert graded(sandbox, "fine").value == 0.5
     assert graded(sandbox, "pid").value != pid
 
@@ -525,14 +525,14 @@ PARENT = """
     import os, signal, sys, threading, time
     from test_pool import PROMPT, Probe
     from pellucid.rewards.settings import RewardConfig
-    from pellucid.rewards.grading import Graded
+    from pellucid.rewards.grading import GradedTask
     from pellucid.types import Completion
 
     def graded(text):
         return sandboxed.reward(PROMPT, Completion((1,), (-0.5,), text, True)).value
 
     if __name__ == "__main__":
-        sandboxed = Graded(Probe(), RewardConfig(timeout={timeout}))
+        sandboxed = GradedTask(Probe(), RewardConfig(timeout={timeout}))
         print(int(graded("pid")), flush=True)
         {ending}
 """
@@ -573,11 +573,11 @@ def test_the_worker_does_not_outlive_its_parent(tmp_path, ending, timeout):
 NESTED = """
     import multiprocessing
     from test_pool import Probe, graded
-    from pellucid.rewards.grading import Graded
+    from pellucid.rewards.grading import GradedTask
 
     def grade():
         global sandboxed
-        sandboxed = Graded(Probe())
+        sandboxed = GradedTask(Probe())
         print(int(graded(sandboxed, "pid").value), flush=True)
 
     if __name__ == "__main__":

@@ -59,7 +59,7 @@ def policy_of(
     architecture="llama", lora=0, engine="auto", gradient_checkpointing=False, dtype=torch.float32, device="cpu"
 ):
     torch.manual_seed(3)
-    model = move((ARCHITECTURES | AT_KERNEL_SHAPE)[architecture](), pick_device(device))
+    model = move_to_device((ARCHITECTURES | AT_KERNEL_SHAPE)[architecture](), pick_device(device))
     adapter = add_adapter(model, lora) if lora else None
     for name, p in model.named_parameters():
         if "lora_B" in name:

@@ -65,7 +65,7 @@ def test_fused_adamw_finds_its_state_on_the_gpu_after_a_resume():
     device = pick_device("cuda")
     policies = [make_policy(), make_policy(seed=3)]
     for policy in policies:
-        move(policy.model, device)
+        move_to_device(policy.model, device)
     first, second = (Runtime(policy, AdamWConfig(lr=0.1), total_updates=3) for policy in policies)
 
     def step(runtime):
@@ -90,7 +90,7 @@ def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
     gradients = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float16)):
         policy = make_policy()
-        move(policy.model, pick_device(device))
+        move_to_device(policy.model, pick_device(device))
         policy = type(policy)(policy.model, policy.tokenizer, dtype)
         runtime = Runtime(policy, AdamWConfig(), total_updates=2)
         runtime.backward(weighted(policy, VANISHING))
@@ -109,7 +109,7 @@ def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():
     said = []
     for device in ("cpu", "cuda"):
         policy = make_policy()
-        move(policy.model, pick_device(device))
+        move_to_device(policy.model, pick_device(device))
         policy = type(policy)(policy.model, policy.tokenizer)
         sampler = NativeSampler(policy=policy)
         prompts = [Prompt("p", "a12?"), Prompt("q", "12")]
@@ -123,7 +123,7 @@ def test_a_graph_says_what_is_said_without():
     drawn = []
     for recordable in (None, False):
         policy = make_policy()
-        move(policy.model, pick_device("cuda"))
+        move_to_device(policy.model, pick_device("cuda"))
         policy = type(policy)(policy.model, policy.tokenizer, torch.bfloat16)
         assert policy.decoder
         policy.decoder.uses_cuda_graphs = recordable

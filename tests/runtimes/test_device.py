@@ -211,9 +211,9 @@ def with_task(recipe, folder):
 def same_numbers(recipe, settings, device, folder, monkeypatch):
     """Trained on the CPU at a stretch; on the device with a death and a resume between."""
     patient = partial(
-        scheduler.MultiTurnScheduler, deterministic=True
+        scheduler.ConversationScheduler, deterministic=True
     )  # else who is beside whom would depend on the clock
-    monkeypatch.setattr(native, "MultiTurnScheduler", lambda policy, talks, rows, *_: patient(policy, talks, rows))
+    monkeypatch.setattr(native, "ConversationScheduler", lambda policy, talks, rows, *_: patient(policy, talks, rows))
     monkeypatch.setattr(
         ScoreContext, "pick_kernels", lambda *_: None
     )  # a device has no kernels, and the head's add up better
@@ -368,4 +368,4 @@ def test_waits_and_copies_are_counted_by_line(gpu):
     hardware.pick_float64_device(x.device)
     gpu.copies.clear()
     pack_prompts([[1, 2]], torch.float32, x.device)
-    assert {line.split(":")[0] for line in gpu.copies} == {"models/packed.py"}
+    assert {line.split(":")[0] for line in gpu.copies} == {"models/score.py"}

@@ -85,7 +85,9 @@ def test_the_trial_sees_what_rows_beside_one_another_get_wrong(fault, monkeypatc
         forward = model.forward
         monkeypatch.setattr(model, "forward", lambda attention_mask=None, **given: forward(**given))
     elif fault == "order":
-        monkeypatch.setattr(batch, "keep_rows", lambda self, rows: setattr(self, "mask", self.mask[rows]))
+        monkeypatch.setattr(
+            batch, "keep_rows", lambda self, rows: setattr(self, "attention_mask", self.attention_mask[rows])
+        )
     else:
         keep = batch.keep_rows
         monkeypatch.setattr(batch, "keep_rows", lambda self, rows: keep(self, rows.clamp(max=0)))
@@ -115,6 +117,6 @@ def test_rows_that_cannot_stand_beside_one_another_are_not_served(tmp_path):
 
 
 def test_no_trial_is_made_of_our_own_decoder(monkeypatch):
-    monkeypatch.setattr("pellucid.rollout.select.cache_fault", None)
+    monkeypatch.setattr("pellucid.rollout.select.find_cache_fault", None)
     sampler, _ = choose_sampler("native", 8, policies.Policy(model_of("llama"), character_tokenizer()))
     assert isinstance(sampler, NativeSampler)

@@ -258,19 +258,19 @@ class Rewriting:
     """Every other time it begins anew, with another history."""
 
     def __init__(self):
-        self.turn = {}
+        self.turn_counts = {}
         self.replies: list[tuple[int, EnvironmentReply]] = []
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
-        self.turn[number] = 0
+        self.turn_counts[number] = 0
         self.replies.append((number, EnvironmentReply(prompt=prompt)))
 
     def send_turn(self, number: int, turn: PolicyTurn) -> None:
-        self.turn[number] += 1
-        turn = self.turn[number]
-        if turn == 4:
+        self.turn_counts[number] += 1
+        count = self.turn_counts[number]
+        if count == 4:
             self.end_conversation(number)
-        elif turn % 2:
+        elif count % 2:
             self.replies.append((number, EnvironmentReply(({"role": "user", "content": "b?"},))))
         else:
             history = ({"role": "user", "content": "d+"}, {"role": "assistant", "content": turn.message["content"][:2]})

@@ -234,7 +234,7 @@ def test_tensors_that_are_none_are_nonsense(path, body, policy, bent):
     asked.push(get_push_weights(policy))
     bend["by"] = body_of(path, body if isinstance(body, bytes) else safetensors.torch.save(body))
     with pytest.raises(InvalidAnswerError):
-        asked.read([1, 2, 3]) if path == "/read" else asked.columns("model.embed_tokens.weight", [0])
+        asked.score_tokens([1, 2, 3]) if path == "/read" else asked.read_columns("model.embed_tokens.weight", [0])
 
 
 @pytest.mark.parametrize(
@@ -261,6 +261,6 @@ def test_a_state_that_is_none_is_nonsense(state, policy, bent):
 def test_what_a_server_says_is_shown_and_not_obeyed(policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: json.dumps(json.loads(body) | {"refusal": "\x1b]0;x\x07"}).encode()
-    with pytest.raises(vllm_client.RefusedError) as raised:
+    with pytest.raises(vllm_client.AdapterRefusedError) as raised:
         asked.load_model(serialize_model(policy))
     assert str(raised.value) == "\\x1b]0;x\\x07"

@@ -37,7 +37,7 @@ class Texts:
 
     @property
     def token_bytes(self):
-        return SimpleNamespace(of=lambda token: self.texts[token].encode())
+        return SimpleNamespace(get_bytes=lambda token: self.texts[token].encode())
 
 
 @pytest.fixture
@@ -93,12 +93,12 @@ def test_settings_that_cannot_be_drawn_by_fail_alone(engine, bad):
     assert isinstance(failed[-1], Exception)
     assert said(good) == alone()
     assert said(after) == alone(seed=2)
-    assert engine.errors == 1
+    assert engine.error_count == 1
 
 
 def test_of_rows_that_are_drawn_together_the_broken_one_fails_alone(engine, monkeypatch):
     """As a row of NaN may be, where a prompt has overflowed fp16: its neighbours have the same settings."""
-    draw = engines.draw
+    draw = engines.sample_tokens
 
     def refuses_nan(logits, *settings):
         if logits.isnan().any():
@@ -219,7 +219,7 @@ def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
         engine._admit()
     with pytest.raises(RequestRefusedError, match="too many requests are waiting"):
         asked(engine)
-    assert engine.state()["waiting"] == 4
+    assert engine.describe_state()["waiting"] == 4
     engine.waiting[0].cancelled = True
     asked(engine)  # whoever has left makes room
     with pytest.raises(RequestRefusedError):
@@ -254,8 +254,8 @@ def test_a_long_prompt_waits_until_others_leave_it_room(engine, monkeypatch):
 def test_memory_follows_what_is_in_flight_and_goes_back_when_nobody_is(engine):
     """What is kept of prompts that have left is measured after every step, and given back before the engine waits."""
     happened, over = [], threading.Event()
-    engine.heap.after_step = lambda: happened.append("step")
-    engine.heap.give_back = lambda: happened.append("given back")
+    engine.heap.trim_after_step = lambda: happened.append("step")
+    engine.heap.trim = lambda: happened.append("given back")
     engine.submit(GenerationRequest((1, 2, 3), lambda news: news is None and over.set(), max_tokens=5))
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()

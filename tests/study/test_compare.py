@@ -10,7 +10,8 @@ from study_data import with_rewards, write_run
 
 from pages import ALLOWED, HOSTILE, Page
 from pellucid import cli
-from pellucid.study.compare import summarize_variants
+from pellucid.study.compare import VariantSummary, summarize_variants
+from pellucid.study.comparison_page import write_lede
 from pellucid.study.runs import gather_runs, write_study_plan
 
 BASELINE = {0: [1, 0, 0, 0], 1: [1, 1, 0, 0]}
@@ -273,6 +274,28 @@ def test_a_run_without_rewards_answer_by_answer_is_not_paired_with_degrees(tmp_p
     write_run(tmp_path / "study" / "old" / "seed-0", [0, 0])
     [reason] = summary(tmp_path / "study", "old").unpaired
     assert reason == "seed 0: evals.jsonl does not say the reward of each answer"
+
+
+@pytest.mark.parametrize(
+    ("conclusions", "sentences"),
+    [
+        (["cannot tell"], "The other variant is not shown to be above or below base."),
+        (["cannot tell"] * 2, "None of 2 variants is shown to be above or below base."),
+        (
+            ["cannot tell", "", ""],
+            "The one variant that could be paired is not shown to be above or below base."
+            " 2 variants could not be paired with it.",
+        ),
+        (
+            ["cannot tell", "cannot tell", ""],
+            "None of the 2 variants that could be paired is shown to be above or below base."
+            " 1 variant could not be paired with it.",
+        ),
+    ],
+)
+def test_the_first_sentence_counts_all_other_variants(conclusions, sentences):
+    others = [VariantSummary(f"v{i}", (0,), conclusion=each) for i, each in enumerate(conclusions)]
+    assert write_lede([VariantSummary("base", (0,)), *others]) == sentences
 
 
 def test_a_hostile_run_is_text(tmp_path):

@@ -18,8 +18,8 @@ from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.batch import collect_grades, collect_task_rewards
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.reporting.loggers import compute_group_metrics
-from pellucid.rewards.functions import validate_reward
 from pellucid.rewards.grading import GradedTask
+from pellucid.rewards.parts import validate_reward
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
@@ -189,7 +189,7 @@ def test_where_the_deciding_term_returns_none_no_other_term_decides(scored_by_co
     group = Group(own.sample(0, 1)[0], (1,), (completion("7"),), (reward,))
     assert math.isnan(compute_group_metrics([group])["completion/correct"])
     assert "completion/length_wrong" not in compute_group_metrics([group])
-    assert Reward(**validate_reward(reward)) == reward or value is None, "it comes back from a reward process as it is"
+    assert validate_reward(reward) == reward or value is None, "it comes back from a reward process as it is"
 
 
 def test_rewards_that_are_all_of_weight_0_are_refused(write):

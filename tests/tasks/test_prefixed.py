@@ -33,9 +33,14 @@ class Silent:
 
 
 def prefixes(tmp_path, **sources):
-    path = tmp_path / "prefixes.json"
-    entries = [{"question": f"question {i}", "answer": "", **sources} for i in range(400)]
-    path.write_text(json.dumps({"recipe": "", "questions": entries}))
+    path = tmp_path / "prefixes.jsonl"
+    entries = [
+        {"question": f"question {i}", "answer": "", "source": source, "index": index, "text": text}
+        for i in range(400)
+        for source, texts in sources.items()
+        for index, text in enumerate(texts)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"settings": {}, "complete": True}, *entries]))
     return str(path)
 
 
@@ -134,7 +139,7 @@ def test_agents_are_refused_before_anything_is_loaded(capsys, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        '[policy]\nmodel = "nowhere"\n[task]\nname = "prefixed"\nfile = "prefixes.json"\n'
+        '[policy]\nmodel = "nowhere"\n[task]\nname = "prefixed"\nfile = "prefixes.jsonl"\n'
         f'[task.task]\nname = "agent"\nrun = "python agent.py"\ndata = "{tmp_path / "rows.jsonl"}"\n'
     )
     with pytest.raises(SystemExit, match="2"):
@@ -208,18 +213,20 @@ def test_prefixed_goes_around_once():
         Prefixed(Prefixed(TASK))
 
 
+HEADER = '{"settings": {}, "complete": true}\n'
 NO_PREFIXES = {
     "empty": "",
-    "a list": "[]",
-    "no question": '{"questions": [{"answer": "7"}]}',
-    "no questions": '{"questions": 3}',
-    "one string": '{"questions": [{"question": "a", "teacher": "abc"}]}',
+    "a list": "[]\n",
+    "no settings": '{"question": "a"}\n',
+    "no question": HEADER + '{"answer": "7", "source": "teacher", "index": 0, "text": "abc"}\n',
+    "no text": HEADER + '{"question": "a", "answer": "7", "source": "teacher", "index": 0, "text": ["abc"]}\n',
+    "another source": HEADER + '{"question": "a", "answer": "7", "source": "me", "index": 0, "text": "abc"}\n',
 }
 
 
 @pytest.mark.parametrize("content", NO_PREFIXES.values(), ids=NO_PREFIXES)
 def test_a_file_of_something_else_is_refused_in_one_line(tmp_path, content):
-    path = tmp_path / "prefixes.json"
+    path = tmp_path / "prefixes.jsonl"
     path.write_text(content)
     with pytest.raises(UserError, match="pellucid prefixes"):
         Prefixed(Silent(), file=str(path)).with_split("train")

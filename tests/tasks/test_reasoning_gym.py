@@ -14,7 +14,8 @@ import pytest
 from conftest import records
 from pellucid.config import dump_config, load_config
 from pellucid.rewards.grading import GradedTask
-from pellucid.tasks.reasoning_gym import UNORDERED_FAMILIES, ReasoningGym, assign_split
+from pellucid.tasks.prompts import assign_split
+from pellucid.tasks.reasoning_gym import TEST_SHARE, UNORDERED_FAMILIES, ReasoningGym
 from pellucid.types import ROUND_STRIDE, Completion, UserError, with_split
 from runs import train
 
@@ -95,7 +96,7 @@ def test_the_splits_share_no_question_and_are_all_that_there_are():
     every = {f"{a} {sign} {b}" for a, sign, b in product(range(10), "+-", range(10))}
     assert {re.search(r"\d [+-] \d", question)[0] for question in train_ | test} == every
     assert 0.2 < len(test) / len(train_ | test) < 0.3
-    assert all(assign_split(question) == "test" for question in test)
+    assert all(assign_split(question, TEST_SHARE) == "test" for question in test)
 
 
 def test_a_split_without_a_question_is_one_line():

@@ -117,7 +117,7 @@ def test_a_file_name_that_is_no_module_name_is_refused(tmp_path):
 
 def test_tasks_need_no_torch():
     modules = ", ".join(
-        f"pellucid.{name}" for name in ("tasks.arithmetic", "tasks.dataset", "rewards.graded", "rewards.worker")
+        f"pellucid.{name}" for name in ("tasks.arithmetic", "tasks.dataset", "rewards.pool", "rewards.worker")
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import subprocess
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -145,30 +146,10 @@ def test_all_files_of_the_optimizer_cannot_go_unnoticed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"step": 3}', '{"step": "2"}'])
-@pytest.mark.parametrize("summed", [True, False])
-def test_a_state_that_is_not_of_its_step_is_damage(tmp_path, text, summed):
-    """With checksums and, as older versions saved it, without."""
-    folder = three_files(tmp_path, 2)
-    (folder / "state.json").write_text(text)
-    if not summed:
-        (folder / "SHA256SUMS").unlink()
+def test_a_state_that_is_not_of_its_step_is_damage(tmp_path, text):
+    (three_files(tmp_path, 2) / "state.json").write_text(text)
     with pytest.raises(UserError, match="step-000002 is damaged"):
         checkpoint.load_newest_checkpoint(tmp_path)
-
-
-def test_a_missing_replay_file_is_damage_without_checksums_too(tmp_path):
-    folder = three_files(tmp_path, 2)
-    of_older_versions(folder)
-    (folder / "replay.0.0.safetensors").unlink()
-    with pytest.raises(UserError, match=r"replay\.0\.0\.safetensors is missing"):
-        checkpoint.load_newest_checkpoint(tmp_path)
-
-
-def of_older_versions(folder):
-    (folder / "SHA256SUMS").unlink()
-    facts = json.loads((folder / "state.json").read_text())
-    del facts["checksums"]
-    (folder / "state.json").write_text(json.dumps(facts))
 
 
 def test_where_none_is_whole_one_line_names_them_and_the_mend(tmp_path):
@@ -182,11 +163,43 @@ def test_where_none_is_whole_one_line_names_them_and_the_mend(tmp_path):
     assert "\n" not in line
 
 
-def test_a_checkpoint_of_an_older_version_is_taken_and_said_to_have_no_checksums(tmp_path):
-    of_older_versions(three_files(tmp_path, 2))
-    _, facts, [line] = checkpoint.load_newest_checkpoint(tmp_path)
-    assert facts["step"] == 2
-    assert "has no checksums" in line
+class OneOfTwo:
+    """A process group of two threads."""
+
+    def __init__(self, rank, barrier, shared):
+        self.rank, self.barrier, self.shared, self.is_main = rank, barrier, shared, rank == 0
+
+    def gather(self, items):
+        self.shared[self.rank] = list(items)
+        self.barrier.wait(10)
+        gathered = [*self.shared[0], *self.shared[1]]
+        self.barrier.wait(10)
+        return gathered
+
+
+def test_a_checkpoint_that_one_process_cannot_read_ends_all(tmp_path, monkeypatch):
+    """As with a file system that another machine has not caught up with."""
+    three_files(tmp_path, 2)
+    load, barrier, shared, ends = checkpoint.load_checkpoint, threading.Barrier(2), {}, {}
+
+    def load_on_one(folder, is_verified=False):
+        if threading.current_thread().name == "1":
+            raise checkpoint.DamagedCheckpointError(f"{folder} is damaged (of this process)")
+        return load(folder, is_verified)
+
+    def resume(rank):
+        try:
+            ends[rank] = checkpoint.load_newest_checkpoint(tmp_path, OneOfTwo(rank, barrier, shared))
+        except UserError as error:
+            ends[rank] = str(error)
+
+    monkeypatch.setattr(checkpoint, "load_checkpoint", load_on_one)
+    threads = [threading.Thread(target=resume, args=(rank,), name=str(rank)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert ends[0] == ends[1] == f"{tmp_path / 'checkpoints' / 'step-000002'} is damaged (of this process)"
 
 
 @pytest.mark.skipif(not shutil.which("sha256sum"), reason="needs coreutils")
@@ -209,14 +222,14 @@ def test_what_a_killed_save_left_is_no_part_of_the_next(tmp_path):
 def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
     for step in (999_999, 1_000_000):
         save(tmp_path, step)
-    assert [checkpoint.step_of(path) for path in list_checkpoints(tmp_path)] == [999_999, 1_000_000]
+    assert [checkpoint.get_checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [999_999, 1_000_000]
 
 
 def test_all_of_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
     save(tmp_path, 1, keep_last=1)
     synced = []
-    sync = checkpoint.disk.sync
-    monkeypatch.setattr(checkpoint.disk, "sync_path", lambda path: (synced.append(path), sync(path)))
+    sync = checkpoint.files.sync_path
+    monkeypatch.setattr(checkpoint.files, "sync_path", lambda path: (synced.append(path), sync(path)))
     folder = save(tmp_path, 2, keep_last=1)
     partial = folder.with_suffix(".partial")
     assert {path.name for path in synced if path.parent == partial} == {path.name for path in folder.iterdir()}

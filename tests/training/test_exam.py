@@ -1,9 +1,15 @@
-"""What `pellucid eval --output` writes of an answer."""
+"""`pellucid eval`: what it writes of an answer, and that it ends the processes that it started."""
 
 from __future__ import annotations
 
+import pytest
+
+from pellucid import config
+from pellucid.rewards.grading import GradedTask
+from pellucid.training import run
+from pellucid.training.build import pick_sampler
 from pellucid.training.run import make_answer_records
-from pellucid.types import Completion, ConversationOutcome, Group, Prompt, Reward
+from pellucid.types import Completion, ConversationOutcome, Group, Prompt, Reward, UserError
 
 TALK = (
     {"role": "assistant", "content": "4"},
@@ -22,3 +28,28 @@ def test_a_conversation_is_written_with_all_that_was_said():
     assert (held["answer"], held["turns"], held["tokens"]) == ("7", 2, 2)
     assert (held["events"], held["environment_reward"]) == ({"calls": 1}, 0.5)
     assert "messages" not in answered
+
+
+@pytest.mark.parametrize("error", ["", "the sampler failed"])
+def test_the_processes_of_rewards_and_environments_end_with_an_evaluation(error, recipe, monkeypatch):
+    closed = []
+
+    class Environments:
+        def close(self):
+            closed.append("environments")
+
+    def fail(*_):
+        raise UserError(error)
+
+    cfg = config.load_config(recipe)
+    close = GradedTask.close
+    monkeypatch.setattr(GradedTask, "close", lambda task: (closed.append("rewards"), close(task)))
+    monkeypatch.setattr(run, "make_environments", lambda *_: Environments())
+    monkeypatch.setattr(run, "pick_sampler", lambda cfg, policy, _: pick_sampler(cfg, policy, None))
+    if error:
+        monkeypatch.setattr(run, "evaluate", fail)
+        with pytest.raises(UserError, match=error):
+            run.evaluate_model(cfg, cfg.policy.model, cfg.policy.access, show=0)
+    else:
+        assert run.evaluate_model(cfg, cfg.policy.model, cfg.policy.access, show=0) == 0
+    assert sorted(closed) == ["environments", "rewards"]

@@ -27,7 +27,7 @@ from pellucid.distributed import optimizer
 from pellucid.models import attention, fused_check, native
 from pellucid.rollout.native import NativeSampler
 from pellucid.training import build
-from pellucid.types import Sampling
+from pellucid.types import Sampling, grade_groups
 from runs import launch, train, untimed, weights
 
 SMALL = {
@@ -182,7 +182,7 @@ def batch():
     groups = NativeSampler(policy=make_policy(LLAMA)).generate(
         CountDigits().sample(0, 3), Sampling(4, max_tokens=12, seed="0/0")
     )
-    groups = grpo.grade(CountDigits(), groups)
+    groups = grade_groups(CountDigits(), groups)
     found = collate(groups)
     return replace(
         found, advantages=found.broadcast_to_tokens(ADVANTAGES["grpo"](collect_grades(groups), GRPOConfig()).flatten())

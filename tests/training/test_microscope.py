@@ -260,9 +260,9 @@ def test_the_prediction_is_the_gradient_at_the_start_times_the_step(recipe, mode
         logprob = logits_of(model, prompt, torch.tensor(rows.token))[t].log_softmax(-1)[rows.token[t]]
         gradients = torch.autograd.grad(logprob, parameters)
         expected = sum(float((g * step).sum()) for g, step in zip(gradients, steps, strict=True))
-        assert rows.list_predicted_steps[t] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert rows.predicted[t] == pytest.approx(expected, rel=1e-3, abs=1e-4)
     frame = table(run_dir, 1)
-    assert frame[frame.kind == "sampled"].list_predicted_steps.notna().all(), "step 1 is always predicted"
+    assert frame[frame.kind == "sampled"].predicted.notna().all(), "step 1 is always predicted"
 
 
 def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_path):
@@ -270,7 +270,7 @@ def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_pat
     settings = ("--evaluate.every", 0, "--log.tokens", 1, "--log.token_steps", 2, "--log.predictions", 3)
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert token_files.list_recorded_steps(tmp_path / "run") == [1, 2, 4, 6]
-    found = [table(tmp_path / "run", step).list_predicted_steps.notna().any() for step in (1, 2, 4, 6)]
+    found = [table(tmp_path / "run", step).predicted.notna().any() for step in (1, 2, 4, 6)]
     assert found == [True, False, False, True]
     assert train("--resume", tmp_path / "run", "--algorithm.steps", 8) == 0
     assert token_files.list_recorded_steps(tmp_path / "run") == [1, 2, 4, 6, 8]
@@ -281,7 +281,7 @@ def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_pa
     settings = ("--evaluate.every", 0, "--checkpoint.every", 0)
     assert train(recipe, "--run", tmp_path / "run", *settings, *RECORD[:2], "--log.predictions", 3) == 0
     sampled = [frame[frame.kind == "sampled"] for frame in (table(tmp_path / "run", step) for step in range(1, 7))]
-    assert [bool(frame.list_predicted_steps.notna().all()) for frame in sampled] == [
+    assert [bool(frame.predicted.notna().all()) for frame in sampled] == [
         True,
         False,
         True,
@@ -289,7 +289,7 @@ def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_pa
         False,
         True,
     ]
-    assert not any(frame.list_predicted_steps.notna().any() for frame in (sampled[1], sampled[3], sampled[4]))
+    assert not any(frame.predicted.notna().any() for frame in (sampled[1], sampled[3], sampled[4]))
 
 
 @pytest.mark.slow
@@ -365,7 +365,7 @@ def test_two_processes_write_what_one_does(recipe, tmp_path, engine):
     assert set(one.group) == {0, 1, 2}
     if engine == "fsdp2":
         assert printed.count("tokens are recorded without predictions") == 1
-        assert two.list_predicted_steps.isna().all()
+        assert two.predicted.isna().all()
         of_predictions = one.logprob_before.isna()  # where rows are not scored in the update
         one = one.assign(predicted=None, logprob_start=one.logprob_start.mask(of_predictions)).astype(two.dtypes)
     for name in one:

@@ -74,12 +74,12 @@ def test_of_a_loop_that_draws_ahead_each_step_is_predicted_from_the_weights_it_s
         assert sampled.logprob_after.tolist() == pytest.approx([by["after"][i] for i in sampled.index], abs=1e-4)
         assert sampled.sampler_logprob.tolist() == pytest.approx([by["drawn"][i] for i in sampled.index], abs=1e-4)
         assert set(sampled.version) == {drawn}
-        assert bool(sampled.list_predicted_steps.notna().all()) == (step < 3)
+        assert bool(sampled.predicted.notna().all()) == (step < 3)
         if step < 3:
             assert sampled.logprob_start.tolist() == pytest.approx([by["start"][i] for i in sampled.index], abs=1e-4)
             moved = pd.Series([by["after"][i] - by["start"][i] for i in sampled.index], index=sampled.index)
             assert moved.abs().max() > 0.005
-            assert (sampled.list_predicted_steps - moved).abs().max() < 0.2 * moved.abs().max()
+            assert (sampled.predicted - moved).abs().max() < 0.2 * moved.abs().max()
 
 
 def recorded_on(device, folder):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import mostly_slow, records
@@ -450,22 +450,6 @@ def test_offloaded_masters_are_fp32_and_saved_unrounded(recipe, tmp_path):
     for name, master in masters.items():
         assert master.dtype == torch.float32
         assert torch.equal(saved[name], master), name
-
-
-@pytest.mark.slow
-def test_a_run_that_kept_its_masters_beside_the_moments_goes_on(recipe, tmp_path, monkeypatch):
-    """As checkpoints were laid out before."""
-    whole, old = tmp_path / "whole", tmp_path / "old"
-    settings = ["--optimizer.offload", "--policy.dtype", "bfloat16"]
-    assert train(recipe, "--run", whole, *settings) == 0
-    killed_in_step(4, monkeypatch, recipe, "--run", old, *settings)
-    folder = old / "checkpoints" / "step-000003"
-    masters = load_file(folder / "policy.safetensors")
-    save_file(masters, folder / "optimizer.master.safetensors")
-    rounded = {name: x if x.ndim < 2 else x.bfloat16() for name, x in masters.items()}
-    save_file(rounded, folder / "policy.safetensors")
-    assert train("--resume", old) == 0
-    same_run(whole, old)
 
 
 def test_an_empty_prompt_is_told_in_one_line(recipe, tmp_path, capsys):

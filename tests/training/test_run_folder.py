@@ -229,20 +229,6 @@ def test_a_pattern_is_all_of_its_files_and_one_more_is_another_experiment(recipe
     assert train("--resume", run_dir, "--algorithm.steps", 4) == 0
 
 
-def test_a_run_of_an_older_version_resumes(short_run):
-    """No digests, no history, no checksums, and the settings that there were."""
-    run_dir = short_run
-    settings = json.loads((run_dir / "config.json").read_text())
-    del settings["digests"], settings["log"]["rollouts"]
-    (run_dir / "config.json").write_text(json.dumps(settings))
-    for folder in list_checkpoints(run_dir):
-        (folder / "SHA256SUMS").unlink()
-        facts = json.loads((folder / "state.json").read_text())
-        del facts["checksums"]
-        (folder / "state.json").write_text(json.dumps(facts))
-    assert train("--resume", run_dir, "--algorithm.steps", 3) == 0
-
-
 def test_every_setting_is_either_free_at_a_resume_or_not():
     assert "algorithm.steps".startswith(changes.CHANGEABLE_SETTINGS)
     for key in ("task.digits", "algorithm.group_size", "sampler.temperature", "evaluate.n", "policy.model"):

@@ -14,7 +14,7 @@ from pellucid.rollout import vllm
 from pellucid.rollout.native import NativeSampler
 from pellucid.rollout.vllm import VLLMSampler
 from pellucid.training import preflight
-from pellucid.training.build import pick_sampler
+from pellucid.training.build import check_settings, pick_sampler
 from pellucid.types import UserError
 
 DECODED: Any = SimpleNamespace(decoder=object(), adapter=None, dtype=torch.float32)
@@ -37,7 +37,7 @@ def test_settings_reach_the_sampler():
 
 def test_an_adapter_by_itself_is_refused_where_there_is_none():
     with pytest.raises(UserError, match=r"give policy\.lora"):
-        pick_sampler(settings_of("--sampler.adapter", "request"), DECODED, None)
+        check_settings(settings_of("--sampler.adapter", "request"))
     with pytest.raises(UserError, match='adapter = "request" is for name = "vllm", not "native"'):
         config.load_config(None, ["--sampler.adapter", "request", "--policy.lora", "4"])
 
@@ -48,7 +48,7 @@ def test_a_step_ahead_is_refused_where_it_cannot_be_right():
         (["--sampler.ahead", "1", "--algorithm.correction", "none"], 'set algorithm.correction, such as "token"'),
     ):
         with pytest.raises(UserError, match=says):
-            pick_sampler(settings_of(*words), DECODED, None)
+            check_settings(settings_of(*words))
     assert settings_of("--sampler.ahead", "1").algorithm.correction == "token"
     assert isinstance(pick_sampler(settings_of("--sampler.ahead", "1"), DECODED, None), VLLMSampler)
 
@@ -66,18 +66,15 @@ def test_a_step_ahead_is_refused_where_it_cannot_be_right():
 )
 def test_what_it_cannot_do_is_refused(words, says):
     with pytest.raises(UserError, match=says) as raised:
-        pick_sampler(settings_of(*words), DECODED, None)
+        check_settings(settings_of(*words))
     assert "\n" not in str(raised.value)
-    assert isinstance(
-        pick_sampler(replace(settings_of(*words), sampler=config.load_config(None).sampler), DECODED, None),
-        NativeSampler,
-    )
+    check_settings(replace(settings_of(*words), sampler=config.load_config(None).sampler))
 
 
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="one process"):
-        pick_sampler(settings_of(), DECODED, None)
+        check_settings(settings_of())
 
 
 def test_a_missing_library_is_found_before_anything_is_loaded(monkeypatch, tmp_path):

@@ -1,8 +1,11 @@
-"""How much better a completion did than others: [P, G] rewards -> [P, G] advantages, an axis of pure functions.
+"""Advantages: how much better a completion is than its siblings.
 
-P is here every prompt of the step, of all processes: some members compare groups with each other. A group whose rewards
-are equal says nothing about any of its completions: its advantages are exactly 0 (but for `raw` and `top`, which
-compare nothing). There is no epsilon under any division: a group is dead or has a spread.
+Each advantage is one pure function of the `Grades` of a step and the settings, which returns [P, G] float64. P counts
+the prompts of all processes, since some functions compare groups with each other. A zero-variance group says nothing
+about its completions, so its advantages are exactly 0, except for "raw" and "top", which compare with nothing. No
+division has an epsilon: a group either has zero variance or a spread to divide by.
+
+Notation: r is the reward of a completion, mean and std are those of its group.
 """
 
 from __future__ import annotations
@@ -19,75 +22,136 @@ from pellucid.utils.plugins import load_function
 
 
 class Grades(NamedTuple):
-    """What the advantages of a step are made from; float64."""
+    """What the advantages of a step are computed from, in float64."""
 
     rewards: Tensor
     """[P, G]"""
     correct: Tensor
-    """[P, G] 1 where the answer counts as right, else 0; of a failed reward its siblings' mean, NaN where all did."""
+    """[P, G] 1 where the answer counts as right, else 0. A failed reward has the mean of its siblings, NaN if all
+    failed."""
     lengths: Tensor
-    """[P, G] tokens."""
+    """[P, G] in tokens."""
     parts: Tensor
-    """[P, G, K] the terms of a composite reward before their weights; K = 1, the reward itself, where it has none."""
+    """[P, G, K] the terms of a composite reward before their weights. A reward without terms has K = 1, itself."""
     weights: Tensor
-    """[P, K] of the terms."""
+    """[P, K] the weight of each term."""
+
+
+AdvantageFunction = Callable[[Grades, GRPOConfig], Tensor]
+
+
+# ---------------------------------------------------------------- pieces
 
 
 def is_zero_variance(rewards: Tensor, min_reward_range: float = 0.0) -> Tensor:
-    """[..., 1]: groups without signal, max - min <= spread, up to float64 rounding: 0.1 + 0.2 is the reward 0.3."""
+    """Find the groups without signal, in which max - min <= min_reward_range.
+
+    Rounding of float64 does not count: 0.1 + 0.2 equals 0.3.
+
+    Args:
+        rewards: [..., G].
+        min_reward_range: The largest range that still counts as equal.
+
+    Returns:
+        [..., 1] bool.
+    """
     low, high = rewards.aminmax(dim=-1, keepdim=True)
     return high - low <= min_reward_range + 1e-9 * torch.maximum(low.abs(), high.abs())
 
 
-def equalize_rewards(grades: Grades, silent: Tensor) -> Grades:
-    """The groups of a mask [P, 1] with equal rewards, for members that look beyond one group."""
-    means = grades.rewards.mean(-1, keepdim=True)
-    return grades._replace(
-        rewards=torch.where(silent, means, grades.rewards), parts=grades.parts.masked_fill(silent[:, :, None], 0.0)
-    )
-
-
 def subtract_mean(rewards: Tensor) -> Tensor:
+    """r - mean, exactly 0 in zero-variance groups. [..., G]"""
     return (rewards - rewards.mean(-1, keepdim=True)).masked_fill(is_zero_variance(rewards), 0.0)
 
 
+def subtract_leave_one_out_mean(rewards: Tensor) -> Tensor:
+    """r - mean of the siblings without r itself. [..., G]"""
+    size = rewards.shape[-1]
+    return subtract_mean(rewards) * (size / (size - 1))
+
+
 def standardize(rewards: Tensor, correction: int = 0) -> Tensor:
+    """(r - mean) / std; correction = 0 is the population std, 1 the sample std. [..., G]"""
     std = rewards.std(-1, correction=correction, keepdim=True)
     return subtract_mean(rewards) / std.masked_fill(is_zero_variance(rewards), 1.0)
 
 
-def subtract_leave_one_out_mean(rewards: Tensor) -> Tensor:
-    size = rewards.shape[-1]
-    return subtract_mean(rewards) * (size / (size - 1))
+def equalize_rewards(grades: Grades, is_silent: Tensor) -> Grades:
+    """Make the rewards of some groups equal, for functions that look beyond one group.
+
+    Args:
+        grades: The grades of a step.
+        is_silent: [P, 1] bool, the groups to make equal.
+    """
+    means = grades.rewards.mean(-1, keepdim=True)
+    return grades._replace(
+        rewards=torch.where(is_silent, means, grades.rewards),
+        parts=grades.parts.masked_fill(is_silent[:, :, None], 0.0),
+    )
 
 
 # ---------------------------------------------------------------- within a group
 
 
 def grpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / std with the population std (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
+    """(r - mean) / std, with the population std.
+
+    Returns:
+        [P, G].
+
+    Source:
+        DeepSeekMath, arXiv 2402.03300, section 4.1.2.
+    """
     return standardize(grades.rewards)
 
 
 def grpo_sample_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / std with the sample std, as TRL has it: sqrt(1 - 1/G) times `grpo`."""
+    """(r - mean) / std, with the sample std: sqrt(1 - 1/G) times `grpo`.
+
+    Returns:
+        [P, G].
+
+    Source:
+        TRL's GRPOTrainer.
+    """
     return standardize(grades.rewards, correction=1)
 
 
 def centered(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """r - mean (Dr. GRPO, arXiv 2503.20783). The mean includes r itself: (1 - 1/G) of the unbiased gradient."""
+    """r - mean. The mean includes r itself, so the expected gradient is 1 - 1/G of the unbiased one.
+
+    Returns:
+        [P, G].
+
+    Source:
+        Dr. GRPO, arXiv 2503.20783.
+    """
     return subtract_mean(grades.rewards)
 
 
 def rloo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """r - mean of the others (arXiv 2402.14740), an unbiased baseline: G / (G - 1) times `centered`."""
+    """r - mean of the siblings, an unbiased baseline: G / (G - 1) times `centered`.
+
+    Returns:
+        [P, G].
+
+    Source:
+        RLOO, arXiv 2402.14740.
+    """
     return subtract_leave_one_out_mean(grades.rewards)
 
 
 def maxrl(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / mean (MaxRL, arXiv 2602.02710): rewards of 0 and 1 then climb log-likelihood, not accuracy.
+    """(r - mean) / mean. Rewards of 0 and 1 then follow the gradient of log-likelihood, not of accuracy.
 
-    A group of mean 0 is dead. UserError where a reward is negative: the mean would not measure success.
+    Returns:
+        [P, G]; 0 in groups of mean 0.
+
+    Raises:
+        UserError: If a reward is negative, since the mean then does not measure success.
+
+    Source:
+        MaxRL, arXiv 2602.02710.
     """
     if bool((grades.rewards < 0).any()):
         raise UserError('advantage = "maxrl" divides by the mean reward: give no negative rewards, or use "grpo"')
@@ -96,20 +160,44 @@ def maxrl(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def raw_rewards(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """r: no baseline, unbiased and noisy."""
+    """r, without a baseline: unbiased and noisy.
+
+    Returns:
+        [P, G]; zero-variance groups are not 0.
+
+    Source:
+        REINFORCE, R. J. Williams (1992).
+    """
     return grades.rewards
 
 
 def top_rewards(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """r where it is the highest of its group, ties included, else 0 (CS336, lecture 17)."""
+    """r where it is the highest of its group, ties included, else 0.
+
+    Returns:
+        [P, G]; zero-variance groups are not 0.
+
+    Source:
+        Stanford CS336, lecture 17.
+    """
     return grades.rewards * (grades.rewards == grades.rewards.amax(-1, keepdim=True))
 
 
 def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """Each term standardised in its group, then the weighted sum, over its std in the batch (GDPO, arXiv 2601.05242).
+    """Standardize each reward term in its group, add them up by their weights, and divide by the std of the batch.
 
-    A term of large spread cannot drown the others, as it does where the sum is standardised. Terms that cancel, but for
-    rounding, add up to 0: the std of the batch would make something of nothing.
+    A term of large spread cannot drown the others, as it does where their sum is standardized. Terms that cancel up to
+    rounding add up to exactly 0, since the std of the batch would magnify the rest.
+
+    Args:
+        grades: Of which `parts` [P, G, K] and `weights` [P, K] are used.
+        cfg: Not used.
+
+    Returns:
+        [P, G].
+
+    Source:
+        GDPO, arXiv 2601.05242.
     """
     terms = standardize(grades.parts.mT) * grades.weights[:, :, None]  # [P, K, G]
     advantages, size = terms.sum(1), terms.abs().sum(1)
@@ -122,26 +210,50 @@ def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def batch_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean of the group) / std of all rewards of the step: no group is blown up for being nearly dead."""
-    everything = grades.rewards.flatten()
-    std = everything.std(correction=0).masked_fill(is_zero_variance(everything)[0], 1.0)
+    """(r - mean) / std of all rewards of the step, so that no group of little variance is magnified.
+
+    Returns:
+        [P, G].
+
+    Source:
+        TRL's GRPOTrainer, scale_rewards = "batch", there with the sample std.
+    """
+    all_rewards = grades.rewards.flatten()
+    std = all_rewards.std(correction=0).masked_fill(is_zero_variance(all_rewards)[0], 1.0)
     return subtract_mean(grades.rewards) / std
 
 
 def difficulty_weighted(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """`grpo` times clip(1 + mean of the batch - mean of the group, 0.5, 2): hard prompts weigh more (mathgrpo)."""
+    """`grpo` times clip(1 + mean of the batch - mean, 0.5, 2): hard prompts weigh more.
+
+    Returns:
+        [P, G].
+
+    Source:
+        mathgrpo.
+    """
     means = grades.rewards.mean(-1, keepdim=True)
     return standardize(grades.rewards) * (1 + means.mean() - means).clamp(0.5, 2.0)
 
 
 def grpo_lead(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """`grpo` times w(p) where positive and w(1 - p) where negative, p the share of right answers.
+    """`grpo` times w(p) where positive and w(1 - p) where negative, p the share of right answers in the group.
 
-    w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))) (GRPO-LEAD, arXiv 2504.09696, section 3.3).
+    w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))).
+
+    Args:
+        grades: Of which `rewards` and `correct` are used, [P, G] both.
+        cfg: Not used.
+
+    Returns:
+        [P, G].
+
+    Source:
+        GRPO-LEAD, arXiv 2504.09696, section 3.3.
     """
-    right = grades.correct.mean(-1, keepdim=True).nan_to_num(0.5)
+    accuracy = grades.correct.mean(-1, keepdim=True).nan_to_num(0.5)
     advantages = standardize(grades.rewards)
-    return advantages * torch.where(advantages > 0, logistic_weight(right), logistic_weight(1 - right))
+    return advantages * torch.where(advantages > 0, logistic_weight(accuracy), logistic_weight(1 - accuracy))
 
 
 def logistic_weight(p: Tensor) -> Tensor:
@@ -149,63 +261,96 @@ def logistic_weight(p: Tensor) -> Tensor:
 
 
 def dgpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / mean absolute deviation, live groups weighed by softmax(-mean / 2) (DGPO, arXiv 2601.20614).
+    """(r - mean) / mean absolute deviation, times softmax(-mean / 2) over the groups that have a signal.
 
-    sum |A| of a group is then G whatever its accuracy, but for the weights, whose mean over live groups is 1.
+    The sum of |A| over a group is then G at any accuracy, except for the softmax, whose mean over those groups is 1.
+
+    Returns:
+        [P, G].
+
+    Source:
+        DGPO, arXiv 2601.20614.
     """
-    live = ~is_zero_variance(grades.rewards)
+    has_signal = ~is_zero_variance(grades.rewards)
     deviations = subtract_mean(grades.rewards)
-    size = deviations.abs().mean(-1, keepdim=True).masked_fill(~live, 1.0)
-    hardness = (-grades.rewards.mean(-1, keepdim=True) / 2.0).masked_fill(~live, -torch.inf)
-    weights = hardness.softmax(0).nan_to_num(0.0) * live.sum()
-    return weights * deviations / size
+    mean_deviation = deviations.abs().mean(-1, keepdim=True).masked_fill(~has_signal, 1.0)
+    hardness = (-grades.rewards.mean(-1, keepdim=True) / 2.0).masked_fill(~has_signal, -torch.inf)
+    weights = hardness.softmax(0).nan_to_num(0.0) * has_signal.sum()
+    return weights * deviations / mean_deviation
 
 
-# ---------------------------------------------------------------- completions of like length
+# ---------------------------------------------------------------- among completions of similar length
 
 
 def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """Standardised among siblings of like length, shrunk towards the whole group.
+    """Standardize among siblings of similar length, shrunk towards the group.
 
-    A cell is a quantile bucket of the lengths in one group. Its mean and std count for n / (n + length_shrinkage), the
-    group's for the rest; below length_min_cell completions the group's alone. Comparing only within a cell would take
-    away all credit for choosing a better length (docs/sharp-edges.md).
+    A cell is a quantile bucket of the lengths in one group. Mean and std of a cell of n completions have the share
+    n / (n + length_shrinkage), those of the group the rest; below length_min_cell completions the cell has no share.
+    Comparing within cells alone would take away all credit for choosing a better length (docs/sharp-edges.md).
+
+    Args:
+        grades: Of which `rewards` and `lengths` are used, [P, G] both.
+        cfg: length_buckets, length_min_cell and length_shrinkage.
+
+    Returns:
+        [P, G].
+
+    Source:
+        mathgrpo, corrected; its own form is `length_grouped_literal`.
     """
-    shorter = grades.lengths[:, None, :] < grades.lengths[:, :, None]  # [P, G, G]
-    buckets = shorter.sum(-1) * cfg.length_buckets // grades.lengths.shape[-1]
-    same = buckets[:, :, None] == buckets[:, None, :]
-    size = same.sum(-1).double()
+    is_shorter = grades.lengths[:, None, :] < grades.lengths[:, :, None]  # [P, G, G]
+    buckets = is_shorter.sum(-1) * cfg.length_buckets // grades.lengths.shape[-1]
+    same_cell = buckets[:, :, None] == buckets[:, None, :]
+    size = same_cell.sum(-1).double()
     share = (size / (size + cfg.length_shrinkage)).masked_fill(size < cfg.length_min_cell, 0.0)
-    return standardize_within_cells(grades.rewards, same, share)
+    return standardize_within_cells(grades.rewards, same_cell, share)
 
 
 def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """Standardised among siblings that are all short, all medium or all long (mathgrpo).
+    """Standardize among siblings that are all short, all medium or all long.
 
-    That is below, within or above mean -+ std of the lengths of the batch.
+    Medium is within mean - std to mean + std of the lengths of the batch.
+
+    Args:
+        grades: Of which `rewards` and `lengths` are used, [P, G] both.
+        cfg: Not used.
+
+    Returns:
+        [P, G].
+
+    Source:
+        mathgrpo.
     """
     mean, std = grades.lengths.mean(), grades.lengths.std(correction=0)
     buckets = (grades.lengths >= mean - std).long() + (grades.lengths > mean + std).long()
-    same = buckets[:, :, None] == buckets[:, None, :]
-    return standardize_within_cells(grades.rewards, same, torch.ones_like(grades.rewards))
+    same_cell = buckets[:, :, None] == buckets[:, None, :]
+    return standardize_within_cells(grades.rewards, same_cell, torch.ones_like(grades.rewards))
 
 
-def standardize_within_cells(rewards: Tensor, same: Tensor, share: Tensor) -> Tensor:
-    """(r - mean) / std, both `share` of the cell's and the rest of the group's. same: [P, G, G] bool, share: [P, G]."""
-    own = rewards[:, None, :].expand(same.shape)  # [P, G, G]: the siblings of each completion
-    size = same.sum(-1)
-    mean = (own * same).sum(-1) / size
-    std = (((own - mean[:, :, None]) ** 2 * same).sum(-1) / size).sqrt()
-    equal = is_zero_variance(torch.where(same, own, rewards[:, :, None]))[:, :, 0]
-    std = std.masked_fill(equal, 0.0)
+def standardize_within_cells(rewards: Tensor, same_cell: Tensor, share: Tensor) -> Tensor:
+    """(r - mean) / std, both mixed from those of the cell and those of the group.
+
+    Args:
+        rewards: [P, G].
+        same_cell: [P, G, G] bool, whether two completions are in the same cell.
+        share: [P, G] the share of the cell; the group has the rest.
+
+    Returns:
+        [P, G].
+    """
+    siblings = rewards[:, None, :].expand(same_cell.shape)  # [P, G, G]
+    size = same_cell.sum(-1)
+    mean = (siblings * same_cell).sum(-1) / size
+    std = (((siblings - mean[:, :, None]) ** 2 * same_cell).sum(-1) / size).sqrt()
+    is_equal = is_zero_variance(torch.where(same_cell, siblings, rewards[:, :, None]))[:, :, 0]
+    std = std.masked_fill(is_equal, 0.0)
     group_mean, group_std = rewards.mean(-1, keepdim=True), rewards.std(-1, correction=0, keepdim=True)
     baseline = share * mean + (1 - share) * group_mean
     scale = share * std + (1 - share) * group_std
-    silent = is_zero_variance(rewards) | (equal & (share == 1))
-    return ((rewards - baseline) / scale.masked_fill(silent, 1.0)).masked_fill(silent, 0.0)
+    is_silent = is_zero_variance(rewards) | (is_equal & (share == 1))
+    return ((rewards - baseline) / scale.masked_fill(is_silent, 1.0)).masked_fill(is_silent, 0.0)
 
-
-AdvantageFunction = Callable[[Grades, GRPOConfig], Tensor]
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
@@ -226,14 +371,27 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 
 
 def get_advantage_function(name: str) -> AdvantageFunction:
-    """One of ADVANTAGES, or the user's own; UserError where `file.py:function` leads to none."""
+    """Return a function of ADVANTAGES, or the user's own.
+
+    Raises:
+        UserError: If `name` is "file.py:function" and there is no such function.
+    """
     return ADVANTAGES[name] if name in ADVANTAGES else load_function(name, "advantage")
 
 
 def compute_advantages_from_grades(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[P, G], from the task's grades of a step and the rewards [P, G] that were made of them."""
+    """Compute the advantages of a step by the function that cfg.advantage names.
+
+    Args:
+        grades: As the task gave them. Their rewards decide which groups have zero variance under cfg.min_reward_range.
+        shaped: [P, G] the rewards after shaping, which are compared.
+        cfg: The settings of the algorithm.
+
+    Returns:
+        [P, G] float64.
+    """
+    compute = get_advantage_function(cfg.advantage)
     if not cfg.min_reward_range:
-        return get_advantage_function(cfg.advantage)(grades._replace(rewards=shaped), cfg)
-    silent = is_zero_variance(grades.rewards, cfg.min_reward_range)
-    leveled_out = equalize_rewards(grades._replace(rewards=shaped), silent)
-    return get_advantage_function(cfg.advantage)(leveled_out, cfg).masked_fill(silent, 0.0)
+        return compute(grades._replace(rewards=shaped), cfg)
+    is_silent = is_zero_variance(grades.rewards, cfg.min_reward_range)
+    return compute(equalize_rewards(grades._replace(rewards=shaped), is_silent), cfg).masked_fill(is_silent, 0.0)

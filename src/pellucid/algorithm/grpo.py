@@ -1,43 +1,52 @@
-"""Group Relative Policy Optimization, whole: Generate -> Reward -> Advantage -> Update.
+"""Group Relative Policy Optimization: generate, reward, compare, update.
 
-The algorithm of DeepSeekMath (arXiv 2402.03300), section 4.1, and its relatives, as points in a product of small axes
-of pure functions: how a completion compares with its siblings (advantages.py), what is maximised for a token and how
-tokens are added up (objectives.py), how the policy is held near a reference (kl.py), what is done to rewards and tokens
-before (shaping.py). The loop does not know which was chosen. docs/variants.md says which paper is which point.
+This is the algorithm of DeepSeekMath (arXiv 2402.03300, section 4.1) and of its variants. A variant is a choice on four
+axes of pure functions: how a completion compares with its siblings (advantages.py), what is maximized for a token and
+how tokens add up (objectives.py), how the policy is held near a reference (kl.py), and what is done to rewards and
+tokens before that (shaping.py). The loop does not know the choice. docs/variants.md lists papers with their settings.
 
-Left out on purpose: a value network (the group's mean is the baseline), token-level rewards (a completion has one
-grade), and everything that knows how a model, a process group or a file works.
+Three things are left out on purpose: a value network, since the mean of the group is the baseline; token-level rewards,
+since a completion has one reward; and models, process groups and files, which lie behind protocols.py and types.py.
 
-Shapes: P prompts a step, G completions of each, B = P * G rows in the order p * G + g, T response tokens. Every [B, T]
-tensor speaks of response tokens: x[b, t] is about token t of response b. Rewards and advantages are float64.
+Shapes: P prompts, G completions of each, B = P * G rows in the order p * G + g, T response tokens. In every [B, T]
+tensor, x[b, t] belongs to token t of response b. Rewards and advantages are float64.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pellucid.algorithm import kl, shaping
-from pellucid.algorithm import metrics as diagnostics
-from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades, is_zero_variance
+from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades
 from pellucid.algorithm.batch import (
     Batch,
     append_demonstrations,
     collate,
     collect_grades,
-    collect_task_rewards,
     concat_batches,
     concat_token_rows,
 )
-from pellucid.algorithm.kl import KL_ESTIMATORS
-from pellucid.algorithm.metrics import MetricTotals, StageClock
+from pellucid.algorithm.kl import (
+    KL_ESTIMATORS,
+    adapt_kl_coef,
+    compute_kl_cost,
+    compute_kl_metrics,
+    compute_kl_penalty,
+    subtract_kl_from_rewards,
+)
+from pellucid.algorithm.metrics import (
+    MetricTotals,
+    StageClock,
+    compute_advantage_effects,
+    compute_kl_loss_effect,
+    compute_kl_penalty_effect,
+)
 from pellucid.algorithm.objectives import (
     AGGREGATES,
     ObjectiveInputs,
@@ -45,79 +54,17 @@ from pellucid.algorithm.objectives import (
     compute_clip_metrics,
     get_objective_function,
 )
+from pellucid.algorithm.protocols import Policy, Reference, Runtime, Scores
+from pellucid.algorithm.rollouts import RolloutCollector, Rollouts
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.types import (
-    ROUND_STRIDE,
-    DataError,
-    Group,
-    Progress,
-    Prompt,
-    Sampler,
-    Sampling,
-    Task,
-    as_stateful_task,
-    get_equal_rewards,
-    grade_groups,
+from pellucid.algorithm.shaping import (
+    SIMILARITY_SHAPERS,
+    compute_importance_weights,
+    find_corrected_tokens,
+    find_entropy_threshold,
+    penalize_overlong,
 )
-
-T = TypeVar("T")
-
-
-class Scores(NamedTuple):
-    """What a policy says of each response token, [B, T], in nats."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    """The entropy of the distribution that the token was drawn from."""
-    kl: Tensor | None = None
-    """KL(pi, reference) of that distribution, summed over the vocabulary; where kl = "exact"."""
-
-
-class Policy(Protocol):
-    @property
-    def device(self) -> torch.device: ...
-    def score(self, batch: Batch) -> Scores: ...
-    def embed(self, batch: Batch, layer: int) -> Tensor:
-        """[B, D]: the output of a layer, averaged over the response tokens."""
-        ...
-
-    def weights(self) -> Mapping[str, Tensor]: ...
-
-
-class Reference(Protocol):
-    def score(self, batch: Batch) -> Scores: ...
-    def update_weights(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """Set the weights to decay * themselves + (1 - decay) * weights."""
-        ...
-
-
-class Runtime(Protocol):
-    """The processes of a run, and the optimizer that they share.
-
-    `shard` takes this process's share of a global list, `gather` is its inverse, `sum` adds a tensor up over processes.
-    `accumulate` yields the micro-batches of one optimizer step, at the last of which the gradients of `backward` meet;
-    `step` takes that step and reports `grad_norm`, `lr`, and as 1 what kept it from moving a weight: `skipped`, a
-    gradient that was not finite, or `idle`, one that was 0; in fp16 also `loss_scale`, and `skipped/overflow`, one that
-    was too large for it.
-    `fit(compute, rows)` is `compute(rows)`, of micro-batches of so many rows; where memory runs out, it is made again,
-    without the gradients that there are, in smaller ones.
-    """
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        ...
-
-    def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
-    def gather(self, items: Sequence[Any]) -> list[Any]: ...
-    def sum(self, x: Tensor) -> Tensor: ...
-    def compute_within_memory(self, compute: Callable[[int], T], rows: int) -> T: ...
-    def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]: ...
-    def backward(self, loss: Tensor) -> None: ...
-    def step(self) -> dict[str, float]: ...
-
-
-# ---------------------------------------------------------------- the loop
+from pellucid.types import Group, Sampler, Sampling, Task
 
 
 @dataclass
@@ -127,18 +74,24 @@ class TrainingState:
     step: int = 0
     """The number of finished steps."""
     kl_coef: float | None = None
-    """The kl_coef of the next step, which follows cfg.kl_target. None before the first step: cfg.kl_coef."""
+    """The kl_coef of the next step, which follows cfg.kl_target. None before the first step means cfg.kl_coef."""
     replay_buffer: list[tuple[int, Batch]] = field(default_factory=list)
-    """Replay buffer: (step that drew it, batch) pairs, newest first."""
-    next_rollouts: tuple[Sequence[Group], dict[str, float]] | None = None  # what ahead.py has drawn for the next step
+    """Pairs of a step and its batch, newest first, that later steps train on again."""
+    next_rollouts: Rollouts | None = None
+    """The rollouts of the next step, where they are generated one step ahead (async_grpo.py)."""
 
 
 class StepResult(NamedTuple):
-    """One finished step: how many there are now, its metrics, and the graded groups of all processes."""
+    """One finished step."""
 
     step: int
+    """The number of finished steps."""
     metrics: dict[str, float]
     groups: list[Group]
+    """The graded groups of all processes, with advantages."""
+
+
+# ---------------------------------------------------------------- the training loop
 
 
 def train(
@@ -150,150 +103,184 @@ def train(
     reference: Reference | None = None,
     state: TrainingState | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    collector: RolloutCollector | None = None,
 ) -> Iterator[StepResult]:
-    """Train, and yield after each step. The caller may then evaluate, save `policy` and `state`, or stop."""
+    """Train a policy, one step per iteration. Between steps the caller may evaluate, save or stop.
+
+    Args:
+        task: The source of prompts and rewards.
+        sampler: Generates completions. It receives the weights of the policy after each step.
+        policy: The model that is trained, in place.
+        runtime: The processes of the run and their optimizer.
+        cfg: The settings of the algorithm.
+        reference: The model from which the KL is measured; needed where cfg.kl_coef > 0.
+        state: The state after the last finished step, updated in place. None starts from step 0.
+        sampling: How completions are sampled. Its `n` and `seed` are ignored: cfg and the step set them.
+        collector: Where the rollouts come from. None generates those of each step when the step begins.
+
+    Yields:
+        The result of each step.
+    """
     state = state or TrainingState()
     state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
+    collector = collector or RolloutCollector(task, sampler, sampling, runtime)
     sampler.sync(policy, state.step)
     for step in range(state.step, cfg.steps):
         clock = StageClock()
         cfg = replace(cfg, kl_coef=state.kl_coef)
-        # 1. Generate: G completions of each prompt, from the current policy. 2. Reward: the task grades every one.
-        groups, drawn = collect_rollouts(task, sampler, sampling, runtime, step, cfg, clock)
-        # 3. Advantage: how much better each completion did than its siblings.
-        fresh = add_old_and_reference_logprobs(collate(groups), policy, reference, runtime, cfg)
-        advantages, changed = compute_advantages(groups, fresh, policy, runtime, cfg)  # [P, G]
-        batch = append_replayed_batches(state, step, attach_advantages(fresh, groups, advantages, runtime, cfg), cfg)
+        # 1. Generate: G completions of each prompt. 2. Reward: the task grades each completion.
+        groups, sampling_metrics = collector.collect(step, cfg, clock)
+        # 3. Advantage: how much better each completion is than its siblings.
+        batch = add_old_and_reference_logprobs(collate(groups), policy, reference, runtime, cfg)
+        advantages, advantage_metrics = compute_advantages(groups, batch, policy, runtime, cfg)  # [P, G]
+        batch = attach_advantages(batch, groups, advantages, runtime, cfg)
+        batch = append_replayed_batches(state, step, batch, cfg)
         clock.record_lap("score")
-        # 4. Update: make the better ones more likely, without leaving the trust region.
+        # 4. Update: make the better completions more likely, without leaving the trust region.
         metrics = update_policy(policy, batch, runtime, cfg)
-        sampler.sync(policy, step + 1)
-        clock.record_lap("update")
+        collector.sync_sampler(policy, step + 1, clock)
         finish_step(state, step, reference, policy, metrics, cfg)
-        metrics |= drawn | changed | kl.compute_kl_cost(*get_charged_kl(fresh), cfg, runtime.gather) | clock.get_times()
+        metrics |= sampling_metrics | advantage_metrics | clock.get_times()
         yield StepResult(state.step, metrics, runtime.gather(store_group_advantages(groups, advantages)))
 
 
-def collect_rollouts(
-    task: Task, sampler: Sampler, sampling: Sampling, runtime: Runtime, step: int, cfg: GRPOConfig, clock: StageClock
-) -> tuple[Sequence[Group], dict[str, float]]:
-    """Graded groups of the step's prompts, this process's share, and metrics of how they were come by.
+def finish_step(
+    state: TrainingState,
+    step: int,
+    reference: Reference | None,
+    policy: Policy,
+    metrics: dict[str, float],
+    cfg: GRPOConfig,
+) -> None:
+    """Count the step, adapt kl_coef to the measured KL, and refresh the reference where it is due."""
+    state.step = step + 1
+    if reference is None or not cfg.kl_coef:
+        return
+    metrics["kl_coef"] = cfg.kl_coef
+    state.kl_coef = adapt_kl_coef(cfg.kl_coef, metrics["kl"], cfg)
+    if cfg.reference_every and state.step % cfg.reference_every == 0:
+        reference.update_weights(policy.weights(), cfg.reference_decay)
 
-    With cfg.max_rounds > 1 (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2) groups whose task rewards are all
-    equal make room for others: round r draws the prompts of step + r * ROUND. When the rounds are used up, dead groups
-    fill the batch up.
-    """
-    live: list[Group] = []
-    spare: list[Group] = []
-    for number in range(cfg.max_rounds):
-        prompts = task.sample(step + number * ROUND_STRIDE, cfg.prompts_per_step)
-        prompts = prompts[: count_missing_prompts(len(live), len(spare), runtime.world_size, cfg)]
-        seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
-        groups = generate_groups(sampler, runtime, prompts, replace(sampling, n=cfg.group_size, seed=seed))
-        clock.record_lap("generate")
-        groups = grade_groups(task, groups, Progress(step, cfg.steps, cfg.prompts_per_step))
-        clock.record_lap("reward")
-        if cfg.max_rounds == 1:
-            return groups, notify_stateful_task(task, step, groups, runtime, cfg)
-        for group in runtime.gather(groups):
-            (spare if bool(is_zero_variance(collect_task_rewards([group]), cfg.min_reward_range)) else live).append(
-                group
-            )
-        if len(live) >= cfg.prompts_per_step:
-            break
-    drawn = live + spare
-    kept = runtime.shard(drawn[: cfg.prompts_per_step])
-    return kept, compute_sampling_metrics(drawn, len(spare)) | notify_stateful_task(
-        task, step, runtime.shard(drawn), runtime, cfg
+
+def store_group_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
+    return [replace(g, advantages=tuple(row)) for g, row in zip(groups, advantages.tolist(), strict=True)]
+
+
+# ---------------------------------------------------------------- 3. Advantage
+
+
+def add_old_and_reference_logprobs(
+    batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig
+) -> Batch:
+    """Add what stays fixed during the update: old_logprobs, ref_logprobs, kl and loss_mask, where settings need it."""
+    is_kl_in_reward = bool(cfg.kl_coef) and cfg.kl_in != "loss"
+    if reference is not None and cfg.kl_coef and cfg.kl != "exact":
+        batch = replace(batch, ref_logprobs=score_without_gradient(batch, reference, runtime, cfg).logprobs)
+    if not (cfg.is_off_policy or is_kl_in_reward or cfg.entropy_share < 1):
+        return batch
+    scores = score_without_gradient(batch, policy, runtime, cfg)
+    batch = replace(batch, old_logprobs=scores.logprobs)
+    if is_kl_in_reward:
+        batch = replace(batch, kl=estimate_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
+    if cfg.entropy_share < 1:
+        entropies = torch.cat(runtime.gather([scores.entropy[batch.action_mask].cpu()]))
+        threshold = find_entropy_threshold(entropies, cfg.entropy_share).to(scores.entropy)
+        batch = replace(batch, loss_mask=batch.action_mask & (scores.entropy >= threshold))
+    return batch
+
+
+@torch.no_grad()
+def score_without_gradient(batch: Batch, model: Policy | Reference, runtime: Runtime, cfg: GRPOConfig) -> Scores:
+    """Score a batch one micro-batch at a time."""
+
+    def score_chunks(rows: int) -> list[Scores]:
+        return [model.score(micro_batch) for micro_batch in batch.split_into_chunks(rows)]
+
+    parts = runtime.compute_within_memory(score_chunks, cfg.micro_batch or len(batch))
+    logprobs, entropy, exact_kl = zip(*parts, strict=True)
+    width = batch.response_mask.shape[1]
+    return Scores(
+        concat_token_rows(logprobs, width),
+        concat_token_rows(entropy, width),
+        None if exact_kl[0] is None else concat_token_rows(exact_kl, width),
     )
-
-
-def generate_groups(
-    sampler: Sampler, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling
-) -> Sequence[Group]:
-    """Sample this process's share of the prompts. DataError in all processes where one of them raises it.
-
-    So all of them know that the step is over, and can save the run together.
-    """
-    try:
-        groups, fault = sampler.generate(runtime.shard(prompts), sampling), []
-    except DataError as error:
-        if runtime.world_size == 1:
-            raise
-        groups, fault = [], [str(error)]
-    if runtime.world_size > 1 and (faults := runtime.gather(fault)):
-        raise DataError(faults[0])
-    return groups
-
-
-def compute_sampling_metrics(drawn: Sequence[Group], dead: int) -> dict[str, float]:
-    """Metrics of how many groups were drawn to fill the batch, and of the tokens of all their sequences."""
-    tokens = sum(s.length for group in drawn for c in group.completions for s in (c, *c.branches))
-    return {"groups/drawn": len(drawn), "groups/drawn_dead": dead / len(drawn), "tokens": float(tokens)}
-
-
-def notify_stateful_task(
-    task: Task, step: int, groups: Sequence[Group], runtime: Runtime, cfg: GRPOConfig
-) -> dict[str, float]:
-    """Show the groups of all processes to a stateful task, in every process alike; return its metrics."""
-    watching = as_stateful_task(task)
-    if not watching:
-        return {}
-    shown = [
-        replace(group, is_zero_variance=bool(get_equal_rewards(group, cfg.min_reward_range)))
-        for group in runtime.gather(groups)
-    ]
-    return dict(watching.observe(step, shown))
-
-
-def count_missing_prompts(live: int, spare: int, processes: int, cfg: GRPOConfig) -> int:
-    """How many prompts to draw next: enough for the missing live groups, by the share of live ones seen so far."""
-    missing = cfg.prompts_per_step - live
-    expected = math.ceil(missing * (live + spare) / max(live, 1)) if live + spare else missing
-    return min(cfg.prompts_per_step, math.ceil(expected / processes) * processes)
 
 
 def compute_advantages(
     groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Advantages [P, G] of this process's groups, compared with those of all processes, and `effect/*` metrics."""
+    """Compare completions with their siblings; some advantages also compare the groups of all processes.
+
+    Args:
+        groups: The P graded groups of this process.
+        batch: Their rows, in the same order; with `kl` where rewards pay for it.
+        policy: Embeds the responses where cfg.similarity asks for that.
+        runtime: The processes of the run.
+        cfg: The settings of the algorithm.
+
+    Returns:
+        The advantages of this process's groups, [P, G] float64, and the metrics `effect/*` and `reward/kl`.
+    """
     grades = collect_grades(runtime.gather(groups))
     shaped = torch.stack(runtime.gather(list(shape_rewards(collect_grades(groups), batch, policy, cfg))))
-    advantages = compute_advantages_from_grades(grades, shaped, cfg)
-    penalty = kl.compute_kl_penalty(*get_charged_kl(batch), cfg)
-    changed = diagnostics.compute_advantage_effects(
-        grades, shaped, advantages, cfg
-    ) | diagnostics.compute_kl_penalty_effect(penalty, runtime.gather)
-    return torch.stack(list(runtime.shard(list(advantages)))) - penalty, changed
+    all_advantages = compute_advantages_from_grades(grades, shaped, cfg)
+    charged_kl, mask = get_charged_kl(batch)
+    penalty = compute_kl_penalty(charged_kl, mask, cfg)
+    metrics = compute_advantage_effects(grades, shaped, all_advantages, cfg)
+    metrics |= compute_kl_penalty_effect(penalty, runtime.gather)
+    metrics |= compute_kl_cost(charged_kl, mask, cfg, runtime.gather)
+    return torch.stack(list(runtime.shard(list(all_advantages)))) - penalty, metrics
+
+
+def shape_rewards(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
+    """Rewards [P, G] as they are compared: after similarity shaping, the length penalty and KL in the raw reward."""
+    rewards = grades.rewards
+    if cfg.similarity != "none":
+        completions = batch if batch.rollout_indices is None else batch.select_rows(slice(rewards.numel()))
+        chunks = completions.split_into_chunks(cfg.micro_batch)
+        states = torch.cat([policy.embed(chunk, cfg.similarity_layer).cpu() for chunk in chunks])
+        rewards = SIMILARITY_SHAPERS[cfg.similarity](rewards, states.view(*rewards.shape, -1), cfg)
+    if cfg.overlong_cache:
+        rewards = penalize_overlong(rewards, batch.compute_rollout_lengths().view_as(rewards), cfg)
+    return subtract_kl_from_rewards(rewards, *get_charged_kl(batch), cfg)
 
 
 def get_charged_kl(batch: Batch) -> tuple[Tensor | None, Tensor]:
-    """The KL that rewards are charged with, and what of it counts."""
+    """The KL that rewards pay for, None where they pay for none; and the mask of the values that count."""
     return (None, batch.action_mask) if batch.kl is None else batch.sum_by_rollout(batch.kl)
 
 
 def attach_advantages(
     batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig
 ) -> Batch:
-    """Batch with advantages [B, T] and, where set, clip_high [B]. Branches stand beside their completions."""
-    clip_high = None
+    """Add advantages [B, T], and clip_high [B] where cfg.clip_difficulty is set.
+
+    Sequences of one rollout are moved next to each other, so that no minibatch splits a rollout.
+    """
+    row_advantages, clip_high = advantages.flatten().to(batch.sampler_logprobs), None
     if cfg.clip_difficulty:
         mean = collect_grades(runtime.gather(groups)).correct.nanmean()
-        clip_high = (
-            compute_clip_high_by_difficulty(collect_grades(groups).correct, mean, cfg)
-            .flatten()
-            .to(batch.sampler_logprobs)
-        )
-    of_rows = advantages.flatten().to(batch.sampler_logprobs)
+        clip_high = compute_clip_high_by_difficulty(collect_grades(groups).correct, mean, cfg)
+        clip_high = clip_high.flatten().to(batch.sampler_logprobs)
     if batch.rollout_indices is not None:
-        rollouts, beside = batch.rollout_indices.sort(stable=True)
-        batch, of_rows = batch.select_rows(beside), of_rows[rollouts]
+        rollouts, order = batch.rollout_indices.sort(stable=True)
+        batch, row_advantages = batch.select_rows(order), row_advantages[rollouts]
         clip_high = None if clip_high is None else clip_high[rollouts]
-    return replace(batch, advantages=batch.broadcast_to_tokens(of_rows), clip_high=clip_high)
+    return replace(batch, advantages=batch.broadcast_to_tokens(row_advantages), clip_high=clip_high)
+
+
+def append_replayed_batches(state: TrainingState, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
+    """Append the batches of earlier steps that are less than cfg.max_staleness steps old."""
+    replayed = [(then, old) for then, old in state.replay_buffer if step - then < cfg.max_staleness]
+    state.replay_buffer = [(step, batch), *replayed] if cfg.max_staleness > 1 else []
+    return concat_batches([batch, *(old.mark_as_replayed() for _, old in replayed)])
+
+
+# ---------------------------------------------------------------- 4. Update
 
 
 def update_policy(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
-    """Take cfg.inner_steps optimizer steps on the rollouts. Return the mean of each metric over trained tokens."""
+    """Take cfg.inner_steps optimizer steps on a batch. Return the mean of each metric over the trained tokens."""
     totals = MetricTotals()
     for _ in range(cfg.epochs):
         for minibatch in batch.split_into_minibatches(cfg.minibatches):
@@ -307,7 +294,10 @@ def update_policy(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfi
 def accumulate_gradients(
     policy: Policy, batch: Batch, totals: MetricTotals, runtime: Runtime, cfg: GRPOConfig, rows: int
 ) -> MetricTotals:
-    """Add up the gradients of one optimizer step over micro-batches of `rows` rows. Return the grown totals."""
+    """Add up the gradients of one optimizer step, in micro-batches of `rows` rows. Return the totals with its metrics.
+
+    The totals are copied, since the step is repeated from them where memory runs out.
+    """
     totals = deepcopy(totals)
     for micro_batch in runtime.accumulate(batch.split_into_chunks(rows)):
         loss, metrics = compute_loss(policy.score(micro_batch), micro_batch, cfg)
@@ -317,21 +307,22 @@ def accumulate_gradients(
 
 
 def attach_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
-    """Batch with weights and, where cfg.prefix_coef asks for them, demonstrations with likelihood_weights.
-
-    Rows that add nothing to the gradient, such as those of dead groups, are dropped.
-    """
-    weighted = drop_rows_without_gradient(replace(batch, token_weights=compute_token_weights(batch, runtime, cfg)), cfg)
+    """Add token_weights, drop rows without gradient, and append demonstrations where cfg.prefix_coef is set."""
+    weighted = replace(batch, token_weights=compute_token_weights(batch, runtime, cfg))
+    weighted = drop_rows_without_gradient(weighted, cfg)
     if not cfg.prefix_coef:
         return weighted
-    shown = append_demonstrations(weighted, batch.prompt_indices.unique())
-    assert shown.likelihood_weights is not None
-    tokens = runtime.sum(shown.likelihood_weights.sum())
-    return replace(shown, likelihood_weights=cfg.prefix_coef * shown.likelihood_weights / tokens.clamp(min=1))
+    extended = append_demonstrations(weighted, batch.prompt_indices.unique())
+    assert extended.likelihood_weights is not None
+    tokens = runtime.sum(extended.likelihood_weights.sum())
+    return replace(extended, likelihood_weights=cfg.prefix_coef * extended.likelihood_weights / tokens.clamp(min=1))
 
 
 def compute_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
-    """Weight [B, T] of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
+    """Share [B, T] of each token in the loss, from counts over all processes; 0 where a response is filtered out.
+
+    Since the counts are global, neither micro-batches nor the number of processes change the gradient.
+    """
     mask = batch.action_mask & batch.finished[:, None] if cfg.overlong_filter else batch.action_mask
     count, lengths = batch.count_rollouts(mask)
     rollouts, tokens = runtime.sum(count), runtime.sum(mask.sum())
@@ -339,140 +330,70 @@ def compute_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Te
 
 
 def drop_rows_without_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
-    """Drop rows that add nothing to the gradient, such as those of dead groups; keep one, as all processes step."""
+    """Drop rows that add nothing to the gradient, as of zero-variance groups. Keep one, since all processes step."""
     assert batch.advantages is not None and batch.token_weights is not None
-    live = batch.token_weights.any(-1)
+    has_gradient = batch.token_weights.any(-1)
     if not (cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss")):
-        live = live & (batch.advantages != 0).any(-1)
-    return batch if bool(live.all()) else batch.select_rows(live if bool(live.any()) else slice(1))
+        has_gradient = has_gradient & (batch.advantages != 0).any(-1)
+    if bool(has_gradient.all()):
+        return batch
+    return batch.select_rows(has_gradient if bool(has_gradient.any()) else slice(1))
 
 
 def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, a sum over tokens, and metrics: each [N] of the N tokens that it speaks of.
+    """Compute the loss of a micro-batch, whose sum over micro-batches and processes is the loss of the optimizer step.
 
-    The loss is -sum of weights * (objective - kl_coef * KL + entropy_coef * entropy) + likelihood_weights * log pi.
+    With w the importance weight of a token, the loss is minus the sum over tokens of
+
+        token_weights * (w * objective - kl_coef * KL + entropy_coef * entropy) + likelihood_weights * logprobs
+
+    Args:
+        scores: The scores of the policy, [B, T] with gradient.
+        batch: The same rows, with advantages and token_weights.
+        cfg: The settings of the algorithm.
+
+    Returns:
+        The loss, and metrics: each a tensor [N] of the N tokens that it is about.
     """
-    assert batch.advantages is not None and batch.token_weights is not None
+    assert batch.token_weights is not None
     logprobs, entropy, exact_kl = scores
-    now = logprobs.detach()
-    old_logprobs = now if batch.old_logprobs is None else batch.old_logprobs
-    importance_weights = shaping.compute_importance_weights(
-        old_logprobs, batch.sampler_logprobs, batch.action_mask, cfg
-    )
-
-    clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
-    tokens = ObjectiveInputs(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.action_mask, clip_high)
-    outcome = get_objective_function(cfg.objective)(tokens, cfg)
-    value = importance_weights * outcome.value  # [B, T]
+    mask, detached = batch.action_mask, logprobs.detach()
+    tokens = make_objective_inputs(logprobs, batch)
+    importance_weights = compute_importance_weights(tokens.old_logprobs, batch.sampler_logprobs, mask, cfg)
+    output = get_objective_function(cfg.objective)(tokens, cfg)
+    value = importance_weights * output.value  # [B, T]
     value = value if batch.loss_mask is None else value * batch.loss_mask
-    metrics = compute_clip_metrics(outcome, batch.action_mask)
-    metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
-    metrics |= (
-        {"sampler/corrected": shaping.find_corrected_tokens(importance_weights, cfg)}
-        if cfg.correction != "none"
-        else {}
-    )
+    metrics = compute_clip_metrics(output, mask)
+    metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - tokens.old_logprobs).abs()}
+    if cfg.correction != "none":
+        metrics["sampler/corrected"] = find_corrected_tokens(importance_weights, cfg)
     if cfg.kl_coef:
-        estimate = estimate_kl(scores, batch.ref_logprobs, old_logprobs, cfg)
-        metrics |= kl.compute_kl_metrics(now, batch.ref_logprobs) if exact_kl is None else {"kl": exact_kl.detach()}
-        metrics |= diagnostics.compute_kl_loss_effect(now, batch.ref_logprobs, exact_kl, cfg)
-        value = value - cfg.kl_coef * estimate if cfg.kl_in == "loss" else value
+        metrics |= compute_kl_metrics(detached, batch.ref_logprobs, exact_kl)
+        metrics |= compute_kl_loss_effect(detached, batch.ref_logprobs, exact_kl, cfg)
+        if cfg.kl_in == "loss":
+            value = value - cfg.kl_coef * estimate_kl(scores, batch.ref_logprobs, tokens.old_logprobs, cfg)
     if cfg.entropy_coef:
         value = value + cfg.entropy_coef * entropy
-    # Where nothing was sampled there may be anything, infinities included.
-    losses = -batch.token_weights * value.masked_fill(~batch.action_mask, 0.0)
-    metrics = {name: x[batch.action_mask] for name, x in metrics.items()}
+    losses = -batch.token_weights * value.masked_fill(~mask, 0.0)  # off the mask there may be infinities
+    metrics = {name: x[mask] for name, x in metrics.items()}
     if batch.likelihood_weights is not None:
-        learnt = batch.likelihood_weights != 0
-        losses = losses - batch.likelihood_weights * logprobs.masked_fill(~learnt, 0.0)
-        metrics["prefix/nll"] = -now[learnt]
+        is_learned = batch.likelihood_weights != 0
+        losses = losses - batch.likelihood_weights * logprobs.masked_fill(~is_learned, 0.0)
+        metrics["prefix/nll"] = -detached[is_learned]
     return losses.sum(), metrics | {"loss": losses.detach()[batch.response_mask]}
 
 
+def make_objective_inputs(logprobs: Tensor, batch: Batch) -> ObjectiveInputs:
+    """Inputs of the objective. Without old_logprobs the policy is the one that sampled, so its ratio is exactly 1."""
+    assert batch.advantages is not None
+    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
+    return ObjectiveInputs(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.action_mask, clip_high)
+
+
 def estimate_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[B, T] KL(pi, reference), by the estimator of cfg.kl."""
+    """KL(policy, reference) of each token by the estimator cfg.kl. [B, T]"""
     if scores.kl is not None:
         return scores.kl
     assert ref_logprobs is not None
     return KL_ESTIMATORS[cfg.kl](scores.logprobs, ref_logprobs, old_logprobs)
-
-
-# ---------------------------------------------------------------- between the stages
-
-
-def shape_rewards(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
-    """Rewards [P, G] after shaping, as they are compared."""
-    rewards = grades.rewards
-    if cfg.similarity != "none":
-        completions = batch if batch.rollout_indices is None else batch.select_rows(slice(rewards.numel()))
-        chunks = completions.split_into_chunks(cfg.micro_batch)
-        states = [policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in chunks]
-        rewards = shaping.SIMILARITY_SHAPERS[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
-    if cfg.overlong_cache:
-        rewards = shaping.penalize_overlong(rewards, batch.compute_rollout_lengths().view_as(rewards), cfg)
-    return kl.subtract_kl_from_rewards(rewards, *get_charged_kl(batch), cfg)
-
-
-def store_group_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
-    return [replace(g, advantages=tuple(row)) for g, row in zip(groups, advantages.tolist(), strict=True)]
-
-
-def add_old_and_reference_logprobs(
-    batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig
-) -> Batch:
-    """Batch with old_logprobs, ref_logprobs, kl and acts, each only where the settings need it."""
-    charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
-    if reference is not None and cfg.kl_coef and cfg.kl != "exact":
-        batch = replace(batch, ref_logprobs=score_without_gradient(batch, reference, runtime, cfg).logprobs)
-    if not (cfg.is_off_policy or charged or cfg.entropy_share < 1):
-        return batch
-    scores = score_without_gradient(batch, policy, runtime, cfg)
-    batch = replace(batch, old_logprobs=scores.logprobs)
-    if charged:
-        batch = replace(batch, kl=estimate_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
-    if cfg.entropy_share < 1:
-        entropies = torch.cat(runtime.gather([scores.entropy[batch.action_mask].cpu()]))
-        least = shaping.find_entropy_threshold(entropies, cfg.entropy_share).to(scores.entropy)
-        batch = replace(batch, loss_mask=batch.action_mask & (scores.entropy >= least))
-    return batch
-
-
-@torch.no_grad()
-def score_without_gradient(batch: Batch, policy: Policy | Reference, runtime: Runtime, cfg: GRPOConfig) -> Scores:
-    """Scores of a batch without gradient, computed a micro-batch at a time."""
-
-    def scored(rows: int) -> list[Scores]:
-        return [policy.score(micro_batch) for micro_batch in batch.split_into_chunks(rows)]
-
-    parts = runtime.compute_within_memory(scored, cfg.micro_batch or len(batch))
-    logprobs, entropy, exact_kl = zip(*parts, strict=True)
-    width = batch.response_mask.shape[1]
-    return Scores(
-        concat_token_rows(logprobs, width),
-        concat_token_rows(entropy, width),
-        None if exact_kl[0] is None else concat_token_rows(exact_kl, width),
-    )
-
-
-def append_replayed_batches(state: TrainingState, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
-    """This step's batch joined with those of earlier steps that are less than cfg.max_staleness steps old."""
-    fresh = [(then, kept) for then, kept in state.replay_buffer if step - then < cfg.max_staleness]
-    state.replay_buffer = [(step, batch), *fresh] if cfg.max_staleness > 1 else []
-    return concat_batches([batch, *(kept.mark_as_replayed() for _, kept in fresh)])
-
-
-def finish_step(
-    state: TrainingState,
-    step: int,
-    reference: Reference | None,
-    policy: Policy,
-    metrics: dict[str, float],
-    cfg: GRPOConfig,
-) -> None:
-    state.step = step + 1
-    if reference is None or not cfg.kl_coef:
-        return
-    metrics["kl_coef"] = cfg.kl_coef
-    state.kl_coef = kl.adapt_kl_coef(cfg.kl_coef, metrics["kl"], cfg)
-    if cfg.reference_every and state.step % cfg.reference_every == 0:
-        reference.update_weights(policy.weights(), cfg.reference_decay)

@@ -1,4 +1,4 @@
-"""KL(pi, reference): its estimators, its place in the reward, its coefficient; docs/kl.md has the gradients."""
+"""KL(policy, reference): its estimators, its place in the reward, and its coefficient. docs/kl.md has the gradients."""
 
 from __future__ import annotations
 
@@ -13,58 +13,116 @@ from pellucid.algorithm.advantages import subtract_leave_one_out_mean
 from pellucid.algorithm.objectives import MAX_LOG_RATIO, clamp_log_ratio, compute_ratio
 from pellucid.algorithm.settings import GRPOConfig
 
-# Estimators: on tokens that pi_old drew, [B, T] each.
+# ---------------------------------------------------------------- estimators, on tokens that the old policy sampled
+# Each takes logprobs, ref_logprobs and old_logprobs, all [B, T] in nats, and returns [B, T].
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """log pi - log ref: unbiased. Its place is the reward; in the loss its expected gradient is 0."""
+    """log(pi / ref). Unbiased, for the reward; in the loss its expected gradient is 0.
+
+    Returns:
+        [B, T], of either sign.
+
+    Source:
+        J. Schulman, "Approximating KL divergence" (2020), k1.
+    """
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """(log pi - log ref)^2 / 2: in the loss its expected gradient is that of KL(pi, ref)."""
+    """log(pi / ref)^2 / 2. In the loss its expected gradient is that of KL(pi, ref).
+
+    Returns:
+        [B, T], never negative.
+
+    Source:
+        J. Schulman, "Approximating KL divergence" (2020), k2.
+    """
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """ref / pi - 1 - log(ref / pi): unbiased and never negative; in the loss its gradient is that of KL(ref, pi)."""
+    """ref / pi - 1 - log(ref / pi). Unbiased; in the loss its expected gradient is that of KL(ref, pi).
+
+    Returns:
+        [B, T], never negative. The exponent is clamped to MAX_LOG_RATIO.
+
+    Source:
+        DeepSeekMath, arXiv 2402.03300, equation 4; J. Schulman, "Approximating KL divergence" (2020), k3.
+    """
     log_ratio = ref_logprobs - logprobs
     return clamp_log_ratio(log_ratio).exp() - 1 - log_ratio
 
 
 def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """pi / pi_old k3 (DeepSeek-V3.2, arXiv 2512.02556): in the loss its gradient is KL(pi, ref)'s, off-policy too."""
+    """(pi / pi_old) k3. In the loss its expected gradient is that of KL(pi, ref), also off-policy.
+
+    Returns:
+        [B, T], never negative.
+
+    Source:
+        DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    """
     return compute_ratio(logprobs, old_logprobs) * k3(logprobs, ref_logprobs, old_logprobs)
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3_weighted": k3_weighted}
-"""Besides, kl = "exact" is the sum over the vocabulary, which the policy computes itself."""
+"""The estimators by the name of cfg.kl. For kl = "exact" the policy itself sums over the vocabulary."""
 
 
-def compute_kl_metrics(logprobs: Tensor, ref_logprobs: Tensor | None) -> dict[str, Tensor]:
-    """Metrics [B, T]: k3, whatever estimator is optimised, and where its exponent had to be clamped."""
+def compute_kl_metrics(
+    logprobs: Tensor, ref_logprobs: Tensor | None, exact_kl: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Compute the metrics of the KL: the exact one, or k3 whatever estimator is optimized.
+
+    Returns:
+        Tensors [B, T]; `kl/overflow` marks tokens whose exponent was clamped.
+    """
+    if exact_kl is not None:
+        return {"kl": exact_kl.detach()}
     assert ref_logprobs is not None
     overflow = (ref_logprobs - logprobs).abs() > MAX_LOG_RATIO
     return {"kl": k3(logprobs, ref_logprobs, logprobs), "kl/overflow": overflow}
 
 
+# ---------------------------------------------------------------- KL in the reward
+
+
 def sum_kl_per_response(kl: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """The KL of each response, [P, G], summed over its tokens; float64 on the CPU, as rewards are."""
+    """Sum the KL over the tokens of each response.
+
+    Args:
+        kl: [B, T], or [B, 1] where it is summed already.
+        mask: The same shape, bool: the values that count.
+        cfg: The settings of the algorithm.
+
+    Returns:
+        [P, G] float64 on the CPU, as rewards are.
+    """
     return (kl * mask).cpu().double().sum(-1).view(-1, cfg.group_size)
 
 
 def subtract_kl_from_rewards(rewards: Tensor, kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[P, G]: R - kl_coef * K, to be normalised: what is left of kl_coef then depends on the group's spread."""
+    """R - kl_coef K for kl_in = "raw_reward", K the KL summed over a response.
+
+    The rewards are normalized after that, so the effective kl_coef depends on the spread of the group.
+
+    Returns:
+        [P, G]; the rewards themselves where they do not pay.
+    """
     if kl is None or cfg.kl_in != "raw_reward":
         return rewards
     return rewards - cfg.kl_coef * sum_kl_per_response(kl, mask, cfg)
 
 
 def compute_kl_penalty(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor | float:
-    """[P, G]: kl_coef * (K - mean K of the others), K the sum over a response; subtracted from the advantages.
+    """kl_coef (K - mean K of the siblings) for kl_in = "reward", to be subtracted from the advantages.
 
-    Equivalent in expectation to the reward R - kl_coef * K, but outside the division by the group's std, so that
-    kl_coef keeps its meaning in every group, dead ones included.
+    In expectation this equals the reward R - kl_coef K. It is outside the division by the group's std, so kl_coef means
+    the same in every group, zero-variance groups included.
+
+    Returns:
+        [P, G]; 0.0 where advantages do not pay.
     """
     if kl is None or cfg.kl_in != "reward":
         return 0.0
@@ -74,16 +132,30 @@ def compute_kl_penalty(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tens
 def compute_kl_cost(
     kl: Tensor | None, mask: Tensor, cfg: GRPOConfig, gather: Callable[[list[float]], list[float]]
 ) -> dict[str, float]:
-    """What a response of a step pays for its KL in the mean, where rewards pay; `gather` joins processes."""
+    """The metric `reward/kl`: what a response pays for its KL on average over all processes, whose lists `gather`
+    joins. Empty where rewards do not pay.
+    """
     if kl is None:
         return {}
     return {"reward/kl": -cfg.kl_coef * fmean(gather(sum_kl_per_response(kl, mask, cfg).flatten().tolist()))}
 
 
-def adapt_kl_coef(kl_coef: float, measured_kl: float, cfg: GRPOConfig) -> float:
-    """10% of the relative error, itself clipped to 20% (arXiv 1909.08593, section 2.2), towards cfg.kl_target.
+# ---------------------------------------------------------------- the coefficient
 
-    A KL that is not finite says nothing: kl_coef stays.
+
+def adapt_kl_coef(kl_coef: float, measured_kl: float, cfg: GRPOConfig) -> float:
+    """Move kl_coef by 10% of the relative error of the KL, which is clipped to 20%, towards cfg.kl_target.
+
+    Args:
+        kl_coef: The coefficient of the finished step.
+        measured_kl: The mean KL of its tokens, in nats. Where it is not finite, kl_coef stays as it is.
+        cfg: The settings of the algorithm; kl_target = 0 switches this off.
+
+    Returns:
+        The coefficient of the next step.
+
+    Source:
+        Ziegler et al., arXiv 1909.08593, section 2.2.
     """
     if not cfg.kl_target or not math.isfinite(measured_kl):
         return kl_coef

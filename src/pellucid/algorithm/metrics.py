@@ -1,10 +1,10 @@
-"""The metrics of a step: sums over tokens that become means over all processes, and the time of each stage."""
+"""The metrics of a step: means over the tokens of all processes, times of the stages, and effects of techniques."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,17 @@ from torch import Tensor
 
 from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.types import Group
 
 LAST_VALUE_METRICS, SUMMED_METRICS = ("lr", "loss_scale"), ("skipped", "skipped/overflow", "idle")
-"""Metrics of optimizer steps: of several, the last value is kept of the former, the sum of the latter."""
+"""Metrics of optimizer steps. A training step reports the last value of the former and the sum of the latter."""
+MIN_VISIBLE_CHANGE = 0.01
+"""The smallest change of an advantage, or of a token's factor in the gradient, that counts. Advantages are around 1."""
+INERT_AFTER_STEPS = 5
+"""The number of steps after which a technique that has changed nothing is called inert."""
+
+
+# ---------------------------------------------------------------- means of a step, and times
 
 
 class MetricTotals:
@@ -27,33 +35,30 @@ class MetricTotals:
         self.gap_max = 0.0
 
     def add_tokens(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add metrics, each [N] of the N tokens that it speaks of. `loss` holds the share of each token in a sum."""
-        there = {name: value for name, value in metrics.items() if len(value)}
-        for name, value in there.items():
+        """Add metrics, each [N] of the N tokens that it is about. `loss` holds the share of each token in a sum."""
+        nonempty = {name: value for name, value in metrics.items() if len(value)}
+        for name, value in nonempty.items():
             self.sums[name] += float(value.sum())
             self.counts[name] += len(value)
-        if "sampler/gap_mean" in there:
-            self.gap_max = max(self.gap_max, float(there["sampler/gap_mean"].max()))
+        if "sampler/gap_mean" in nonempty:
+            self.gap_max = max(self.gap_max, float(nonempty["sampler/gap_mean"].max()))
 
     def compute_means(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-        """The mean of each metric over all processes, whose lists `gather` joins."""
+        """Return the mean of each metric over all processes, whose lists `gather` joins."""
         sums, counts = sum_by_name(gather([self.sums])), sum_by_name(gather([self.counts]))
         loss, steps = sums.pop("loss"), len(self.step_metrics)
+        last = self.step_metrics[-1]
         return {name: value / counts[name] for name, value in sums.items()} | {
             "sampler/gap_max": max(gather([self.gap_max])),
-            "loss": loss / steps,  # already a weighted sum: adding up is its mean
+            "loss": loss / steps,  # a weighted sum over tokens: adding up is already its mean
             "grad_norm": sum(s["grad_norm"] for s in self.step_metrics) / steps,
-            **{name: self.step_metrics[-1][name] for name in LAST_VALUE_METRICS if name in self.step_metrics[-1]},
-            **{
-                name: sum(s[name] for s in self.step_metrics)
-                for name in SUMMED_METRICS
-                if name in self.step_metrics[-1]
-            },
+            **{name: last[name] for name in LAST_VALUE_METRICS if name in last},
+            **{name: sum(s[name] for s in self.step_metrics) for name in SUMMED_METRICS if name in last},
         }
 
 
 def sum_by_name(shares: list[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the sums of all processes by name; a process without prefixes has none for them."""
+    """Add up the sums of all processes by name. A process without prefixes has none of their metrics."""
     names = dict.fromkeys(name for share in shares for name in share)
     return {name: sum(share.get(name, 0.0) for share in shares) for name in names}
 
@@ -64,48 +69,74 @@ class StageClock:
     def __init__(self) -> None:
         self.start = self.last_lap = time.perf_counter()
         self.laps: dict[str, float] = {}
+        self.sampling_seconds: float | None = None
+        """How long the rollouts of the next step were generated beside this one; None where that is not done."""
 
     def record_lap(self, name: str) -> None:
+        """Add the time since the last lap to the lap of this name."""
         before, self.last_lap = self.last_lap, time.perf_counter()
         self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + self.last_lap - before
 
     def get_times(self) -> dict[str, float]:
-        return {**self.laps, "time/step": self.last_lap - self.start}
+        """Return the seconds of each lap and of the step.
+
+        Where rollouts are generated beside training, also the shares of the step in which training waits for them, and
+        in which none are generated.
+        """
+        seconds = self.last_lap - self.start
+        times = {**self.laps, "time/step": seconds}
+        if self.sampling_seconds is None:
+            return times
+        waiting, idle = self.laps["time/generate"], max(0.0, seconds - self.sampling_seconds)
+        shares = {"time/bubble_training": waiting / seconds, "time/bubble_sampling": idle / seconds}
+        return {"time/reward": 0.0, **times, **shares}
 
 
-# ---------------------------------------------------------------- diagnostics
-# Whether a technique did anything: the share of advantages, tokens or groups that it changed.
-#
-# A switch that is on and changes nothing teaches a study nothing: `effect/*` of metrics.jsonl, and `known_inert` before
-# training, say so.
+def compute_sampling_metrics(groups: Sequence[Group], zero_variance: int) -> dict[str, float]:
+    """Return metrics of dynamic sampling: how many groups were generated, and the tokens of all their sequences.
+
+    Args:
+        groups: All groups that were generated.
+        zero_variance: How many of them have no signal.
+    """
+    tokens = sum(s.length for group in groups for c in group.completions for s in (c, *c.branches))
+    return {"groups/drawn": len(groups), "groups/drawn_dead": zero_variance / len(groups), "tokens": float(tokens)}
 
 
-MIN_VISIBLE_CHANGE = 0.01
-"""A change of an advantage, or of a token's factor in the gradient, that counts: advantages are of the order of 1."""
-INERT_AFTER_STEPS = 5
-"""Steps after which a technique that has changed nothing is called inert."""
+# ---------------------------------------------------------------- effects: the share that a technique changed
+# A technique that is on and changes nothing teaches a study nothing. `effect/*` in metrics.jsonl shows that, and
+# `find_inert_settings` says it before training.
 
 
 def compute_advantage_effects(grades: Grades, shaped: Tensor, advantages: Tensor, cfg: GRPOConfig) -> dict[str, float]:
-    """Shares of [P, G] advantages: by shaped rewards, and by another comparison than (r - mean) / std."""
-    shares = {}
+    """Return the shares of advantages that were changed by reward shaping, and by another comparison than "grpo".
+
+    Args:
+        grades: The grades of a step.
+        shaped: [P, G] rewards after shaping.
+        advantages: [P, G] as they are trained on.
+        cfg: The settings of the algorithm.
+    """
+    effects = {}
     if has_reward_shaping(cfg):
-        shares["effect/shaping"] = compute_changed_share(
-            advantages - compute_advantages_from_grades(grades, grades.rewards, cfg)
-        )
+        unshaped = compute_advantages_from_grades(grades, grades.rewards, cfg)
+        effects["effect/shaping"] = compute_changed_share(advantages - unshaped)
     if cfg.advantage != "grpo":
-        shares["effect/advantage"] = compute_changed_share(
-            advantages - compute_advantages_from_grades(grades, shaped, replace(cfg, advantage="grpo"))
-        )
-    return shares
+        plain = compute_advantages_from_grades(grades, shaped, replace(cfg, advantage="grpo"))
+        effects["effect/advantage"] = compute_changed_share(advantages - plain)
+    return effects
 
 
 def has_reward_shaping(cfg: GRPOConfig) -> bool:
     return cfg.similarity != "none" or cfg.overlong_cache > 0 or (cfg.kl_coef > 0 and cfg.kl_in == "raw_reward")
 
 
+def compute_changed_share(difference: Tensor) -> float:
+    return float((difference.abs() > MIN_VISIBLE_CHANGE).double().mean())
+
+
 def compute_kl_penalty_effect(penalty: Tensor | float, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-    """The share of advantages that KL in the reward changed."""
+    """Return the share of advantages that the KL in the reward changed; empty where advantages pay for no KL."""
     if not isinstance(penalty, Tensor):
         return {}
     changed = gather((penalty.abs() > MIN_VISIBLE_CHANGE).flatten().tolist())
@@ -115,10 +146,10 @@ def compute_kl_penalty_effect(penalty: Tensor | float, gather: Callable[[list[An
 def compute_kl_loss_effect(
     logprobs: Tensor, ref_logprobs: Tensor | None, exact_kl: Tensor | None, cfg: GRPOConfig
 ) -> dict[str, Tensor]:
-    """[B, T]: tokens that the KL in the loss weighs by more than LEAST.
+    """Return the tokens [B, T] whose factor in the gradient of the KL in the loss is above MIN_VISIBLE_CHANGE.
 
-    The factor of a token in the gradient of k2 is kl_coef * |log pi - log ref|, in that of k3 the same to first order.
-    The exact KL knows no token: there kl_coef * sqrt(2 KL) is its size, KL being half its mean square to second order.
+    The factor of a token in the gradient of k2 is kl_coef |log(pi / ref)|, and that of k3 is the same to first order.
+    The exact KL has no factor per token. There it is kl_coef sqrt(2 KL), the root mean square to second order.
     """
     if cfg.kl_in != "loss":
         return {}
@@ -128,15 +159,11 @@ def compute_kl_loss_effect(
     return {"effect/kl": cfg.kl_coef * (logprobs - ref_logprobs).abs() > MIN_VISIBLE_CHANGE}
 
 
-def compute_changed_share(difference: Tensor) -> float:
-    return float((difference.abs() > MIN_VISIBLE_CHANGE).double().mean())
-
-
-# ---------------------------------------------------------------- what is known to change nothing
+# ---------------------------------------------------------------- settings that change nothing
 
 
 def find_inert_settings(cfg: GRPOConfig) -> list[str]:
-    """A line for each switch that cannot do anything in this setting, with what would let it."""
+    """Return a line for each setting that cannot have an effect beside the others, with what would give it one."""
     lines = []
     if not cfg.is_off_policy and (cfg.objective == "dcpo" or cfg.clip_difficulty or cfg.dual_clip):
         lines.append(
@@ -151,29 +178,30 @@ def find_inert_settings(cfg: GRPOConfig) -> list[str]:
 
 
 class InertSettingWatcher:
-    """Says once of each `effect/*` that it was 0 in the first WATCHED steps, and of prefixes that there were none."""
+    """Reports each `effect/*` that stayed 0 in the first INERT_AFTER_STEPS steps, and prefixes that never came."""
 
     def __init__(self, cfg: GRPOConfig) -> None:
         self.inert_metrics = {"prefix/nll"} if cfg.prefix_coef else set[str]()
         self.step_count = 0
 
     def observe_step(self, metrics: Mapping[str, float]) -> list[str]:
-        """The lines that a step gives occasion for."""
+        """Return the lines to show after this step."""
         if self.step_count == 0:
             self.inert_metrics |= {name for name in metrics if name.startswith("effect/") or name == "prefix/share"}
             self.inert_metrics -= {"prefix/nll"} if "prefix/share" in self.inert_metrics else set()
         self.inert_metrics -= {name for name, value in metrics.items() if value}
         self.step_count += 1
-        return (
-            [describe_inert_metric(name) for name in sorted(self.inert_metrics)]
-            if self.step_count == INERT_AFTER_STEPS
-            else []
-        )
+        if self.step_count != INERT_AFTER_STEPS:
+            return []
+        return [describe_inert_metric(name) for name in sorted(self.inert_metrics)]
 
 
 def describe_inert_metric(name: str) -> str:
     if name == "prefix/nll":
         return 'algorithm.prefix_coef is inert: no prompt had a prefix; [task] name = "prefixed" gives them'
     if name == "prefix/share":
-        return f"no question had a prefix in {INERT_AFTER_STEPS} steps: task.file is of other questions, or of another task.seed"
+        return (
+            f"no question had a prefix in {INERT_AFTER_STEPS} steps: task.file is of other questions, or of another"
+            " task.seed"
+        )
     return f"{name} was 0 in {INERT_AFTER_STEPS} steps: what it measures does nothing in this setting"

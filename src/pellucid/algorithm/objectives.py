@@ -1,11 +1,11 @@
-"""Objectives: what is maximised for each response token, and where its clip acts; and how tokens add up.
+"""Objectives: what is maximized for each response token, where its clip acts, and how tokens add up to a loss.
 
-An objective is one function, `objective(tokens, cfg) -> Outcome`, that says all there is to say of it: the value, the
-ratio that it is made of, and the tokens whose gradient its clip takes. What it says off the mask is not read. One whose
-ratio belongs to the whole response gives its value to each token: with aggregate = "sequence" every response then
-counts once. `algorithm.objective = "file.py:function"` is one of the user's own; it may return the value alone.
+An objective is one function, `objective(tokens, cfg) -> ObjectiveOutput`. Its output holds the value, the ratio that it
+is made of, and the tokens whose gradient the clip removes. Values off the mask are ignored. An objective whose ratio
+belongs to the whole response gives its value to each token; with aggregate = "sequence" every response then counts
+once. `algorithm.objective = "file.py:function"` names one of the user's own, which may return the value alone.
 
-Shapes: B responses, T tokens.
+Shapes: B responses, T tokens. Notation: A is the advantage of a token, ratio = pi / pi_old, sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.utils.plugins import load_function
 
 MAX_LOG_RATIO = 20.0
-"""exp() of a larger log-ratio says nothing but overflow."""
+"""The largest log-ratio that is exponentiated: beyond it the ratio is nothing but overflow."""
 
 
 class ObjectiveInputs(NamedTuple):
-    """What an objective is made from."""
+    """The inputs of an objective."""
 
     logprobs: Tensor
-    """[B, T] under the policy, with gradient; nats."""
+    """[B, T] under the policy, with gradient, in nats."""
     old_logprobs: Tensor
-    """[B, T] under the policy that the rollouts came from."""
+    """[B, T] under the policy at the start of the update."""
     advantages: Tensor
     """[B, T]"""
     mask: Tensor
     """[B, T] bool: tokens that the policy sampled."""
     clip_high: Tensor | None = None
-    """[B, 1] of each row, where the difficulty of its prompt sets it."""
+    """[B, 1] clip_high of each row, where the difficulty of its prompt sets it."""
 
 
 RatioBounds = tuple[Tensor, Tensor]
-"""The lowest and the highest ratio of a trust region."""
+"""The lowest and the highest ratio of a trust region, each [] or [B, T]."""
 
 
 class ObjectiveOutput(NamedTuple):
-    """What an objective comes to, [B, T] each, or [B, 1] where that is the same for a whole response."""
+    """What an objective computes: [B, T] each, or [B, 1] where a response has one value."""
 
     value: Tensor
-    """What is maximised, with gradient."""
+    """What is maximized, with gradient."""
     log_ratio: Tensor
-    """log(pi / pi_old), of the token or of the response, whichever the objective goes by."""
+    """log(pi / pi_old) of the token or of its response, whichever the objective uses."""
     clipped_low: Tensor | None = None
-    """bool: the gradient is gone because the ratio is too low; None where nothing is clipped."""
+    """bool: the gradient is 0 because the ratio is too low. None where the objective does not clip."""
     clipped_high: Tensor | None = None
-    """bool: ... because it is too high."""
+    """bool: the gradient is 0 because the ratio is too high."""
     clip_changed: Tensor | None = None
-    """bool: bounds that are not the fixed ones decided otherwise than those would have."""
+    """bool: the bounds of this token decide otherwise than 1 - clip_low and 1 + clip_high would."""
     bounds: RatioBounds | None = None
-    """What `below` and `above` compare the ratio with."""
+    """What `clipped_low` and `clipped_high` compare the ratio with."""
 
 
 ObjectiveFunction = Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput]
@@ -66,53 +66,98 @@ ObjectiveFunction = Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput]
 
 
 def ppo_clip(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """min(A ratio, A clip(ratio)) (PPO, arXiv 1707.06347, equation 7): no gain beyond the trust region.
+    """min(A ratio, A clip(ratio, 1 - clip_low, 1 + clip_high)): no gain beyond the trust region.
 
-    Where the rows have upper bounds of their own, those.
+    Rows that have their own clip_high use that instead.
+
+    Returns:
+        A value [B, T], with a ratio per token.
+
+    Source:
+        PPO, arXiv 1707.06347, equation 7. Separate bounds: DAPO, arXiv 2503.14476, section 3.1.
     """
     fixed, log_ratio = compute_fixed_bounds(tokens, cfg), compute_log_ratio(tokens)
     if tokens.clip_high is None:
         return compute_clipped_surrogate(tokens, log_ratio, fixed, cfg)
-    own = fixed[0], 1 + tokens.clip_high.to(tokens.old_logprobs)
-    return compute_clipped_surrogate(tokens, log_ratio, own, cfg, fixed)
+    bounds = fixed[0], 1 + tokens.clip_high.to(tokens.old_logprobs)
+    return compute_clipped_surrogate(tokens, log_ratio, bounds, cfg, fixed)
 
 
 def importance_weighted(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A pi / pi_old: no trust region."""
+    """A ratio, without a trust region.
+
+    Returns:
+        A value [B, T], with a ratio per token.
+
+    Source:
+        PPO, arXiv 1707.06347, equation 6.
+    """
     log_ratio = compute_log_ratio(tokens)
     return ObjectiveOutput(tokens.advantages * clamp_log_ratio(log_ratio).exp(), log_ratio)
 
 
 def reinforce(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A log pi: REINFORCE with the group as baseline."""
+    """A log pi. It has no ratio, so it is for one optimizer step on each set of rollouts.
+
+    Returns:
+        A value [B, T].
+
+    Source:
+        REINFORCE, R. J. Williams (1992).
+    """
     return ObjectiveOutput(tokens.advantages * tokens.logprobs, compute_log_ratio(tokens))
 
 
 def dcpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """`ppo_clip` between bounds that the old probability of a token sets (DCPO, arXiv 2509.02333)."""
+    """`ppo_clip` with bounds that depend on the old probability of a token, `compute_probability_bounds`.
+
+    Returns:
+        A value [B, T], with a ratio per token.
+
+    Source:
+        DCPO, arXiv 2509.02333.
+    """
     bounds = compute_probability_bounds(tokens.old_logprobs, cfg)
     return compute_clipped_surrogate(tokens, compute_log_ratio(tokens), bounds, cfg, compute_fixed_bounds(tokens, cfg))
 
 
 def gspo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """`ppo_clip` with one ratio a response, exp(mean of its log-ratios) (GSPO, arXiv 2507.18071, equations 5 to 7)."""
-    mean = average_over_response(compute_log_ratio(tokens), tokens.mask)
-    return compute_clipped_surrogate(average_response_advantages(tokens), mean, compute_fixed_bounds(tokens, cfg), cfg)
+    """`ppo_clip` with one ratio per response, exp(mean of the log-ratios of its tokens).
+
+    Returns:
+        A value [B, T], the same for all tokens of a response; the ratio is [B, 1].
+
+    Source:
+        GSPO, arXiv 2507.18071, equations 5 to 7.
+    """
+    log_ratio = average_over_response(compute_log_ratio(tokens), tokens.mask)
+    bounds = compute_fixed_bounds(tokens, cfg)
+    return compute_clipped_surrogate(average_response_advantages(tokens), log_ratio, bounds, cfg)
 
 
 def gspo_token(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """`gspo`'s value and clip, each token with its own gradient: sg[s] pi / sg[pi] (arXiv 2507.18071, equation 14)."""
-    of_response = gspo(tokens, cfg)
-    ratio = clamp_log_ratio(of_response.log_ratio).exp().detach() * (tokens.logprobs - tokens.logprobs.detach()).exp()
-    return of_response._replace(
-        value=compute_clipped_value(ratio, tokens.advantages, compute_fixed_bounds(tokens, cfg), cfg)
-    )
+    """`gspo` in value and clip, with a gradient per token: the ratio is sg[ratio of the response] pi / sg[pi].
+
+    Returns:
+        A value [B, T]; the ratio is [B, 1].
+
+    Source:
+        GSPO, arXiv 2507.18071, equation 14.
+    """
+    output = gspo(tokens, cfg)
+    ratio = clamp_log_ratio(output.log_ratio).exp().detach() * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    value = compute_clipped_value(ratio, tokens.advantages, compute_fixed_bounds(tokens, cfg), cfg)
+    return output._replace(value=value)
 
 
 def cispo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """sg[min(ratio, 1 + clip_high)] A log pi (MiniMax-M1, arXiv 2506.13585): clips weights, never gradients.
+    """sg[min(ratio, 1 + clip_high)] A log pi: it clips the weight of a token, never its gradient.
 
-    `above` is where a weight was held, whatever the sign of A.
+    Returns:
+        A value [B, T], with a ratio per token. `clipped_high` marks weights that were clipped, at any sign of A.
+
+    Source:
+        CISPO, MiniMax-M1, arXiv 2506.13585.
     """
     log_ratio, (_, high) = compute_log_ratio(tokens), compute_fixed_bounds(tokens, cfg)
     ratio = clamp_log_ratio(log_ratio).exp()
@@ -121,27 +166,39 @@ def cispo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
 
 def sapo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A 4/t sigmoid(t (ratio - 1)) (SAPO, arXiv 2511.20347): a soft gate, t by the sign of A."""
+    """A (4 / t) sigmoid(t (ratio - 1)): a soft gate. The temperature t = cfg.soft_temperature depends on the sign of A.
+
+    Returns:
+        A value [B, T], with a ratio per token.
+
+    Source:
+        SAPO, arXiv 2511.20347.
+    """
     positive, negative = (tokens.logprobs.new_tensor(t) for t in cfg.soft_temperature)
     t, log_ratio = torch.where(tokens.advantages > 0, positive, negative), compute_log_ratio(tokens)
-    return ObjectiveOutput(
-        tokens.advantages * 4 / t * torch.sigmoid(t * (clamp_log_ratio(log_ratio).exp() - 1)), log_ratio
-    )
+    gate = torch.sigmoid(t * (clamp_log_ratio(log_ratio).exp() - 1))
+    return ObjectiveOutput(tokens.advantages * 4 / t * gate, log_ratio)
 
 
 def gmpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A exp(mean of clipped log-ratios) (GMPO, arXiv 2507.20673): the geometric mean mutes a token far out.
+    """A exp(mean of clipped log-ratios): in a geometric mean, a token that is far out counts less.
 
-    Clipped in log-space, each token on the side where the sign of A would lead it further out; 0.4 is the paper's.
+    Log-ratios are clipped to [-clip_low, clip_high], each on the side to which the sign of A would move it further. The
+    paper sets both to 0.4.
+
+    Returns:
+        A value [B, T], the same for all tokens of a response, with a ratio per token.
+
+    Source:
+        GMPO, arXiv 2507.20673.
     """
     log_ratio, advantages = compute_log_ratio(tokens), average_response_advantages(tokens).advantages
     low, high = clamp_log_ratio(log_ratio).clamp(min=-cfg.clip_low), clamp_log_ratio(log_ratio).clamp(max=cfg.clip_high)
-    held = torch.where(advantages > 0, high, low)
-    value = (advantages * average_over_response(held, tokens.mask).exp()).expand(tokens.mask.shape)
+    clipped = torch.where(advantages > 0, high, low)
+    value = (advantages * average_over_response(clipped, tokens.mask).exp()).expand(tokens.mask.shape)
     bounds = log_ratio.new_tensor(-cfg.clip_low).exp(), log_ratio.new_tensor(cfg.clip_high).exp()
-    return ObjectiveOutput(
-        value, log_ratio, *find_clipped_tokens(clamp_log_ratio(log_ratio).exp(), advantages, bounds), bounds=bounds
-    )
+    clips = find_clipped_tokens(clamp_log_ratio(log_ratio).exp(), advantages, bounds)
+    return ObjectiveOutput(value, log_ratio, *clips, bounds=bounds)
 
 
 OBJECTIVES: dict[str, ObjectiveFunction] = {
@@ -158,48 +215,53 @@ OBJECTIVES: dict[str, ObjectiveFunction] = {
 
 
 def get_objective_function(name: str) -> ObjectiveFunction:
-    """One of OBJECTIVES, or the user's own; UserError where `file.py:function` leads to none."""
+    """Return a function of OBJECTIVES, or the user's own.
+
+    Raises:
+        UserError: If `name` is "file.py:function" and there is no such function.
+    """
     return OBJECTIVES[name] if name in OBJECTIVES else wrap_custom_objective(load_function(name, "objective"))
 
 
 def wrap_custom_objective(
     function: Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput | Tensor],
 ) -> ObjectiveFunction:
-    """An objective whose function may return its value alone."""
+    """Return an objective from a function that may return its value alone."""
 
     def objective(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-        found = function(tokens, cfg)
-        return found if isinstance(found, ObjectiveOutput) else ObjectiveOutput(found, compute_log_ratio(tokens))
+        output = function(tokens, cfg)
+        return output if isinstance(output, ObjectiveOutput) else ObjectiveOutput(output, compute_log_ratio(tokens))
 
     return objective
 
 
-# ---------------------------------------------------------------- ratios, and the bounds that they are clipped to
+# ---------------------------------------------------------------- ratios and their bounds
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """To where its exponential is finite in every dtype."""
+    """Clamp a log-ratio to where its exponential is useful, within MAX_LOG_RATIO."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def compute_log_ratio(tokens: ObjectiveInputs) -> Tensor:
-    """log(pi / pi_old), [B, T]."""
+    """log(pi / pi_old). [B, T]"""
     return tokens.logprobs - tokens.old_logprobs
 
 
 def compute_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """pi / pi_old, [B, T]."""
+    """pi / pi_old. [B, T]"""
     return clamp_log_ratio(logprobs - old_logprobs).exp()
 
 
 def average_over_response(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] -> [B, 1]: the mean over the tokens of each response."""
+    """Mean of x [B, T] over the tokens of each response. [B, 1]"""
     return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def average_response_advantages(tokens: ObjectiveInputs) -> ObjectiveInputs:
-    """With one advantage a response, [B, 1]: their mean, by way of what they are from the first, so that equal ones are
-    their mean to the bit.
+    """Replace the advantages of the tokens of a response by their mean, [B, 1].
+
+    The mean is taken of the differences from the first one, so that the mean of equal advantages has the same bits.
     """
     advantages = tokens.advantages.expand(tokens.mask.shape)
     first = advantages.gather(-1, tokens.mask.byte().argmax(-1, keepdim=True))
@@ -209,21 +271,33 @@ def average_response_advantages(tokens: ObjectiveInputs) -> ObjectiveInputs:
 def compute_clipped_surrogate(
     tokens: ObjectiveInputs, log_ratio: Tensor, bounds: RatioBounds, cfg: GRPOConfig, fixed: RatioBounds | None = None
 ) -> ObjectiveOutput:
-    """PPO's clipped surrogate for a log-ratio [B, T] or [B, 1]; `fixed` are the bounds that `bounds` stand for."""
+    """PPO's clipped surrogate.
+
+    Args:
+        tokens: The inputs of the objective.
+        log_ratio: [B, T], or [B, 1] for one ratio per response.
+        bounds: What the ratio is clipped to.
+        cfg: The settings of the algorithm.
+        fixed: The bounds that `bounds` replace, for the metric of what that changes.
+    """
     ratio, advantages = clamp_log_ratio(log_ratio).exp(), tokens.advantages
     value = compute_clipped_value(ratio, advantages, bounds, cfg).expand(tokens.mask.shape)
-    below, above = find_clipped_tokens(ratio.detach(), advantages, bounds)
-    moved = None
+    low, high = find_clipped_tokens(ratio.detach(), advantages, bounds)
+    changed = None
     if fixed is not None:
-        fixed_below, fixed_above = find_clipped_tokens(ratio.detach(), advantages, fixed)
-        moved = (below | above) != (fixed_below | fixed_above)
+        fixed_low, fixed_high = find_clipped_tokens(ratio.detach(), advantages, fixed)
+        changed = (low | high) != (fixed_low | fixed_high)
     if cfg.dual_clip:
-        above = above | ((ratio.detach() > cfg.dual_clip) & (advantages < 0))
-    return ObjectiveOutput(value, log_ratio, below, above, moved, bounds)
+        high = high | ((ratio.detach() > cfg.dual_clip) & (advantages < 0))
+    return ObjectiveOutput(value, log_ratio, low, high, changed, bounds)
 
 
 def compute_clipped_value(ratio: Tensor, advantages: Tensor, bounds: RatioBounds, cfg: GRPOConfig) -> Tensor:
-    """min(A ratio, A clip(ratio)), with cfg.dual_clip at least dual_clip * A where A < 0 (arXiv 1912.09729, eq. 5)."""
+    """min(A ratio, A clip(ratio)); with cfg.dual_clip at least dual_clip A where A < 0.
+
+    Source:
+        Dual clip: arXiv 1912.09729, equation 5.
+    """
     value = torch.minimum(advantages * ratio, advantages * ratio.clamp(*bounds))
     if not cfg.dual_clip:
         return value
@@ -231,7 +305,7 @@ def compute_clipped_value(ratio: Tensor, advantages: Tensor, bounds: RatioBounds
 
 
 def find_clipped_tokens(ratio: Tensor, advantages: Tensor, bounds: RatioBounds) -> tuple[Tensor, Tensor]:
-    """Where the clip takes the gradient: ratio below the bounds and A < 0; ratio above them and A > 0."""
+    """Where the clip removes the gradient: the ratio is below the bounds and A < 0, or above them and A > 0."""
     low, high = bounds
     return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
@@ -242,9 +316,19 @@ def compute_fixed_bounds(tokens: ObjectiveInputs, cfg: GRPOConfig) -> RatioBound
 
 
 def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> RatioBounds:
-    """The solutions of |(r - 1) r| q = eps, q the old probability of the token: rare tokens may move further.
+    """The solutions r of |(r - 1) r| q = clip, q the old probability of the token: rare tokens may move further.
 
-    The lower bound is 1/2 where q <= 4 clip_low, the upper is capped at clip_cap.
+    The lower bound is 1/2 where q <= 4 clip_low; the upper bound is at most clip_cap.
+
+    Args:
+        old_logprobs: [B, T].
+        cfg: clip_low, clip_high and clip_cap.
+
+    Returns:
+        Two tensors [B, T].
+
+    Source:
+        DCPO, arXiv 2509.02333.
     """
     q = old_logprobs.exp()
     low = 0.5 + 0.5 * (1 - 4 * cfg.clip_low / q).clamp(min=0.0).sqrt()
@@ -253,46 +337,56 @@ def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> RatioBo
 
 
 def compute_clip_high_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[P, G] shares of right answers -> [P, G] clip_high: wider where a group is right less often than `mean`.
+    """clip_high times clip(1 + clip_difficulty (mean - share of right answers in the group), 0.5, 2).
 
-    A group of which nobody knows, all NaN, is as hard as the others.
+    Args:
+        correct: [P, G] 1 where an answer is right. A group of NaN counts as being as hard as the others.
+        mean: [] the share of right answers in the step.
+        cfg: clip_high and clip_difficulty.
+
+    Returns:
+        [P, G], wider bounds for harder prompts.
     """
-    harder = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
-    return (cfg.clip_high * (1 + cfg.clip_difficulty * harder).clamp(0.5, 2.0)).expand(correct.shape)
+    hardness = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
+    return (cfg.clip_high * (1 + cfg.clip_difficulty * hardness).clamp(0.5, 2.0)).expand(correct.shape)
 
 
-def compute_clip_metrics(outcome: ObjectiveOutput, mask: Tensor) -> dict[str, Tensor]:
-    """[B, T] each: the ratio, where its exponent had to be clamped, and where the clip acts.
+def compute_clip_metrics(output: ObjectiveOutput, mask: Tensor) -> dict[str, Tensor]:
+    """Metrics of the clip: the ratio, where its exponent was clamped, and where the clip acts. [B, T] each
 
-    effect/clip: where bounds that move with a token or a row decide otherwise than the fixed ones would.
+    `effect/clip` marks the tokens for which bounds of their own decide otherwise than the fixed ones.
     """
-    log_ratio = outcome.log_ratio.detach()
-    none = torch.zeros_like(mask)
+    log_ratio = output.log_ratio.detach()
+    nowhere = torch.zeros_like(mask)
     metrics = {
         "ratio/mean": clamp_log_ratio(log_ratio).exp(),
         "ratio/overflow": log_ratio.abs() > MAX_LOG_RATIO,
-        "clip/low": none if outcome.clipped_low is None else outcome.clipped_low,
-        "clip/high": none if outcome.clipped_high is None else outcome.clipped_high,
+        "clip/low": nowhere if output.clipped_low is None else output.clipped_low,
+        "clip/high": nowhere if output.clipped_high is None else output.clipped_high,
     }
-    metrics |= {} if outcome.clip_changed is None else {"effect/clip": outcome.clip_changed}
+    metrics |= {} if output.clip_changed is None else {"effect/clip": output.clip_changed}
     return {name: x.expand(mask.shape) for name, x in metrics.items()}
 
 
-# ---------------------------------------------------------------- aggregation: the weight of each token, [B, T]
-#
-# Arguments of an aggregate, counted over the minibatches of all processes:
-#   mask: [B, T] bool, the tokens that are trained.
-#   rollouts: [] how many rollouts have such a token. tokens: [] how many such tokens there are.
-#   lengths: [B, 1] the trained tokens of the rollout that each row belongs to. A rollout is one row unless an agent
-#       rewrote its history: then it has a row per sequence. None means that each row is a rollout.
+# ---------------------------------------------------------------- aggregation: the weight of each token
+# Each function takes counts over the minibatches of all processes and returns weights [B, T]:
+#   mask: [B, T] bool, the tokens that are trained on.
+#   rollouts: [], how many rollouts have such a token.
+#   tokens: [], how many such tokens there are.
+#   lengths: [B, 1], the trained tokens of the rollout of each row. A rollout has several rows where an agent rewrote
+#       its history. None means that each row is a rollout.
 
 
 def weigh_by_token(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
-    """Every token of the minibatch weighs the same (DAPO, arXiv 2503.14476, equation 8).
+    """1 / tokens: every token of the minibatch weighs the same. A rollout weighs as much as it has tokens.
 
-    A rollout weighs as much as it has tokens, in however many sequences.
+    Returns:
+        [B, T], adding up to 1.
+
+    Source:
+        DAPO, arXiv 2503.14476, equation 8.
     """
     return mask / tokens
 
@@ -300,9 +394,15 @@ def weigh_by_token(
 def weigh_by_sequence(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
-    """Every rollout weighs the same, and its tokens share that (DeepSeekMath): short ones speak louder per token.
+    """1 / (rollouts * length): every rollout weighs the same, so a token of a short one weighs more.
 
-    The tokens of all sequences of a rollout share one weight.
+    All sequences of a rollout share its weight.
+
+    Returns:
+        [B, T], adding up to 1.
+
+    Source:
+        DeepSeekMath, arXiv 2402.03300, equation 3.
     """
     lengths = mask.sum(-1, keepdim=True) if lengths is None else lengths
     return mask / lengths.clamp(min=1) / rollouts
@@ -311,7 +411,14 @@ def weigh_by_sequence(
 def weigh_by_constant(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
-    """Every token weighs 1 / (N L), N rollouts and L a constant, whatever the lengths (Dr. GRPO): no length bias."""
+    """1 / (rollouts * L), L the constant cfg.constant_divisor: no bias by length.
+
+    Returns:
+        [B, T], adding up to mean length / L.
+
+    Source:
+        Dr. GRPO, arXiv 2503.20783.
+    """
     return mask / (rollouts * cfg.constant_divisor)
 
 

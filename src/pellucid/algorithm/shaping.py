@@ -1,6 +1,6 @@
-"""What is done to rewards before they are compared, and to tokens before they are trained on. Pure functions.
+"""Shaping: what is done to rewards before they are compared, and to tokens before they are trained on.
 
-P prompts, G completions of each, B = P * G rows, T tokens, D hidden size.
+All functions are pure. Shapes: P prompts, G completions of each, B = P * G rows, T tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -11,53 +11,101 @@ from torch import Tensor
 
 from pellucid.algorithm.settings import GRPOConfig
 
-# ---------------------------------------------------------------- rewards: [P, G] -> [P, G]
+# ---------------------------------------------------------------- rewards
 
 
 def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     """(1 - mix) r + mix * sum over siblings of softmax(cosine / temperature) r: near a right answer is nearly right.
 
-    states: [P, G, D]. The group's mean is taken off first, since all answers to one prompt point the same way. A reward
-    moves by at most mix times the spread of its group. At a high temperature the map is affine, and `grpo` undoes it.
-    (mathgrpo's `similarity`, centred and averaged over tokens.)
+    The mean of the group is subtracted from the states first, since all answers to one prompt point the same way. A
+    reward moves by at most mix times the range of its group. At a high temperature the map is affine, which `grpo`
+    undoes.
+
+    Args:
+        rewards: [P, G].
+        states: [P, G, D] hidden states, averaged over each response.
+        cfg: similarity_mix and similarity_temperature.
+
+    Returns:
+        [P, G].
+
+    Source:
+        mathgrpo's `similarity`, here centered and averaged over tokens.
     """
     unit = F.normalize(states.double() - states.double().mean(1, keepdim=True), dim=-1)
-    itself = torch.eye(rewards.shape[-1], dtype=torch.bool, device=rewards.device)
-    share = (unit @ unit.mT / cfg.similarity_temperature).masked_fill(itself, -torch.inf).softmax(-1)  # [P, G, G]
-    neighbours = (share @ rewards[:, :, None])[:, :, 0]
-    return (1 - cfg.similarity_mix) * rewards + cfg.similarity_mix * neighbours
+    is_itself = torch.eye(rewards.shape[-1], dtype=torch.bool, device=rewards.device)
+    share = (unit @ unit.mT / cfg.similarity_temperature).masked_fill(is_itself, -torch.inf).softmax(-1)  # [P, G, G]
+    neighbors = (share @ rewards[:, :, None])[:, :, 0]
+    return (1 - cfg.similarity_mix) * rewards + cfg.similarity_mix * neighbors
 
 
 def discount_similar_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
-    """r / sum over the group, itself included, of max(cosine, 0) (DRA-GRPO, arXiv 2505.09655): the common counts less.
+    """r / sum over the group, itself included, of max(cosine, 0): common answers count less.
 
-    What is above the group's lowest reward is divided, so that a negative reward is not mended by being common.
+    Only what is above the lowest reward of the group is divided, since dividing a negative reward would raise it.
+
+    Args:
+        rewards: [P, G].
+        states: [P, G, D] hidden states, averaged over each response.
+        cfg: Not used.
+
+    Returns:
+        [P, G].
+
+    Source:
+        DRA-GRPO, arXiv 2505.09655.
     """
     unit = F.normalize(states.double(), dim=-1)
-    alike = (unit @ unit.mT).clamp(min=0.0).sum(-1)
-    floor = rewards.amin(-1, keepdim=True)
-    return floor + (rewards - floor) / alike.clamp(min=1.0)
+    similarity = (unit @ unit.mT).clamp(min=0.0).sum(-1)
+    lowest = rewards.amin(-1, keepdim=True)
+    return lowest + (rewards - lowest) / similarity.clamp(min=1.0)
 
 
 SIMILARITY_SHAPERS = {"smooth": smooth_rewards, "diversity": discount_similar_rewards}
 
 
 def penalize_overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Less 0 to 1 over the last overlong_cache tokens before max_length (DAPO, arXiv 2503.14476, equation 13)."""
+    """r - clip((length - (max_length - overlong_cache)) / overlong_cache, 0, 1).
+
+    The penalty rises from 0 to 1 over the last overlong_cache tokens before max_length.
+
+    Args:
+        rewards: [P, G].
+        lengths: [P, G] in tokens.
+        cfg: overlong_cache, 0 for no penalty, and max_length.
+
+    Returns:
+        [P, G].
+
+    Source:
+        DAPO, arXiv 2503.14476, equation 13.
+    """
     if not cfg.overlong_cache:
         return rewards
     start = cfg.required_max_length - cfg.overlong_cache
     return rewards - ((lengths - start) / cfg.overlong_cache).clamp(0.0, 1.0)
 
 
-# ---------------------------------------------------------------- tokens: [B, T]
+# ---------------------------------------------------------------- tokens
 
 
 def compute_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[B, T] weights that make up for the sampler's arithmetic, w = pi_old / pi_sampler.
+    """Compute weights for a sampler that computes otherwise than the policy, from w = pi_old / pi_sampler.
 
-    token: min(w, cap) (truncated importance sampling, Yao et al. 2025). sequence: the product over the response, or 0
-    above the cap. geometric: 1, or 0 where the mean over the response is out of [1 / cap, cap].
+    "token" is min(w, cap). "sequence" is the product of w over the response, or 0 where it is above the cap.
+    "geometric" is 1, or 0 where the geometric mean of w over the response is outside [1 / cap, cap].
+
+    Args:
+        old_logprobs: [B, T] under the policy at the start of the update.
+        sampler_logprobs: [B, T] as the sampler computed them.
+        mask: [B, T] bool, the sampled tokens.
+        cfg: correction and correction_cap.
+
+    Returns:
+        [B, T]; 1 for correction = "none".
+
+    Source:
+        Truncated importance sampling, F. Yao et al. (2025).
     """
     gap = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
     if cfg.correction == "none":
@@ -73,11 +121,22 @@ def compute_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, m
 
 
 def find_corrected_tokens(weights: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Where the correction took something away: a weight held at the cap, or a response left out."""
+    """Find the tokens [B, T] whose importance weight [B, T] was capped, or whose response was left out."""
     return weights >= cfg.correction_cap if cfg.correction == "token" else weights == 0
 
 
 def find_entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """The lowest of the highest `share` of all entropies, [N] -> []; tokens from there on are trained on."""
+    """Find the lowest of the highest entropies; tokens from there on are trained on.
+
+    Args:
+        entropy: [N] of all tokens, in nats.
+        share: The share of tokens to train on, above 0.
+
+    Returns:
+        [].
+
+    Source:
+        arXiv 2506.01939.
+    """
     count = max(1, round(share * len(entropy)))
     return entropy.topk(count).values[-1]

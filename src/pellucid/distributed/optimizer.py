@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from pellucid.models.linear import CastWeights, copy_to_cpu
-from pellucid.models.native import KernelUnavailableError, call_kernel, load_library
+from pellucid.models.native import add_self_check, call_kernel, load_library
 
 
 class OffloadedAdamW(Optimizer):
@@ -78,11 +77,9 @@ class OffloadedAdamW(Optimizer):
         return state
 
 
-# ---------------------------------------------------------------- one_pass
-# AdamW in one pass over memory on the CPU, in C++ (models/cpp/optimizer.cpp): torch needs another to clip gradients,
-# and one to cast weights that are computed with in bf16.
-#
-# Each process tries it once, on small tensors: it is used where it has torch's bits, and torch's elsewhere.
+# ---------------------------------------------------------------- AdamW in one pass
+# AdamW in one pass over memory on the CPU, in C++ (models/cpp/optimizer.cpp). PyTorch needs another pass to clip
+# gradients, and one to cast weights that are computed with in bf16.
 
 
 VECTOR_ELEMENTS = 16
@@ -189,7 +186,7 @@ def run_optimizer_kernel(name: str, parameters: Sequence[ParameterStruct], outpu
 
 
 def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
-    """Whether such parameters are stepped here, to torch's bits: whole ones, in fp32 on the CPU."""
+    """Return whether OnePassAdamW takes these parameters, with torch's bits: unsharded ones in fp32 on the CPU."""
     found = {
         (p.device.type, p.dtype, p.is_contiguous(), p.numel() % VECTOR_ELEMENTS, isinstance(p, DTensor))
         for p in parameters
@@ -197,43 +194,42 @@ def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
     return found <= {("cpu", torch.float32, True, 0, False)} and is_one_pass_available()
 
 
-@functools.cache
 def is_one_pass_available() -> bool:
-    """Whether there is a library, and it has torch's bits."""
-    try:
-        load_library()
-    except (KernelUnavailableError, OSError):
-        return False
-    return passes_self_check()
+    """Return whether there is a library whose steps have torch's bits."""
+    return load_one_pass()[0] is not None
 
 
-# ---------------------------------------------------------------- the trial
-
-
-def passes_self_check() -> bool:
-    """Of two steps, the first of which is clipped."""
-    ours, theirs = make_self_check_module(), make_self_check_module()
-    casts = CastWeights([(ours, "matrix")], torch.bfloat16)
-    one = OnePassAdamW(ours.parameters(), 0.1, weight_decay=0.1, cast_weights=[casts])
-    other = AdamW(theirs.parameters(), 0.1, weight_decay=0.1, fused=True)
+def compare_optimizers(optimizer: type[OnePassAdamW]) -> Iterable[tuple[str, Any, Any]]:
+    """Take two steps, the first of which is clipped; see `add_self_check`."""
+    module, expected = make_self_check_module(), make_self_check_module()
+    casts = CastWeights([(module, "matrix")], torch.bfloat16)
+    ours = optimizer(module.parameters(), 0.1, weight_decay=0.1, cast_weights=[casts])
+    theirs = AdamW(expected.parameters(), 0.1, weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(1)
     for scale in (1.0, 0.001):
         copy = casts.get_cast_copy()
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for p, q in zip(module.parameters(), expected.parameters(), strict=True):
             p.grad = torch.randn(p.shape, generator=generator) * scale
             q.grad = p.grad.clone()
-        norms = one.clip_gradients(1.0), clip_grad_norm_(theirs.parameters(), 1.0)
-        one.step()
-        other.step()
-        pairs = [norms, (copy, ours.matrix.bfloat16()), *zip(ours.parameters(), theirs.parameters(), strict=True)]
-        if not all(torch.equal(*pair) for pair in pairs):
-            return False
-    return True
+        yield "gradient norm", ours.clip_gradients(1.0), clip_grad_norm_(expected.parameters(), 1.0)
+        ours.step()
+        theirs.step()
+        yield "AdamW", tuple(module.parameters()), tuple(expected.parameters())
+        yield "cast weights", copy, module.matrix.bfloat16()
 
 
 def make_self_check_module() -> Any:
-    """The parameters of the trial."""
+    """Return a module with the parameters of the self-check."""
     module, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
     for name, size in {"matrix": (48, 560), "vector": (48,)}.items():
         module.register_parameter(name, torch.nn.Parameter(torch.randn(size, generator=generator)))
     return module
+
+
+def list_optimizers() -> list[type[OnePassAdamW]]:
+    load_library()
+    return [OnePassAdamW]
+
+
+load_one_pass = add_self_check("AdamW", list_optimizers, compare_optimizers)
+"""Return OnePassAdamW, or None and the reason why it is not used."""

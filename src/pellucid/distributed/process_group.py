@@ -1,4 +1,8 @@
-"""The group of processes of a run: how it is joined and left, and what is said where one of them is gone."""
+"""Joins and leaves the process group of a run, and names the ranks that no longer answer.
+
+`ProcessGroup` is what evaluations and checkpoints need of it: `Runtime` implements it, and `SingleProcess` is a run
+without other processes.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import atexit
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,16 +25,48 @@ from accelerate.utils import broadcast_object_list
 from pellucid.types import StrandedError
 
 ROLL_CALL_TIMEOUT_SECONDS = 5.0
-"""Seconds in which those that are left say so, before the others are named."""
+"""The time in which the remaining processes answer a roll call. Ranks that do not are reported as missing."""
 STORE_RANK = 0
-"""The rank that keeps the store."""
+"""The rank that hosts the store."""
+
+
+class ProcessGroup(Protocol):
+    """The processes that share the work of a run."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes files."""
+        ...
+
+    def shard(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Return the share of this process."""
+        ...
+
+    def gather(self, items: Sequence[Any]) -> list[Any]:
+        """Return the items of all processes, on every process: the inverse of `shard`."""
+        ...
+
+
+class SingleProcess:
+    """A `ProcessGroup` of one process."""
+
+    is_main = True
+
+    def shard(self, items: Sequence[Any]) -> Sequence[Any]:
+        return items
+
+    def gather(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+
+SINGLE_PROCESS = SingleProcess()
 
 
 def join_process_group(device: torch.device, timeout_minutes: float) -> PartialState:
-    """Join the process group of the run, in which each waits `timeout` minutes for the others.
+    """Join the process group of the run, with a timeout for each collective operation.
 
-    It is left at exit, since an open group may abort a process that ends. On GPUs it has gloo besides, for what an
-    engine keeps in the memory of the host.
+    The group is left at exit, since an open group may abort a process that ends. On GPUs it also has gloo, for tensors
+    that an engine keeps in host memory.
     """
     if device.type == "cuda" and "WORLD_SIZE" in os.environ and not dist.is_initialized():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -41,16 +78,16 @@ def join_process_group(device: torch.device, timeout_minutes: float) -> PartialS
 
 
 def set_group_timeouts(minutes: float) -> None:
-    """In every group that there is, also in those that an engine made, whose timeouts are torch's own."""
+    """Set the timeout of all process groups, including those that an engine made with torch's default timeout."""
     if dist.is_available() and dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
 
 
 def leave_process_group(owner_pid: int) -> None:
-    """Leave the process group. Objects that still hold it are collected first: its threads may abort an exit.
+    """Leave the process group if this is the process that joined it, and not a fork of that process.
 
-    A fork of the process `owner`, which has joined it, leaves it open.
+    Objects that still refer to the group are collected first, since the threads of the group may abort an exit.
     """
     if os.getpid() == owner_pid and dist.is_available() and dist.is_initialized():
         gc.collect()
@@ -58,38 +95,39 @@ def leave_process_group(owner_pid: int) -> None:
 
 
 def broadcast_decision(decide: Callable[[], str], device: torch.device, timeout_minutes: float) -> str:
-    """The decision of the main process, in every process: each measures for itself, and measurements differ."""
+    """Return the decision of the main process in every process, since each would measure something else."""
     state = join_process_group(device, timeout_minutes)
     return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
 
 @contextmanager
 def detect_lost_processes(run_dir: Path) -> Iterator[None]:
-    """Raise StrandedError where another process is gone, or has not answered for runtime.timeout."""
+    """Raise StrandedError if another process has ended, or has not answered within runtime.timeout."""
     try:
         yield
     except RuntimeError as error:
-        # gloo has no class for it, but says where it was.
+        # gloo has no exception class of its own, but its messages name its source files.
         if not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
             raise
-        silent = ", ".join(map(str, find_missing_ranks())) or "unknown: the connection broke"
+        missing = ", ".join(map(str, find_missing_ranks())) or "unknown: the connection broke"
         raise StrandedError(
-            f"another process of this run has ended or does not answer (rank {silent}); what was saved is whole: go on"
+            f"another process of this run has ended or does not answer (rank {missing}); what was saved is whole: go on"
             f" with as many processes and --resume {run_dir}"
         ) from error
 
 
 def find_missing_ranks() -> list[int]:
-    """The ranks that do not answer a roll call, which is held over the store that started the group."""
-    found: list[list[int]] = []
-    # A store behind a cut cable does not even refuse: its calls never return.
-    call = Thread(target=lambda: found.append(call_roll()), daemon=True)
-    call.start()
-    call.join(ROLL_CALL_TIMEOUT_SECONDS + 1)
-    return found[0] if found else [STORE_RANK]
+    """Return the ranks that do not answer a roll call over the store that started the group."""
+    results: list[list[int]] = []
+    # If the network is down, calls to the store never return.
+    thread = Thread(target=lambda: results.append(call_roll()), daemon=True)
+    thread.start()
+    thread.join(ROLL_CALL_TIMEOUT_SECONDS + 1)
+    return results[0] if results else [STORE_RANK]
 
 
 def call_roll() -> list[int]:
+    """Announce this rank in the store, and return the ranks that do not announce themselves in time."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     others, end = set(range(dist.get_world_size())) - {rank}, time.monotonic() + ROLL_CALL_TIMEOUT_SECONDS
     try:

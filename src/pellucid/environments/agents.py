@@ -9,21 +9,19 @@ import asyncio
 import inspect
 import json
 import os
-import pickle
 import re
 import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pellucid.environments.worker import WorkerAnswer, await_result, replace_surrogates, seed_generators
-from pellucid.rewards import worker
-from pellucid.rewards.functions import InvalidRewardError, describe_error, validate_number
-from pellucid.utils.files import exit_if_forked
+from pellucid.environments.worker import WorkerAnswer, encode_worker_answer, replace_surrogates, seed_generators
+from pellucid.sandbox.values import InvalidResultError, describe_error, validate_number
+from pellucid.sandbox.worker import exit_forked_copies, exit_with_children, log_error, receive_request
 from pellucid.utils.plugins import import_extra, load_function
 
 PLACEHOLDER_API_KEY = "rollout"
@@ -82,26 +80,22 @@ class AgentRunner:
 
     def run(self, request: SolveRequest) -> WorkerAnswer:
         """Return what the agent says that its rollout was worth, or why it came to nothing."""
-        owner = os.getpid()
         seed_generators(request.seed)
         os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=PLACEHOLDER_API_KEY)
         for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK_HOST)))
         try:
-            value = (
-                self._call_function(request) if self._function else run_command(str(self._agent_spec.run), request.row)
-            )
-            exit_if_forked(owner)
+            with exit_forked_copies():
+                value = self._call_function(request) if self._function else self._run_command(request)
             if value is None and not self._agent_spec.has_rewards:
-                raise InvalidRewardError("the agent has said no reward, and the task has no rewards")
+                raise InvalidResultError("the agent has said no reward, and the task has no rewards")
             reward = None if value is None else validate_number(value, "what the agent returned")
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-            exit_if_forked(owner, error)
-            told = replace_surrogates(describe_error(error))
-            self._log_error(told, error)
-            return WorkerAnswer([], {}, is_over=True, error=told)
+            description = replace_surrogates(describe_error(error))
+            self._log_error(description, error)
+            return WorkerAnswer([], {}, is_over=True, error=description)
         return WorkerAnswer([], {}, is_over=True, reward=reward)
 
     def _call_function(self, request: SolveRequest) -> Any:
@@ -117,7 +111,10 @@ class AgentRunner:
             return self._function(dict(request.row), self._openai.OpenAI(**settings, http_client=http))
         http = self._openai.DefaultAsyncHttpxClient(verify=load_certificates())
         client = self._openai.AsyncOpenAI(**settings, http_client=http)
-        return asyncio.run(await_result(self._function(dict(request.row), client)))
+        return asyncio.run(self._function(dict(request.row), client))
+
+    def _run_command(self, request: SolveRequest) -> float | None:
+        return run_command(str(self._agent_spec.run), request.row)
 
 
 @cache
@@ -137,30 +134,28 @@ def run_command(command: str, row: Mapping[str, Any]) -> float | None:
             shlex.split(command), input=text, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=False
         )
     except OSError as error:
-        raise InvalidRewardError(f"{command}: {error.strerror or error}") from error
+        raise InvalidResultError(f"{command}: {error.strerror or error}") from error
     print(ended.stdout, end="", flush=True)
     if ended.returncode:
-        raise InvalidRewardError(f"{command}: exit status {ended.returncode}")
+        raise InvalidResultError(f"{command}: exit status {ended.returncode}")
     try:
         return float(ended.stdout.split("\n")[-2 if ended.stdout.endswith("\n") else -1])
     except (ValueError, IndexError):
         return None
 
 
-def run_agent_worker(connection: Connection, agent_spec: AgentSpec) -> None:
+def serve_request(agent_spec: AgentSpec, connection: Connection) -> None:
     """Answer one request. The process ends with its parent's end of the connection, whatever the agent does."""
+    request: SolveRequest
+    request, _ = receive_request(connection)
+    parent = threading.Thread(target=exit_with_connection, args=(connection,), daemon=True)
+    parent.start()
+    answer = AgentRunner(agent_spec, log_error).run(request)
     try:
-        connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())
-        request: SolveRequest
-        request, _ = pickle.loads(connection.recv_bytes())
-        parent = threading.Thread(target=exit_with_connection, args=(connection,), daemon=True)
-        parent.start()
-        answer = AgentRunner(agent_spec, worker.log_error).run(request)
-        connection.send_bytes(json.dumps(asdict(answer)).encode())
-        connection.send_bytes(b"")
-        parent.join()
-    except (EOFError, OSError):
-        worker.exit_with_children()
+        connection.send_bytes(encode_worker_answer(answer))
+    except OSError:
+        exit_with_children()
+    parent.join()
 
 
 def exit_with_connection(connection: Connection) -> None:
@@ -168,4 +163,4 @@ def exit_with_connection(connection: Connection) -> None:
     try:
         connection.recv_bytes()
     except (EOFError, OSError):
-        worker.exit_with_children()
+        exit_with_children()

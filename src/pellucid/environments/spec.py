@@ -1,4 +1,4 @@
-"""What a task says of its conversations: the environment, the tools, and how long they may take."""
+"""The conversations of a task: the environment, the tools and their JSON schemas, and how long calls may take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pellucid.types import UserError
-from pellucid.utils.plugins import load_object
+from pellucid.utils.plugins import load_function, load_object
 
 NON_TOOL_METHODS = ("reset", "get_reward")
 ENVIRONMENT_COLUMN = "environment"
@@ -66,3 +66,36 @@ def get_environment_tools(environment: Any) -> dict[str, Callable[..., Any]]:
         for name, tool in tools.items()
         if name not in NON_TOOL_METHODS and not (name == "reply" and is_reply_function(tool))
     }
+
+
+def build_tool_schemas(env_spec: EnvironmentSpec, name: str = "") -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of all tools of an environment, of that name where there are several.
+
+    UserError for a tool whose types or docstring do not say what it takes.
+    """
+    made = load_environment_factories(env_spec)
+    maker = made.get("") or made.get(name)
+    methods = get_environment_tools(create_blank_environment(maker)).values() if maker else ()
+    return tuple(map(build_tool_schema, (*(load_function(spec, "tool") for spec in env_spec.tools), *methods)))
+
+
+def create_blank_environment(factory: Callable[[], Any]) -> Any:
+    """Return an environment whose methods can be looked at; that of a class has not been set up."""
+    return object.__new__(factory) if isinstance(factory, type) else factory()
+
+
+def build_tool_schema(tool: Callable[..., Any]) -> Mapping[str, Any]:
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - where there are tools, and not before
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        return get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        first = " ".join(str(error).split())
+        raise UserError(
+            f"tool {getattr(tool, '__name__', tool)}: {first}: give its arguments types, and its docstring a line for"
+            " each under `Args:`"
+        ) from error

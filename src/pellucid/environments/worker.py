@@ -1,15 +1,15 @@
-"""The world of one conversation after the other, in the process where it lives: it asks, answers, and says the reward.
+"""What runs in the process of a conversation: it calls the environment and the tools, and computes the reward.
 
 A class of the user's own is an environment as in TRL (1.16, GRPOTrainer): `reset(**row)` returns what is added to the
-question, or None; its public methods are tools; `get_reward()` says what a conversation was worth. In place of tools,
-or besides, `reply(messages)` returns what the world says next, or None where it says nothing more.
+question, or None; its public methods are tools; `get_reward()` returns the reward of a conversation. In place of tools,
+or besides, `reply(messages)` returns what the environment says next, or None if it says nothing more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import os
+import json
 import pickle
 import random
 import signal
@@ -17,7 +17,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from pellucid.environments.spec import (
@@ -27,19 +28,25 @@ from pellucid.environments.spec import (
     is_reply_function,
     load_environment_factories,
 )
-from pellucid.rewards.functions import InvalidRewardError, describe_error, validate_number
+from pellucid.sandbox.values import InvalidResultError, describe_error, validate_number
+from pellucid.sandbox.worker import (
+    exit_forked_copies,
+    exit_with_children,
+    log_error,
+    receive_request,
+    start_watchdog,
+    stop_watchdog,
+)
 from pellucid.types import Message, PolicyTurn
-from pellucid.utils.files import exit_if_forked
 from pellucid.utils.plugins import load_function, load_object
 
 MAX_OBSERVATION_CHARACTERS = 20_000
 """The most characters of an observation; what is beyond is left out."""
-NO_ENVIRONMENT = b""
 
 
 @dataclass(frozen=True)
 class BeginRequest:
-    """A conversation begins: the row of its question, and seeds, that of its siblings and its own."""
+    """A conversation begins: the data row of its prompt, and two seeds, that of its group and its own."""
 
     columns: Mapping[str, Any]
     seeds: tuple[str, str]
@@ -47,7 +54,7 @@ class BeginRequest:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """The policy has spoken; `messages` are all so far, `last` says that it says nothing more."""
+    """The policy has spoken; `messages` are all so far. With `is_last` it says nothing more."""
 
     turn: PolicyTurn
     messages: Sequence[Message]
@@ -56,7 +63,7 @@ class TurnRequest:
 
 @dataclass
 class WorkerAnswer:
-    """What comes back, as JSON values."""
+    """The answer of a worker, as JSON values and bytes."""
 
     texts: list[tuple[str, str, str]]
     """Role, name and content of each message."""
@@ -64,14 +71,44 @@ class WorkerAnswer:
     is_over: bool = False
     reward: float | None = None
     error: str = ""
+    environment: bytes = b""
+    """The pickled environment as the conversation left it, for reward functions; empty for none."""
+
+
+def encode_worker_answer(answer: WorkerAnswer) -> bytes:
+    """Return an answer as one line of JSON and the bytes of the environment."""
+    values = asdict(answer)
+    environment = values.pop("environment")
+    return json.dumps(values).encode() + b"\n" + environment
+
+
+def decode_worker_answer(data: bytes) -> WorkerAnswer:
+    """Return the answer. Raises ValueError, TypeError or RecursionError for anything else."""
+    values, _, environment = data.partition(b"\n")
+    return WorkerAnswer(**json.loads(values), environment=environment)
+
+
+def serve_requests(env_spec: EnvironmentSpec, connection: Connection) -> None:
+    """Answer requests until the parent closes its end of the connection."""
+    runner = EnvironmentRunner(env_spec, log_error)
+    while True:
+        request: BeginRequest | TurnRequest
+        request, seconds = receive_request(connection)
+        start_watchdog(seconds)  # of all calls of the request together
+        answer = runner.handle(request)
+        stop_watchdog()
+        try:
+            connection.send_bytes(encode_worker_answer(answer))
+        except OSError:
+            exit_with_children()
 
 
 class TimeLimitError(BaseException):
-    """A call has taken too long. No Exception, which the user's code might catch."""
+    """A call has taken too long. It is no Exception, which the user's code might catch."""
 
 
 class EnvironmentRunner:
-    """Answers requests. `note` takes what went wrong in the user's code, and the error."""
+    """Answers requests. `log_error` takes the description of an error in the user's code, and the error."""
 
     def __init__(
         self, env_spec: EnvironmentSpec, log_error: Callable[[str, BaseException], None], has_time_limit: bool = True
@@ -85,16 +122,17 @@ class EnvironmentRunner:
         self._environment: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def handle(self, request: BeginRequest | TurnRequest) -> tuple[WorkerAnswer, bytes]:
-        """Return the answer, and where the conversation is over the environment as it then is."""
+    def handle(self, request: BeginRequest | TurnRequest) -> WorkerAnswer:
+        """Return the answer; when the conversation is over, with its reward and the environment as it is then."""
         if isinstance(request, BeginRequest):
-            return self._begin(request), NO_ENVIRONMENT
+            return self._begin(request)
         answer = WorkerAnswer([], {}) if request.is_last else self._handle_turn(request)
         if answer.is_over or request.is_last:
             answer.is_over = True
             self._compute_reward(answer)
-            return answer, self._pickle_environment()
-        return answer, NO_ENVIRONMENT
+            if self._env_spec.returns_environment and self._environment is not None:
+                answer.environment = pickle_environment(self._env_spec.environment, self._environment)
+        return answer
 
     def _begin(self, request: BeginRequest) -> WorkerAnswer:
         shared, own = request.seeds
@@ -110,7 +148,7 @@ class EnvironmentRunner:
             return None
         name = "" if "" in self._factories else str(columns.get(ENVIRONMENT_COLUMN))
         if name not in self._factories:
-            raise InvalidRewardError(
+            raise InvalidResultError(
                 f'the row has {ENVIRONMENT_COLUMN} = "{name}"; there are {", ".join(self._factories)}'
             )
         if name not in self._environments:
@@ -137,7 +175,7 @@ class EnvironmentRunner:
         return WorkerAnswer(texts, counts) if texts else self._call_reply(request.messages)
 
     def _call_tool(self, tools: Mapping[str, Callable[..., Any]], name: str, arguments: Any) -> tuple[str, str]:
-        """Return what a tool says, and by which kind of fault the call came to nothing, if it did."""
+        """Return the result of a tool call as text, and the kind of its failure: "" if there was none."""
         if name not in tools:
             return str({"error": f"Tool {name} not found."}), "unknown"
         try:
@@ -147,21 +185,21 @@ class EnvironmentRunner:
         result, error = self._call_for_text(lambda: tools[name](**arguments))
         if error is None:
             return str(result), ""
-        told = self._describe_error(error)
+        description = self._describe_error(error)
         if isinstance(error, TimeLimitError):
-            return str({"error": told}), "timeout"
-        words, unsaid = self._call_for_text(lambda: {"error": str(error)})
-        return str({"error": told}) if unsaid else str(words), "raised"
+            return str({"error": description}), "timeout"
+        text, failure = self._call_for_text(lambda: {"error": str(error)})  # the user's code again
+        return str({"error": description}) if failure else str(text), "raised"
 
     def _call_reply(self, messages: Sequence[Message]) -> WorkerAnswer:
         own = getattr(self._environment, "reply", None)
         reply = own if own is not None and is_reply_function(own) else self._reply_function
         if reply is None:
             return WorkerAnswer([], {}, is_over=True)
-        said, error = self._call_for_text(lambda: reply([dict(message) for message in messages]))
+        text, error = self._call_for_text(lambda: reply([dict(message) for message in messages]))
         if error:
             return WorkerAnswer([], {}, is_over=True, error=f"reply: {self._describe_error(error)}")
-        return WorkerAnswer([], {}, is_over=True) if said is None else WorkerAnswer([("user", "", said)], {})
+        return WorkerAnswer([], {}, is_over=True) if text is None else WorkerAnswer([("user", "", text)], {})
 
     def _compute_reward(self, answer: WorkerAnswer) -> None:
         get_reward = getattr(self._environment, "get_reward", None)
@@ -173,55 +211,43 @@ class EnvironmentRunner:
         if error:
             answer.error = f"get_reward: {self._describe_error(error)}"
 
-    def _pickle_environment(self) -> bytes:
-        if not self._env_spec.returns_environment or self._environment is None:
-            return NO_ENVIRONMENT
-        return pickle_environment(self._env_spec.environment, self._environment)
-
     def _call_user_code(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """Return what a call of the user's code returns, and what it raises."""
-        owner = os.getpid()
         try:
-            value = self._call_with_time_limit(action)
+            with exit_forked_copies():
+                return self._call_with_time_limit(action), None
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-            exit_if_forked(owner, error)
             return None, error
-        exit_if_forked(owner)
-        return value, None
 
     def _call_for_text(self, action: Callable[[], Any]) -> tuple[str | None, BaseException | None]:
-        """Return what a call of the user's code says as text, or None where it returns None, and what it raises."""
+        """Return the result of a call of the user's code as text, None for None, and what it raises."""
         value, error = self._call_user_code(action)
         if error or value is None:
             return None, error
         return self._call_user_code(lambda: shorten_text(value))
 
     def _call_with_time_limit(self, action: Callable[[], Any]) -> Any:
-        """Return what a call returns, awaited where it is asynchronous. TimeLimitError where it takes too long."""
+        """Return the result of a call, awaited if it is asynchronous. Raises TimeLimitError if it takes too long."""
         with limit_time(self._env_spec.timeout if self._has_time_limit else 0.0):
             result = action()
             if inspect.isawaitable(result):
                 self._loop = self._loop or asyncio.new_event_loop()
-                result = self._loop.run_until_complete(await_result(result))
+                result = self._loop.run_until_complete(result)
         return result
 
     def _describe_error(self, error: BaseException) -> str:
         if isinstance(error, TimeLimitError):
             return f"no answer within {self._env_spec.timeout:g} s"
-        told = replace_surrogates(describe_error(error))
-        self._log_error(told, error)
-        return told
-
-
-async def await_result(result: Any) -> Any:
-    return await result
+        description = replace_surrogates(describe_error(error))
+        self._log_error(description, error)
+        return description
 
 
 @contextmanager
 def limit_time(timeout: float) -> Iterator[None]:
-    """Raise TimeLimitError in here after so many seconds; 0 is never. What stays in C code does not hear it."""
+    """Raise TimeLimitError in the block after so many seconds; 0 is never. C code is not interrupted."""
     if not timeout or not hasattr(signal, "setitimer"):
         yield
         return
@@ -238,14 +264,14 @@ def limit_time(timeout: float) -> Iterator[None]:
 
 
 def seed_generators(seed: str) -> None:
-    """Seed the random numbers that environments draw: those of Python, and of numpy where it is in use."""
+    """Seed the random numbers of environments: those of Python, and of numpy if it is in use."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(random.Random(seed).randrange(2**32))
 
 
 def shorten_text(value: Any) -> str:
-    """Return the text of a value, cut where it is very long, so that it can be encoded."""
+    """Return the text of a value, cut if it is very long, without characters that cannot be encoded."""
     text = str(value)
     return replace_surrogates(
         text
@@ -255,12 +281,12 @@ def shorten_text(value: Any) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Return the text with a mark in place of half a surrogate pair, which no tokenizer and no file takes."""
+    """Return the text with U+FFFD in place of half a surrogate pair, which no tokenizer and no file takes."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def pickle_environment(spec: str, environment: Any) -> bytes:
-    """Pickle the attributes of an environment, those that can be."""
+    """Pickle those attributes of an environment that can be pickled."""
     attributes = {}
     for name, value in vars(environment).items():
         try:

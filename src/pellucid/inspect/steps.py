@@ -199,6 +199,7 @@ def round_values(
 ) -> list[float | None]:
     """To so many significant digits, and not finer than `floor`; None is a share of FLOOR of the largest value."""
     found = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    found[~np.isfinite(found)] = np.nan
     size = np.nan_to_num(np.abs(found))
     least = floor or MIN_SHOWN_DIFFERENCE * size.max(initial=0.0) or MIN_SHOWN_DIFFERENCE
     finest = np.ceil(-np.log10(least))

@@ -33,6 +33,8 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
     """Print a group. UserError where the step or the group is not recorded."""
     run, screen = open_recorded_run(run_dir), console or Console(highlight=False)
     recorded = sorted(run.find_recorded_steps())
+    if not recorded:
+        raise UserError(f"{run_dir} has no recorded step yet: wait until one has ended")
     step = recorded[-1] if step is None else step
     if step not in recorded:
         raise UserError(f"{run_dir} has no tokens of step {step}: {describe_recorded_steps(step, recorded)}")

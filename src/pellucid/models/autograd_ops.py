@@ -1,5 +1,7 @@
-"""What a layer does besides matrix products, with backward passes derived by hand: autograd would keep their
-intermediate results. One pass over memory each where kernels.py has them, else by operators.py.
+"""The operators of a layer besides matrix products, as autograd Functions and without gradient.
+
+Their backward passes are written by hand, because autograd would keep intermediate results. Each call uses the compiled
+kernel of `native` if it takes the tensor, else the operator of `ops`, which says what it computes.
 
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size.
 """
@@ -17,8 +19,8 @@ from pellucid.models.native import Kernels, find_kernels, select_kernels
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """RMSNorm of x [..., D] in the dtype of its weight [D], as transformers computes it; the result in `dtype`."""
-    if torch.is_grad_enabled():  # on the CPU a Function of its own costs decoding as much as its operations
+    """`ops.norm_forward` with gradient: the RMSNorm of x [..., D] in `dtype`."""
+    if torch.is_grad_enabled():  # while decoding on the CPU a Function would cost as much time as its operations
         return RMSNorm.apply(x, weight, eps, dtype)  # pyright: ignore[reportReturnType]
     return select_norm_kernels(x, dtype).norm_forward(x, weight, eps, dtype)
 
@@ -26,13 +28,16 @@ def apply_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) ->
 def add_and_rms_norm(
     x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x + more [N, D], and RMSNorm of it in `dtype`, which is that of `more`."""
+    """`ops.add_norm_forward` with gradient: x + more [N, D], and its RMSNorm in `dtype`, the dtype of `more`.
+
+    Without `more`, x and its RMSNorm.
+    """
     if more is None:
         return x, apply_rms_norm(x, weight, eps, dtype)
     if torch.is_grad_enabled():
         return AddRMSNorm.apply(x, more, weight, eps, dtype)  # pyright: ignore[reportReturnType]
-    by = select_norm_kernels(x, dtype) if find_kernels(more, dtype) else ops
-    return by.add_norm_forward(x, more, weight, eps)
+    kernels = select_norm_kernels(x, dtype) if find_kernels(more, dtype) else ops
+    return kernels.add_norm_forward(x, more, weight, eps)
 
 
 def select_norm_kernels(x: Tensor, dtype: torch.dtype) -> Kernels | ModuleType:
@@ -40,23 +45,21 @@ def select_norm_kernels(x: Tensor, dtype: torch.dtype) -> Kernels | ModuleType:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [N, H, d] by cos and sin [N, 1, d], the first half of the sines negative."""
+    """`ops.rotate_forward` with gradient: the rotary embedding of x [N, H, d]."""
     if torch.is_grad_enabled():
         return Rotation.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
     return select_kernels(x, x.dtype, x.shape[-1] // 2).rotate_forward(x, cos, sin)
 
 
 def apply_swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) up, of both joined, [N, 2I] -> [N, I]."""
+    """`ops.swiglu_forward` with gradient: silu(gate) * up of both concatenated, [N, 2I] -> [N, I]."""
     if torch.is_grad_enabled():
         return SwiGLU.apply(gate_up)  # pyright: ignore[reportReturnType]
     return select_kernels(gate_up, gate_up.dtype, gate_up.shape[-1] // 2).swiglu_forward(gate_up)
 
 
 class RMSNorm(torch.autograd.Function):
-    """y = w u with u = x / rms(x) (arXiv 1910.07467). With g the gradient of u, that of x is
-    (g - u mean(g u)) / rms(x).
-    """
+    """RMSNorm (arXiv 1910.07467)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -71,23 +74,23 @@ class RMSNorm(torch.autograd.Function):
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """RMSNorm of a sum, which goes on to be added to: its gradient comes from both."""
+    """A sum and its RMSNorm; both are outputs, so the gradient of the sum has two parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, more: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Any:
-        together, y = add_and_rms_norm(x, more, weight, eps, dtype)
-        ctx.save_for_backward(together, weight)
+        total, y = add_and_rms_norm(x, more, weight, eps, dtype)
+        ctx.save_for_backward(total, weight)
         ctx.eps = eps
-        return together, y
+        return total, y
 
     @staticmethod
-    def backward(ctx: Any, beyond: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, sum_grad: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        return *select_norm_kernels(x, grad.dtype).add_norm_backward(x, weight, ctx.eps, beyond, grad), None, None
+        return *select_norm_kernels(x, grad.dtype).add_norm_backward(x, weight, ctx.eps, sum_grad, grad), None, None
 
 
 class Rotation(torch.autograd.Function):
-    """RoPE (arXiv 2104.09864), the halves of a head being the two coordinates; the gradient is turned back."""
+    """RoPE (arXiv 2104.09864); the halves of a head are the two coordinates. The gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -96,15 +99,12 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (
-            select_kernels(grad, grad.dtype, grad.shape[-1] // 2).rotate_backward(grad, *ctx.saved_tensors),
-            None,
-            None,
-        )
+        kernels = select_kernels(grad, grad.dtype, grad.shape[-1] // 2)
+        return kernels.rotate_backward(grad, *ctx.saved_tensors), None, None
 
 
 class SwiGLU(torch.autograd.Function):
-    """SwiGLU (arXiv 2002.05202) between its matrices."""
+    """SwiGLU (arXiv 2002.05202) without its matrices."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Tokens through all layers by one call of C++ (cpp/decode.cpp), not some thousand operators. fusing.py says where."""
+"""Fused decoding on the CPU: one call of C++ (cpp/decode.cpp) per step in place of a thousand operators.
+
+`fused_check` decides where it is used.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,19 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pellucid.models.decoder import DecoderWeights, LayerWeights, ModelShape
-from pellucid.models.native import OperationCounter, call_kernel
+from pellucid.models.native import KERNEL_HEAD_SIZES, OperationCounter, call_kernel
 
 OUTPUT_BLOCK = 32
-"""Outputs of a matrix that lie together; widths are a multiple of it."""
+"""Outputs of a matrix that are stored together; widths must be multiples of it."""
 INT8_INPUT_BLOCK = 64
-"""In int8 matrices are filled up to a multiple of so many inputs."""
+"""The inputs of int8 matrices are padded to a multiple of it."""
 FUSED_STEP_PROFILER_NAME = "fused_step"
-"""Of a step, in torch's profiler."""
-FUSED_HEAD_SIZES = range(64, 257, 64)
-"""Sizes of a head."""
 LayerCacheTensors = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Keys and values of prompts, keys and values of rows."""
+"""Keys and values of prompts, [K, P, S, d] each, then of rows, [K, n, capacity, d] each."""
 
 
 class ModelStruct(ctypes.Structure):
-    """As in cpp/attention.h."""
+    """The struct of the same fields in cpp/attention.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("layers", "width", "heads", "key_heads", "size", "inner", "vocabulary")),
@@ -36,7 +36,7 @@ class ModelStruct(ctypes.Structure):
 
 
 class TokensStruct(ctypes.Structure):
-    """As in cpp/attention.h."""
+    """The struct of the same fields in cpp/attention.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "rows", "prompts", "prompt_room", "room", "asked")),
@@ -48,24 +48,24 @@ class TokensStruct(ctypes.Structure):
 
 
 class TokenPositions(NamedTuple):
-    """Where N tokens stand in the caches of n rows, those of a row in their order; all on the CPU."""
+    """The positions of N tokens in the caches of n rows, in ascending order within a row; on the CPU."""
 
     row_of: Tensor
-    """[N]"""
+    """[N] the row of each token."""
     positions: Tensor
-    """[N] in its row."""
+    """[N] the position of each token in its row."""
     prompt_of: Tensor
-    """[n]"""
+    """[n] the prompt of each row."""
     prompt_lengths: Tensor
     """[P]"""
     logit_tokens: Tensor
-    """[m] tokens behind which logits are wanted."""
+    """[m] the tokens whose logits are computed."""
 
 
 def find_fused_fault(weights: DecoderWeights, shape: ModelShape) -> str:
-    """Why the C++ does not compute such a model; empty where it does."""
+    """Return why the C++ cannot compute a model; empty if it can."""
     width, inner = require_tensor(weights.layers[0].down).shape
-    if shape.head_size not in FUSED_HEAD_SIZES:
+    if shape.head_size not in KERNEL_HEAD_SIZES:
         return f"heads of {shape.head_size}"
     if weights.norm.dtype != torch.float32:
         return f"norms in {weights.norm.dtype}"
@@ -73,40 +73,44 @@ def find_fused_fault(weights: DecoderWeights, shape: ModelShape) -> str:
 
 
 class FusedKernel(NamedTuple):
-    """What computes a step."""
+    """A library with fused steps, and how it multiplies."""
 
     library: Any
     uses_amx: bool
-    """Whether by AMX, and in its order of sums."""
+    """Whether products use AMX, with its order of sums, or AVX-512."""
     int8: bool = False
     """Whether the matrices of the layers are multiplied in int8."""
 
 
 def pack_matrix(library: Any, weight: Tensor, interleaved: bool = False, int8: bool = False) -> Tensor:
-    """A matrix [outputs, width] in bf16 as the C++ reads it, in bf16 or in int8 with scales.
+    """Convert a matrix to the layout of the C++.
 
-    joined: its halves are gates and what they let through.
+    Args:
+        library: The compiled library.
+        weight: [outputs, width] in bf16.
+        interleaved: Whether the two halves of the outputs, gate and up, are stored alternately.
+        int8: Whether to quantize the matrix to int8 with scales.
     """
     (outputs, width), weight = weight.shape, weight.contiguous()
     blocks = -(-outputs // OUTPUT_BLOCK)
     if int8:
-        depth = -(-width // INT8_INPUT_BLOCK) * INT8_INPUT_BLOCK
-        to, pack = torch.empty(blocks, OUTPUT_BLOCK * (depth + 8), dtype=torch.int8), library.pack_bytes
+        padded_width = -(-width // INT8_INPUT_BLOCK) * INT8_INPUT_BLOCK
+        packed, pack = torch.empty(blocks, OUTPUT_BLOCK * (padded_width + 8), dtype=torch.int8), library.pack_bytes
     else:
-        to, pack = torch.empty(blocks * OUTPUT_BLOCK, width, dtype=weight.dtype), library.pack
-    call_kernel(pack, weight, outputs, width, interleaved, to, torch.get_num_threads())
-    return to
+        packed, pack = torch.empty(blocks * OUTPUT_BLOCK, width, dtype=weight.dtype), library.pack
+    call_kernel(pack, weight, outputs, width, interleaved, packed, torch.get_num_threads())
+    return packed
 
 
 class FusedDecoder:
-    """Weights as the C++ reads them, and a step by them."""
+    """The weights of a model in the layout of the C++, and the fused step."""
 
     def __init__(self, kernel: FusedKernel, weights: DecoderWeights, shape: ModelShape) -> None:
         self.kernel = kernel
         self.weights, self.threads = weights, torch.get_num_threads()
         (width, inner), self.vocabulary = require_tensor(weights.layers[0].down).shape, len(weights.head.tensor)
-        beyond = -self.vocabulary % 16
-        head = F.pad(weights.head.tensor, (0, 0, 0, beyond)) if beyond else weights.head.tensor
+        padding = -self.vocabulary % 16
+        head = F.pad(weights.head.tensor, (0, 0, 0, padding)) if padding else weights.head.tensor
         self.packed_head = pack_matrix(kernel.library, head)
         self.layers = [self._pack_layer(layer) for layer in weights.layers]
         matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
@@ -118,22 +122,14 @@ class FusedDecoder:
                 for layer, window in zip(self.layers, windows, strict=True)
             ]
         )
-        """[layers, 17], each a `Layer` of cpp/attention.h."""
-        self.model_struct = ModelStruct(
-            shape.layers,
-            width,
-            shape.heads,
-            shape.key_heads,
-            shape.head_size,
-            inner,
-            self.vocabulary,
-            shape.eps,
-        )
+        """[layers, 17], each row a `Layer` of cpp/attention.h: addresses of weights, window, addresses of caches."""
+        heads = shape.heads, shape.key_heads, shape.head_size
+        self.model_struct = ModelStruct(shape.layers, width, *heads, inner, self.vocabulary, shape.eps)
 
     def _pack_layer(self, layer: LayerWeights) -> list[Tensor | None]:
-        """In the order of a `Layer`, so that what is made here lives as long as its address is used."""
+        """Return the weights of a layer in the order of a `Layer`; the list keeps them alive with their addresses."""
         bias = layer.gate_up_bias
-        kept = [
+        tensors = [
             layer.attention_norm,
             self._pack(layer.qkv),
             layer.qkv_bias,
@@ -147,7 +143,7 @@ class FusedDecoder:
             layer.query_norm,
             layer.key_norm,
         ]
-        return [None if x is None else x.contiguous() for x in kept]
+        return [None if x is None else x.contiguous() for x in tensors]
 
     def _pack(self, weight: Any, interleaved: bool = False) -> Tensor:
         return pack_matrix(self.kernel.library, require_tensor(weight), interleaved, self.kernel.int8)
@@ -159,37 +155,36 @@ class FusedDecoder:
         positions: TokenPositions,
         caches: Sequence[LayerCacheTensors],
     ) -> Tensor:
-        """Return logits [m, V] behind the last of tokens of these embeddings [N, D] fp32, which are written over.
-        MemoryError where there is none.
+        """Compute the layers for N tokens.
 
-        rotary: cos and sin of all positions up to the last, [positions, 1, d] each.
-        caches: of each layer keys and values of the prompts, [K, P, S, d], and of the rows, [K, n, room, d], which get
-        those of the tokens at their places.
+        Args:
+            hidden: [N, D] in fp32, the embeddings of the tokens; overwritten.
+            rotary: cos and sin of all positions up to the last, [positions, 1, d] each.
+            positions: The rows and positions of the tokens.
+            caches: The caches of each layer. The keys and values of the tokens are written to those of the rows.
+
+        Returns:
+            The logits [m, V] that follow `positions.logit_tokens`.
+
+        Raises:
+            MemoryError: There is not enough memory.
         """
         (prompt_keys, _, keys, _), (cos, sin) = caches[0], rotary
         self.layer_table[:, -4:] = torch.tensor([[x.data_ptr() for x in cache] for cache in caches])
-        sizes = (
-            len(hidden),
-            len(positions.prompt_of),
-            *prompt_keys.shape[1:3],
-            keys.shape[2],
-            len(positions.logit_tokens),
-        )
+        n, outputs = len(hidden), len(positions.logit_tokens)
+        sizes = n, len(positions.prompt_of), *prompt_keys.shape[1:3], keys.shape[2], outputs
         tokens = TokensStruct(*sizes, *(x.data_ptr() for x in (*positions, cos, sin)))
-        logits = torch.empty(len(positions.logit_tokens), self.vocabulary, dtype=cos.dtype)
+        logits = torch.empty(outputs, self.vocabulary, dtype=cos.dtype)
         with record_function(FUSED_STEP_PROFILER_NAME):
-            about = self.model_struct, self.layer_table, tokens, self.weights.norm, self.packed_head
-            fault = call_kernel(
-                self.kernel.library.step, *about, hidden, logits, self.kernel.uses_amx, self.kernel.int8, self.threads
-            )
-        if fault:
-            raise MemoryError(f"no memory to read {len(hidden)} tokens at once")
-        OperationCounter.count(
-            2.0 * (len(hidden) * self.matrix_elements + len(positions.logit_tokens) * self.packed_head.numel())
-        )
+            model = self.model_struct, self.layer_table, tokens, self.weights.norm, self.packed_head
+            options = self.kernel.uses_amx, self.kernel.int8, self.threads
+            status = call_kernel(self.kernel.library.step, *model, hidden, logits, *options)
+        if status:
+            raise MemoryError(f"no memory to read {n} tokens at once")
+        OperationCounter.count(2.0 * (n * self.matrix_elements + outputs * self.packed_head.numel()))
         return logits
 
 
 def require_tensor(x: Any) -> Tensor:
-    assert isinstance(x, Tensor)  # without gradient matrices are joined
+    assert isinstance(x, Tensor)  # without gradient no weight is a TrainedMatrix or MatrixParts
     return x

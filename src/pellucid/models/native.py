@@ -1,4 +1,8 @@
-"""The C++ of cpp/ as a library: compiled by g++ where there is one, once, in some seconds, and kept."""
+"""The compiled CPU kernels of cpp/: building and loading the library, the self-checks, and the kernels of an update.
+
+g++ builds the library once, in a few seconds, and the result is cached. Each process then compares every kernel with
+PyTorch's operators, bit for bit. A kernel that differs is not used, and neither is any where there is no g++.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,18 +33,22 @@ CPP_FOLDER = Path(__file__).with_name("cpp")
 COMPILER_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-mfma"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
-    *("-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # run where a processor has them
-    "-ffp-contract=off",  # what is rounded between a product and a sum must stay so
+    *("-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # executed only on processors that have them
+    "-ffp-contract=off",  # a product is rounded before it is added, as in PyTorch's operators
 )
+KernelT = TypeVar("KernelT")
+
+
+# ---------------------------------------------------------------- building and loading
 
 
 class KernelUnavailableError(Exception):
-    """Why the library cannot be used."""
+    """The library cannot be used; the message says why."""
 
 
 @functools.cache
 def load_library() -> Any:
-    """The library. UnusableError or OSError where it cannot be had."""
+    """Return the library. Raises KernelUnavailableError or OSError if there is none for this machine."""
     if not torch.cpu._is_avx512_bf16_supported():
         raise KernelUnavailableError("a CPU without AVX-512 for bfloat16")
     return compile_library()
@@ -48,17 +56,17 @@ def load_library() -> Any:
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether this processor has AMX, and this process may use it from now on."""
+    """Return whether this processor has AMX, and ask the system to let this process use it."""
     return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 def compile_library() -> Any:
-    """The library, compiled where it was not kept."""
+    """Load the library from the cache, or compile it first."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler:
         raise KernelUnavailableError("no g++")
     libraries = Path(torch.__file__).parent / "lib"
-    links = [libraries / "libtorch_cpu.so", *libraries.glob("libgomp*")]  # torch's threads, and none beside them
+    links = [libraries / "libtorch_cpu.so", *libraries.glob("libgomp*")]  # one thread pool: torch's
     sources = sorted(CPP_FOLDER.iterdir())
     key = repr(([path.read_text() for path in sources], COMPILER_FLAGS, compiler, torch.__version__, links))
     name = f"fused-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
@@ -66,8 +74,8 @@ def compile_library() -> Any:
     command = [*shlex.split(compiler), *COMPILER_FLAGS]
     try:
         return open_library(cache / "pellucid" / name, command, links)
-    except OSError:  # a home that cannot be written to, or from which nothing may be run
-        with tempfile.TemporaryDirectory() as folder:  # it stays loaded
+    except OSError:  # the cache is not writable, or nothing may be executed there
+        with tempfile.TemporaryDirectory() as folder:  # the library stays loaded when its file is gone
             return open_library(Path(folder) / name, command, links)
 
 
@@ -75,34 +83,34 @@ def open_library(path: Path, command: Sequence[str], links: Sequence[Path]) -> A
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            build_library(made, command, links)
-            made.replace(path)  # at once: other processes may look for it
+            built = Path(folder) / path.name
+            build_library(built, command, links)
+            built.replace(path)  # atomic: other processes may be looking for it
     return ctypes.CDLL(str(path))
 
 
-def build_library(made: Path, command: Sequence[str], links: Sequence[Path]) -> None:
-    """Each source by a compiler of its own, as many at once as there are cores."""
-    units = {path: made.with_name(f"{path.stem}.o") for path in sorted(CPP_FOLDER.glob("*.cpp"))}
+def build_library(output: Path, command: Sequence[str], links: Sequence[Path]) -> None:
+    """Compile the sources in parallel, one compiler per core, and link them."""
+    objects = {path: output.with_name(f"{path.stem}.o") for path in sorted(CPP_FOLDER.glob("*.cpp"))}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda unit: run_compiler([*command, "-c", unit, "-o", units[unit]]), units))
-    run_compiler([*command, "-shared", *units.values(), *links, "-o", made])
+        list(pool.map(lambda source: run_compiler([*command, "-c", source, "-o", objects[source]]), objects))
+    run_compiler([*command, "-shared", *objects.values(), *links, "-o", output])
 
 
 def run_compiler(command: Sequence[str | Path]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise KernelUnavailableError(" ".join(f"{command[0]} fails: {done.stderr}".split())[:200])
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise KernelUnavailableError(" ".join(f"{command[0]} fails: {result.stderr}".split())[:200])
 
 
-# ---------------------------------------------------------------- calling
+# ---------------------------------------------------------------- calling a kernel
 
 
 class OperationCounter:
-    """Floating-point operations of matrix products in C++, while somebody counts them: doctor/profile.py does."""
+    """Counts the floating-point operations of matrix products in C++ while `entries` is a list, for `doctor`."""
 
     entries: ClassVar[list[tuple[float, float]] | None] = None
-    """When each call had ended, by time.perf_counter, and how many."""
+    """For each call, the time at which it returned (time.perf_counter) and its number of operations."""
 
     @classmethod
     def count(cls, n: float) -> None:
@@ -111,13 +119,18 @@ class OperationCounter:
 
 
 call_counts: Counter[str] = Counter()
-"""How often this process has called each function of the library, trials included."""
+"""How often this process has called each function of the library, self-checks included."""
 
 
 def call_kernel(function: Any, *arguments: Any) -> int:
-    """A function of the library: tensors and structures as their addresses, whole numbers as int64_t, None as null.
+    """Call a function of the library.
 
-    Return the fault that it returns, 0 where there was none; of a function that returns nothing it means nothing.
+    Args:
+        function: The function, an attribute of the library.
+        arguments: Tensors and structures are passed as their addresses, integers as int64_t, None as a null pointer.
+
+    Returns:
+        The function's status, 0 for success. It is undefined for a function that returns void.
     """
     call_counts[function.__name__] += 1
     return function(*map(convert_argument, arguments))
@@ -131,26 +144,82 @@ def convert_argument(x: Any) -> Any:
     return ctypes.c_float(x) if isinstance(x, float) else None if x is None else ctypes.c_int64(x)
 
 
-# ---------------------------------------------------------------- kernels
-# What an update does besides matrix products, in C++ (cpp/update.cpp): one pass over memory each.
-#
-# Each process tries them once, on small tensors: they are used where they have the bits of operators.py, which has the
-# same functions by operators of torch, and these go on where they do not, or where there is no library.
-#
-# Shapes: as in operators.py; V vocabulary.
+# ---------------------------------------------------------------- self-checks
+
+
+SELF_CHECKS: dict[str, Callable[[], tuple[Any, str]]] = {}
+"""Every self-check by the name of what it checks. Calling one returns the kernel, or None and the reason."""
+
+
+def add_self_check(
+    name: str,
+    list_candidates: Callable[[], Iterable[KernelT]],
+    compare: Callable[[KernelT], Iterable[tuple[str, Any, Any]]],
+) -> functools._lru_cache_wrapper[tuple[KernelT | None, str]]:
+    """Add a self-check to SELF_CHECKS.
+
+    Args:
+        name: What is checked, for SELF_CHECKS and for messages.
+        list_candidates: Returns kernels in the order of preference. It may raise KernelUnavailableError or OSError.
+        compare: Runs a kernel and PyTorch's operators on small inputs, and yields for each step its name, our result
+            and that of PyTorch. Results are tensors or tuples of tensors.
+
+    Returns:
+        A function that runs the check at its first call. It returns the first candidate with the bits of PyTorch's
+        operators and an empty string, or None and the reason why there is none.
+    """
+
+    @functools.cache
+    def load() -> tuple[KernelT | None, str]:
+        difference = name
+        try:
+            for kernel in list_candidates():
+                if not (difference := find_difference(compare(kernel))):
+                    return kernel, ""
+        except (KernelUnavailableError, OSError) as error:
+            return None, str(error)
+        return None, f"this processor or this torch rounds otherwise ({difference})"
+
+    SELF_CHECKS[name] = load
+    return load
+
+
+@torch.no_grad()
+def find_difference(results: Iterable[tuple[str, Any, Any]]) -> str:
+    """Return the name of the first step whose two results differ in any bit; empty if there is none."""
+    for name, ours, theirs in results:
+        pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
+        if not all(torch.equal(*pair) for pair in pairs):
+            return name
+    return ""
+
+
+# ---------------------------------------------------------------- kernels of an update
+# The work of an update besides matrix products, in C++ (cpp/update.cpp), with one pass over memory per operator.
+# `ops` has the same functions in PyTorch. Shapes are as in `ops`; V vocabulary.
 
 
 VECTOR_WIDTH = 16
-"""Numbers at a time: widths are a multiple of it."""
+"""Elements of a vector register: the kernels take widths that are multiples of it."""
+KERNEL_HEAD_SIZES = range(64, 257, 64)
+"""Head sizes that the attention kernels take."""
 
 
 def select_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | ModuleType:
-    """What computes x, and all that comes with it, in such a dtype and of such widths: kernels, or operators."""
+    """Return the compiled kernels if they take this tensor, else the module `ops`. See `find_kernels`."""
     return find_kernels(x, dtype, *widths) or ops
 
 
 def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
-    """The kernels where they compute such a tensor: in bf16 on the CPU, not traced, without a forward-mode gradient."""
+    """Return the compiled kernels if they can compute with a tensor, else None.
+
+    They compute in bf16 on the CPU, outside torch.compile, and without forward-mode gradients.
+
+    Args:
+        x: The tensor.
+        dtype: The dtype to compute in.
+        widths: Row lengths, which must be multiples of VECTOR_WIDTH.
+    """
     if x.device.type != "cpu" or dtype != torch.bfloat16 or any(width % VECTOR_WIDTH for width in widths):
         return None
     if torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None:
@@ -158,22 +227,11 @@ def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
     return load_kernels()[0]
 
 
-@functools.cache
-def load_kernels() -> tuple[Kernels | None, str]:
-    """The kernels, and why there are none."""
-    try:
-        kernels = Kernels(load_library())
-        check_kernels(kernels)
-    except (KernelUnavailableError, OSError) as error:
-        return None, str(error)
-    return kernels, ""
-
-
 class LogitStatistics(NamedTuple):
-    """What a row of logits says."""
+    """Statistics of n rows of logits."""
 
     logprobs: Tensor
-    """[n] of the tokens."""
+    """[n] of the chosen tokens."""
     entropy: Tensor
     """[n]"""
     kl: Tensor
@@ -183,7 +241,7 @@ class LogitStatistics(NamedTuple):
 
 
 class StatisticsGradients(NamedTuple):
-    """The gradients [n] of what was read; an entropy or a KL may have none."""
+    """The gradients [n] of the loss with respect to LogitStatistics; entropy and KL may have none."""
 
     logprobs_grad: Tensor
     entropy_grad: Tensor | None
@@ -191,20 +249,23 @@ class StatisticsGradients(NamedTuple):
 
 
 class ScaledLogits(NamedTuple):
-    """Rows [n, V] of a head's product, and what they are multiplied by."""
+    """Logits [n, V] as a product of the head and a factor that multiplies it, 1 / temperature."""
 
     product: Tensor
     factor: float
 
 
 class Kernels:
-    """Called with tensors that are fit: bf16 but where it says fp32."""
+    """The kernels, under the names and with the arguments of the functions in `ops`.
+
+    Tensors are in bf16 unless a docstring says fp32. `find_kernels` says whether a tensor is suitable.
+    """
 
     def __init__(self, library: Any) -> None:
         self.library = library
 
     def norm_forward(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """x and weight in fp32; the width is a multiple of two vectors."""
+        """x and weight in fp32; the width is a multiple of 2 * VECTOR_WIDTH."""
         y, x = torch.empty(x.shape, dtype=dtype), x.contiguous()
         self._call("norm_forward", x, None, weight, *count_rows_and_columns(x), eps, None, y)
         return y
@@ -215,41 +276,38 @@ class Kernels:
     def add_norm_forward(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x and weight in fp32."""
         x, more = x.contiguous(), more.contiguous()
-        together, y = torch.empty_like(x), torch.empty_like(more)
-        self._call("norm_forward", x, more, weight, *count_rows_and_columns(x), eps, together, y)
-        return together, y
+        total, y = torch.empty_like(x), torch.empty_like(more)
+        self._call("norm_forward", x, more, weight, *count_rows_and_columns(x), eps, total, y)
+        return total, y
 
     def add_norm_backward(
-        self, x: Tensor, weight: Tensor, eps: float, beyond: Tensor, grad: Tensor
+        self, x: Tensor, weight: Tensor, eps: float, sum_grad: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        of_more = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        of_x, of_weight = self._norm_backward(x, weight, eps, grad, beyond.contiguous(), of_more)
-        return of_x, of_more, of_weight
+        more_grad = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        x_grad, weight_grad = self._norm_backward(x, weight, eps, grad, sum_grad.contiguous(), more_grad)
+        return x_grad, more_grad, weight_grad
 
     def _norm_backward(
-        self, x: Tensor, weight: Tensor, eps: float, grad: Tensor, beyond: Tensor | None, of_more: Tensor | None
+        self, x: Tensor, weight: Tensor, eps: float, grad: Tensor, sum_grad: Tensor | None, more_grad: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         n, width = count_rows_and_columns(x)
-        of_x, of_weight, runs = (
-            torch.empty_like(x),
-            torch.empty_like(weight),
-            weight.new_empty(-(-n // VECTOR_WIDTH), width),
-        )
-        size = n, width, eps
-        self._call("norm_backward", x, weight, grad.contiguous(), beyond, *size, of_x, of_more, of_weight, runs)
-        return of_x, of_weight
+        x_grad, weight_grad = torch.empty_like(x), torch.empty_like(weight)
+        partial_sums = weight.new_empty(-(-n // VECTOR_WIDTH), width)
+        outputs = x_grad, more_grad, weight_grad, partial_sums
+        self._call("norm_backward", x, weight, grad.contiguous(), sum_grad, n, width, eps, *outputs)
+        return x_grad, weight_grad
 
     def rotate_forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._rotate(x, cos, sin, back=False)
+        return self._rotate(x, cos, sin, inverse=False)
 
     def rotate_backward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._rotate(x, cos, sin, back=True)
+        return self._rotate(x, cos, sin, inverse=True)
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-        x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()  # heads among others, as they stand
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+        x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()  # the heads may be a slice of more heads
         y = torch.empty(x.shape, dtype=x.dtype)
-        self._call("rotate_heads", x, x.stride(0), cos.contiguous(), sin.contiguous(), *x.shape, int(back), y)
+        self._call("rotate_heads", x, x.stride(0), cos.contiguous(), sin.contiguous(), *x.shape, int(inverse), y)
         return y
 
     def swiglu_forward(self, gate_up: Tensor) -> Tensor:
@@ -259,50 +317,54 @@ class Kernels:
         return y
 
     def swiglu_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
-        of_gate_up = torch.empty_like(gate_up)
-        self._call("gate_backward", gate_up, grad.contiguous(), *count_rows_and_columns(grad), of_gate_up)
-        return of_gate_up
+        gate_up_grad = torch.empty_like(gate_up)
+        self._call("gate_backward", gate_up, grad.contiguous(), *count_rows_and_columns(grad), gate_up_grad)
+        return gate_up_grad
 
     def softmax(self, scores: Tensor, bias: Tensor) -> Tensor:
         self._call("softmax_rows", scores, bias.contiguous(), *get_score_sizes(scores, bias))
         return scores
 
-    def softmax_backward(self, scores: Tensor, bias: Tensor, of_probs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def softmax_backward(self, scores: Tensor, bias: Tensor, probs_grad: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """scores in fp32."""
-        probs, of_scores = torch.empty_like(of_probs), torch.empty_like(of_probs)
-        size = get_score_sizes(scores, bias)
-        self._call("softmax_backward", scores, bias.contiguous(), of_probs, *size, scale, probs, of_scores)
-        return probs, of_scores
+        probs, scores_grad = torch.empty_like(probs_grad), torch.empty_like(probs_grad)
+        sizes = get_score_sizes(scores, bias)
+        self._call("softmax_backward", scores, bias.contiguous(), probs_grad, *sizes, scale, probs, scores_grad)
+        return probs, scores_grad
 
     def compute_statistics(self, logits: ScaledLogits, tokens: Tensor, other: ScaledLogits | None) -> LogitStatistics:
-        """Of tokens [n], among logits [n, V] in bf16, and of their distributions; KL from those of another policy."""
-        read = LogitStatistics(*torch.empty(4, len(tokens)))
-        self._call("read_rows", make_logits_struct(logits), make_logits_struct(other), tokens, len(tokens), *read)
-        return read
+        """Compute statistics of the distributions that logits define.
+
+        Args:
+            logits: [n, V] in bf16.
+            tokens: [n], the tokens whose log-probs are computed.
+            other: [n, V], the logits of the policy from which the KL divergence is measured; None for no KL.
+        """
+        statistics = LogitStatistics(*torch.empty(4, len(tokens)))
+        self._call("read_rows", make_logits_struct(logits), make_logits_struct(other), tokens, len(tokens), *statistics)
+        return statistics
 
     def compute_product_gradient(
         self,
         logits: ScaledLogits,
         tokens: Tensor,
         other: ScaledLogits | None,
-        read: LogitStatistics,
-        weight: StatisticsGradients,
+        statistics: LogitStatistics,
+        gradients: StatisticsGradients,
     ) -> None:
-        """Puts the gradient of the product in its place.
+        """Overwrite the product of `logits` by the gradient of the loss with respect to it.
 
-        With l the log-probs, H the entropy, l' the other's log-probs, it is
-        exp(l) (-of_logprobs - of_entropy (l + H) + of_kl (l - l' - KL)), and of_logprobs more at the token.
+        With l the log-probs, l' those of the other policy, H the entropy, and g the gradients of the statistics, it is
+        exp(l) (-g_logprobs - g_entropy (l + H) + g_kl (l - l' - KL)), plus g_logprobs at the token.
         """
-        slopes = [None if x is None else x.contiguous() for x in (*weight, *read[1:])]
-        self._call("of_product", make_logits_struct(logits), make_logits_struct(other), tokens, len(tokens), *slopes)
+        inputs = [None if x is None else x.contiguous() for x in (*gradients, *statistics[1:])]
+        self._call("of_product", make_logits_struct(logits), make_logits_struct(other), tokens, len(tokens), *inputs)
 
     def sample_with_masses(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         token = torch.empty(len(logits), dtype=torch.long)
         mass, total = torch.empty(2, len(logits))
-        by = uniforms.contiguous() if temperature else None
-        self._call(
-            "draw", logits.contiguous(), *logits.shape, compute_exponent_factor(temperature), by, token, mass, total
-        )
+        factor, uniforms_or_none = compute_exponent_factor(temperature), uniforms.contiguous() if temperature else None
+        self._call("draw", logits.contiguous(), *logits.shape, factor, uniforms_or_none, token, mass, total)
         return token, mass, total
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -310,7 +372,7 @@ class Kernels:
 
 
 class LogitsStruct(ctypes.Structure):
-    """As in cpp/update.cpp."""
+    """The struct of the same fields in cpp/update.cpp."""
 
     _fields_ = (("product", ctypes.c_void_p), ("vocabulary", ctypes.c_int64), ("factor", ctypes.c_float))
 
@@ -320,33 +382,29 @@ def make_logits_struct(logits: ScaledLogits | None) -> LogitsStruct | None:
 
 
 def count_rows_and_columns(x: Tensor) -> tuple[int, int]:
-    """Rows, and how long they are."""
+    """Return the number of rows of x and their length."""
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
 def get_score_sizes(scores: Tensor, bias: Tensor) -> tuple[int, int, int, int]:
-    """Of scores [B, K, C / K * T, S]: B, C, T and S."""
+    """Return B, C, T and S of scores [B, K, C / K * T, S]."""
     rows, _, queries, keys = bias.shape
     return rows, scores.numel() // (rows * queries * keys), queries, keys
 
 
-# ---------------------------------------------------------------- the trial
-
-
-@torch.no_grad()
-def check_kernels(kernels: Kernels) -> None:
-    """UnusableError where they have other bits than operators."""
-    chance = torch.Generator().manual_seed(0)
+def compare_kernels(kernels: Kernels) -> Iterable[tuple[str, Any, Any]]:
+    """Run each operator with the kernels and in PyTorch; see `add_self_check`."""
+    generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return (torch.randn(shape, generator=chance) * 3).to(dtype)
+        return (torch.randn(shape, generator=generator) * 3).to(dtype)
 
     x, weight = noise(37, 544, dtype=torch.float32), noise(544, dtype=torch.float32)
     more = noise(37, 544)
     bias = torch.zeros(2, 1, 5, 112, dtype=torch.bfloat16).masked_fill_(noise(2, 1, 5, 112) > 2, -torch.inf)
     scores, scale = noise(2, 3, 10, 112), 0.125
-    chances = torch.rand(3, dtype=torch.float64, generator=chance)
-    trials: list[tuple[str, tuple[Any, ...]]] = [
+    uniforms = torch.rand(3, dtype=torch.float64, generator=generator)
+    calls: list[tuple[str, tuple[Any, ...]]] = [
         ("norm_forward", (x, weight, 1e-5, torch.bfloat16)),
         ("norm_backward", (x, weight, 1e-5, more)),
         ("add_norm_forward", (x, more, weight, 1e-5)),
@@ -358,16 +416,18 @@ def check_kernels(kernels: Kernels) -> None:
         ("swiglu_forward", (noise(5, 96),)),
         ("swiglu_backward", (noise(5, 96), noise(5, 48))),
         ("softmax", (scores, bias)),
-        *(("sample_with_masses", (noise(3, 8528), chances, temperature)) for temperature in (1.0, 0.7, 0.0)),
+        *(("sample_with_masses", (noise(3, 8528), uniforms, temperature)) for temperature in (1.0, 0.7, 0.0)),
         ("softmax_backward", (scores.float(), bias, noise(2, 3, 10, 112), scale)),
     ]
-    for name, arguments in trials:
-        ours, theirs = (getattr(by, name)(*clone_tensors(arguments)) for by in (kernels, ops))
-        pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
-        if not all(torch.equal(*pair) for pair in pairs):
-            raise KernelUnavailableError(f"this processor or this torch rounds otherwise ({name})")
+    for name, arguments in calls:
+        ours, theirs = (getattr(module, name)(*clone_tensors(arguments)) for module in (kernels, ops))
+        yield name, ours, theirs
 
 
 def clone_tensors(arguments: tuple[Any, ...]) -> list[Any]:
-    """The same, tensors cloned: some are written over."""
+    """Clone the tensors among arguments: softmax overwrites its scores."""
     return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+
+
+load_kernels = add_self_check("update", lambda: [Kernels(load_library())], compare_kernels)
+"""Return the kernels of an update, or None and the reason why there are none."""

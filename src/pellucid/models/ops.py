@@ -1,6 +1,6 @@
-"""What a layer does besides matrix products, by operators of torch: on every device, in every dtype, compiled or not.
+"""The operators of a layer besides matrix products, forward and backward, and sampling, in PyTorch.
 
-kernels.py has the same functions, to the same bits, in C++.
+`native.Kernels` has the same functions in C++, with the same bits. `autograd_ops` chooses between them.
 
 A forward pass must not return the result of an in-place operation, nor cast a tensor to the dtype it already has:
 torch.compile of torch 2.11 drops the gradient of such a result in an autograd.Function.
@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 aten = torch.ops.aten
 CDF_BLOCK_TOKENS = 256
-"""Tokens that are added up by themselves to be drawn from."""
+"""Tokens whose probabilities are summed first when a token is sampled."""
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -28,38 +28,49 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """RMSNorm of x [..., D] in the dtype of its weight [D], as transformers computes it; the result in `dtype`."""
+    """Return the RMSNorm of x [..., D] in `dtype`, computed in the dtype of the weight [D], as transformers does."""
     return _cast(F.rms_norm(_cast(x, weight.dtype), weight.shape, weight, eps), dtype)
 
 
 def norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight."""
+    """Return the gradients of x and of the weight.
+
+    With u = x / rms(x) and g the gradient of u, that of x is (g - u mean(g u)) / rms(x).
+    """
     wide, grad = x.to(weight.dtype), grad.to(weight.dtype)
-    inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    unit = wide * inverse
-    of_unit = grad * weight
-    of_weight = grad.mul(unit).flatten(0, -2).sum(0)
-    slant = (of_unit * unit).mean(-1, keepdim=True)
-    return of_unit.sub_(unit.mul_(slant)).mul_(inverse).to(x.dtype), of_weight
+    inverse_rms = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    unit = wide * inverse_rms
+    unit_grad = grad * weight
+    weight_grad = grad.mul(unit).flatten(0, -2).sum(0)
+    projection = (unit_grad * unit).mean(-1, keepdim=True)
+    return unit_grad.sub_(unit.mul_(projection)).mul_(inverse_rms).to(x.dtype), weight_grad
 
 
 def add_norm_forward(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + more in the dtype of x, and RMSNorm of it in that of `more`."""
-    together = x + more
-    return together, norm_forward(together, weight, eps, more.dtype)
+    """Return x + more in the dtype of x, and the RMSNorm of this sum in the dtype of `more`."""
+    total = x + more
+    return total, norm_forward(total, weight, eps, more.dtype)
 
 
 def add_norm_backward(
-    x: Tensor, weight: Tensor, eps: float, beyond: Tensor, grad: Tensor
+    x: Tensor, weight: Tensor, eps: float, sum_grad: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of both that were added up, and of the weight, from those of their sum x and of its norm."""
-    of_x, of_weight = norm_backward(x, weight, eps, grad)
-    of_x += beyond
-    return of_x, of_x.to(grad.dtype), of_weight
+    """Return the gradients of both summands and of the weight.
+
+    Args:
+        x: The sum.
+        weight: [D], of the norm.
+        eps: Of the norm.
+        sum_grad: The gradient of the sum from its other uses.
+        grad: The gradient of the norm's output.
+    """
+    x_grad, weight_grad = norm_backward(x, weight, eps, grad)
+    x_grad += sum_grad
+    return x_grad, x_grad.to(grad.dtype), weight_grad
 
 
 def rotate_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [N, H, d] by cos and sin [N, 1, d], the first half of the sines negative."""
+    """Return the rotary embedding of x [N, H, d]; cos and sin are [N, 1, d], the first half of sin negated."""
     return torch.addcmul(x * cos, swap_halves(x), sin)
 
 
@@ -68,39 +79,46 @@ def rotate_backward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swap_halves(x: Tensor) -> Tensor:
-    """The halves of the last dimension, the other way round."""
-    one, two = x.chunk(2, -1)
-    return torch.cat([two, one], -1)
+    """Exchange the halves of the last dimension."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([second, first], -1)
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """silu(gate) up, of both joined, [N, 2I] -> [N, I]."""
+    """Return silu(gate) * up of gate and up concatenated, [N, 2I] -> [N, I]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
-    """[N, 2I]"""
+    """Return the gradient [N, 2I] of gate and up."""
     gate, up = gate_up.chunk(2, -1)
     return torch.cat([aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
 
 
 def softmax_in_fp32(scores: Tensor) -> Tensor:
-    """In fp32 at least, rounded at its end; torch's own in bf16 is no more exact and slower."""
+    """Return the softmax, computed in fp32 at least and rounded at the end; PyTorch's in bf16 is slower."""
     return promote_to_fp32(scores).softmax(-1).to(scores.dtype)
 
 
 def softmax(scores: Tensor, bias: Tensor) -> Tensor:
-    """Of scores [B, K, C / K * T, S], which are written over, plus bias [B, 1, T, S]."""
+    """Return softmax(scores + bias) of scores [B, K, C / K * T, S], which are overwritten, and bias [B, 1, T, S]."""
     return softmax_in_fp32(add_bias(scores, bias))
 
 
-def softmax_backward(scores: Tensor, bias: Tensor, of_probs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same probabilities, of scores in fp32 at least, and the gradient of scores / scale, in its dtype."""
-    probs, dtype = add_bias(scores, bias).softmax(-1), of_probs.dtype
-    of_probs = of_probs.to(probs.dtype)
-    of_scores = probs * (of_probs - (probs * of_probs).sum(-1, keepdim=True)) * scale
-    return probs.to(dtype), of_scores.to(dtype)
+def softmax_backward(scores: Tensor, bias: Tensor, probs_grad: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of `softmax` and the gradient of scores / scale, both in the dtype of probs_grad.
+
+    Args:
+        scores: In fp32 at least; overwritten.
+        bias: [B, 1, T, S]
+        probs_grad: The gradient of the probabilities.
+        scale: The factor that made the scores of products of queries and keys.
+    """
+    probs, dtype = add_bias(scores, bias).softmax(-1), probs_grad.dtype
+    probs_grad = probs_grad.to(probs.dtype)
+    scores_grad = probs * (probs_grad - (probs * probs_grad).sum(-1, keepdim=True)) * scale
+    return probs.to(dtype), scores_grad.to(dtype)
 
 
 def add_bias(scores: Tensor, bias: Tensor) -> Tensor:
@@ -108,60 +126,77 @@ def add_bias(scores: Tensor, bias: Tensor) -> Tensor:
 
 
 def promote_to_fp32(x: Tensor) -> Tensor:
-    """In fp32 at least."""
+    """Cast half precision to fp32; leave fp32 and float64 as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def supports_fp32_product(x: Tensor) -> bool:
-    """Whether products of tensors like x, in half precision, are had in fp32, as they were summed: CUDA has such ones,
-    but none with a forward-mode gradient.
+    """Return whether a product of x, in half precision, can be returned in fp32, without the rounding of its sums.
+
+    CUDA can, but not with a forward-mode gradient.
     """
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return x.device.type == "cuda" and half and forward_ad.unpack_dual(x).tangent is None
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.device.type == "cuda" and is_half and forward_ad.unpack_dual(x).tangent is None
 
 
 def multiply_to_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, D] times weight [V, D], [N, V] in fp32, where `widens` says so."""
+    """Multiply x [N, D] and weight [V, D] to [N, V] in fp32; see `supports_fp32_product`."""
     return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
-# ---------------------------------------------------------------- drawing
+# ---------------------------------------------------------------- sampling
+# A mass is an unnormalized probability.
 
 
 def compute_masses(logits: Tensor, temperature: float) -> Tensor:
-    """[n, V] fp32 probabilities, up to a factor, of softmax(logits / temperature), at 1 in place of 0."""
-    below = logits - logits.amax(-1, keepdim=True).float()  # fp32, and never above 0
-    return below.mul_(compute_exponent_factor(temperature)).exp2_()  # a quarter of the time of exp
+    """Return softmax(logits / temperature) up to a factor per row, [n, V] in fp32; temperature 0 counts as 1."""
+    differences = logits - logits.amax(-1, keepdim=True).float()  # fp32, and never above 0
+    return differences.mul_(compute_exponent_factor(temperature)).exp2_()  # a quarter of the time of exp
 
 
 def compute_exponent_factor(temperature: float) -> float:
-    """What a difference of logits is multiplied by to be an exponent of 2."""
+    """Return the factor that makes a difference of logits an exponent of 2."""
     return 1 / (math.log(2) * (temperature or 1.0))
 
 
 def sample_with_masses(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A token for each row [n], its unnormalised probability, and that of all tokens together; see drawing.py."""
+    """Sample a token per row.
+
+    Args:
+        logits: [n, V]
+        uniforms: [n] float64 in [0, 1); see `sampling.sample_tokens`.
+        temperature: 0 for the most probable token.
+
+    Returns:
+        The tokens, their masses, and the mass of all tokens of each row, [n] each.
+    """
     masses = compute_masses(logits, temperature)
     token = logits.argmax(-1) if temperature == 0.0 else invert_cdf(masses, uniforms)
     return token, masses.gather(-1, token[:, None])[:, 0], masses.sum(-1)
 
 
 def invert_cdf(masses: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens [n] at `uniforms` [n] of the CDF of masses [n, V], in two levels: blocks, and tokens of one block."""
+    """Return the tokens [n] at `uniforms` [n] of the cumulative distribution of masses [n, V].
+
+    The search has two levels: blocks of tokens, then the tokens of one block. Cumulative sums are float64, on the
+    device of `uniforms`.
+    """
     uniforms = uniforms[:, None]
-    blocks = F.pad(masses, (0, -masses.shape[-1] % CDF_BLOCK_TOKENS)).unflatten(
-        -1, (-1, CDF_BLOCK_TOKENS)
-    )  # [B, V / BLOCK, BLOCK]
+    padded = F.pad(masses, (0, -masses.shape[-1] % CDF_BLOCK_TOKENS))
+    blocks = padded.unflatten(-1, (-1, CDF_BLOCK_TOKENS))  # [n, V / CDF_BLOCK_TOKENS, CDF_BLOCK_TOKENS]
     block_ends = blocks.sum(-1).to(uniforms.device).cumsum(-1, dtype=torch.float64)
     target = uniforms * block_ends[:, -1:]
     block = find_first_above(block_ends, target)
-    before = F.pad(block_ends, (1, 0)).gather(-1, block)
-    masses = blocks.take_along_dim(block[..., None].to(blocks.device), 1)[:, 0]  # [B, BLOCK]
-    inside = masses.to(uniforms.device).double().cumsum(-1)
-    return (block * CDF_BLOCK_TOKENS + find_first_above(inside, target - before))[:, 0].to(blocks.device)
+    block_start = F.pad(block_ends, (1, 0)).gather(-1, block)
+    masses = blocks.take_along_dim(block[..., None].to(blocks.device), 1)[:, 0]  # [n, CDF_BLOCK_TOKENS]
+    token_ends = masses.to(uniforms.device).double().cumsum(-1)
+    return (block * CDF_BLOCK_TOKENS + find_first_above(token_ends, target - block_start))[:, 0].to(blocks.device)
 
 
 def find_first_above(ends: Tensor, target: Tensor) -> Tensor:
-    """Index of the first cumulative sum above the target; rounding may push the target past the last one with mass."""
+    """Return the index of the first cumulative sum above the target, at most that of the last one with mass.
+
+    Rounding may move the target past it.
+    """
     last = torch.searchsorted(ends, ends[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)

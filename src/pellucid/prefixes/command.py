@@ -53,7 +53,7 @@ class Prefixes:
 
     recipe: Positional[Annotated[str, arg(metavar="RECIPE")]]
     """The recipe whose questions are asked."""
-    output: Annotated[Path, arg(metavar="FILE.json")] = Path("prefixes.json")
+    output: Annotated[Path, arg(metavar="FILE.jsonl")] = Path("prefixes.jsonl")
     """The file of the prefixes; one that is there is filled up."""
     n: int = 100
     """Questions."""
@@ -119,21 +119,17 @@ def collect_prefixes(cfg: Config, options: Prefixes) -> int:
     prompts = sample_questions(with_seed(cfg.task, cfg.algorithm.seed), options.n)
     journal = Journal(options.output, get_prefix_settings(cfg, options))
     missing = journal.list_missing(prompts, sources, options.per_question)
-    if not missing and not journal.has_journal:
-        print(
-            escape_controls(
-                f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"
-            )
-        )
+    if not missing and journal.is_complete:
+        message = f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"
+        print(escape_controls(message))
         return 0
     complaints = request_missing_prefixes(cfg, options, prompts, journal, len(missing)) if missing else []
-    journal.write_output(prompts)
     if missing := journal.list_missing(prompts, sources, options.per_question):
         raise UserError(
             f"{len(missing)} prefixes are missing ({complaints[0]}); {options.output} holds the others: the same"
             " command asks for those alone"
         )
-    journal.path.unlink()
+    journal.finish(prompts)
     print(escape_controls(f"prefixes {options.output}"))
     return 0
 

@@ -1,15 +1,14 @@
-"""The journal beside the output: a file with a line for each prefix as it arrives. A killed run goes on from it."""
+"""The file of prefixes: JSON lines, one appended for each prefix as it arrives. A run that was killed goes on from it."""
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from pellucid.tasks.prefixed import PREFIX_SOURCES
+from pellucid.tasks.prefixed import PREFIX_SOURCES, read_prefix_file
 from pellucid.types import Prompt, UserError
 from pellucid.utils.files import write_file_atomically
 
@@ -18,42 +17,34 @@ PrefixKey = tuple[str, str, int]
 
 
 class Journal:
-    """All prefixes so far, in memory and in a file of JSON lines, whose first line holds the settings.
+    """All prefixes so far, in memory and in the file, whose first line holds the settings that they were made with.
 
-    While that file exists it holds every prefix; the output may lack some.
+    That line also says whether the file is complete. If it is not, the settings must not change.
     """
 
-    def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
-        self.output, self.path = output, output.with_name(f"{output.name}.partial.jsonl")
-        self.settings = json.loads(json.dumps(settings))
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self.settings = path, json.loads(json.dumps(settings))
         self.answers: dict[str, str] = {}
         """The gold answer to each question that has a prefix."""
         self.texts: dict[PrefixKey, str] = {}
+        self.is_complete = False
         self.lock, self.file = threading.Lock(), None
-        self.has_journal = self.load_journal()
-        if not self.has_journal:
-            self.load_output()
+        if path.exists():
+            self.load()
 
-    def load_journal(self) -> bool:
-        if not self.path.exists():
-            return False
-        # A line without its end was being written when the process was killed: it may break inside a character.
-        *whole, torn = self.path.read_bytes().split(b"\n")
-        if torn:
-            os.truncate(self.path, self.path.stat().st_size - len(torn))
-        if not whole:
-            return False
+    def load(self) -> None:
         try:
-            settings, *entries = [json.loads(line) for line in whole]
-            self.check_settings(settings["settings"])
-            for entry in entries:
-                self.store((entry["question"], entry["source"], entry["index"]), entry["answer"], entry["text"])
+            header, entries = read_prefix_file(self.path)
+            settings, self.is_complete = dict(header["settings"]), bool(header["complete"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.path} is damaged: remove it to ask anew, or choose another --output") from error
-        return True
+            raise UserError(f"{self.path} is no file of prefixes: remove it, or choose another --output") from error
+        self.check_settings(settings)
+        for entry in entries:
+            self.store((entry["question"], entry["source"], entry["index"]), entry["answer"], entry["text"])
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        for name in {**settings, **self.settings}:
+        """Raise UserError where prefixes of other settings, or of another recipe, would be mixed with these."""
+        for name in ["recipe"] if self.is_complete else {**settings, **self.settings}:
             then, now = settings.get(name), self.settings.get(name)
             if then != now:
                 raise UserError(
@@ -62,34 +53,17 @@ class Journal:
                     " or remove it"
                 )
 
-    def load_output(self) -> None:
-        if not self.output.exists():
-            return
-        try:
-            held = json.loads(self.output.read_text(encoding="utf-8"))
-            recipe = held["recipe"]
-            for row in held["questions"]:
-                for source in PREFIX_SOURCES:
-                    for index, text in enumerate(row[source]):
-                        self.store((row["question"], source, index), row["answer"], text)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.output} is no file of prefixes: choose another --output") from error
-        if recipe != self.settings["recipe"]:
-            raise UserError(f"{self.output} holds the prefixes of {recipe}: choose another --output, or remove it")
-
     def store(self, key: PrefixKey, answer: str, text: str) -> None:
         self.answers[key[0]], self.texts[key] = answer, text
 
     def list_missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[PrefixKey]:
         wanted = ((p.key, source, index) for p in prompts for source in sources for index in range(n))
-        return [slot for slot in wanted if slot not in self.texts]
+        return [key for key in wanted if key not in self.texts]
 
     def open(self) -> TextIO:
-        """Open the file for `add`. A new file begins with all prefixes of an earlier output, written as a whole."""
+        """Open the file for `add`. A line that was cut off when a process was killed is not in it any more."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.has_journal:
-            lines = [{"settings": self.settings}, *(self.make_entry(slot) for slot in self.texts)]
-            write_file_atomically(self.path, "".join(map(format_line, lines)))
+        self.write(self.texts, is_complete=False)
         self.file = self.path.open("a", encoding="utf-8")
         return self.file
 
@@ -100,22 +74,21 @@ class Journal:
             self.file.write(format_line(self.make_entry(key)))
             self.file.flush()
 
+    def finish(self, prompts: Sequence[Prompt]) -> None:
+        """Write the complete file: these questions in their order, then others that an earlier run asked."""
+        questions = dict.fromkeys([*(prompt.key for prompt in prompts), *self.answers])
+        order = {question: i for i, question in enumerate(questions)}
+        keys = sorted(self.texts, key=lambda key: (order[key[0]], PREFIX_SOURCES.index(key[1]), key[2]))
+        self.write(keys, is_complete=True)
+
+    def write(self, keys: Iterable[PrefixKey], is_complete: bool) -> None:
+        lines = [{"settings": self.settings, "complete": is_complete}, *map(self.make_entry, keys)]
+        write_file_atomically(self.path, "".join(map(format_line, lines)))
+
     def make_entry(self, key: PrefixKey) -> dict[str, Any]:
         question, source, index = key
         answer, text = self.answers[question], self.texts[key]
-        return {"question": question, "source": source, "index": index, "answer": answer, "text": text}
-
-    def write_output(self, prompts: Sequence[Prompt]) -> None:
-        """Write the output: first these questions in their order, then others that an earlier run asked."""
-        answers = {prompt.key: prompt.answer for prompt in prompts}
-        rows: dict[str, dict[str, Any]] = {
-            question: {"question": question, "answer": answer, **{source: [] for source in PREFIX_SOURCES}}
-            for question, answer in (answers | self.answers | answers).items()
-        }
-        for (question, source, _), text in sorted(self.texts.items(), key=lambda entry: entry[0][2]):
-            rows[question][source].append(text)
-        held = {"recipe": self.settings["recipe"], "questions": list(rows.values())}
-        write_file_atomically(self.output, json.dumps(held, ensure_ascii=False, indent=1) + "\n")
+        return {"question": question, "answer": answer, "source": source, "index": index, "text": text}
 
 
 def format_line(entry: Mapping[str, Any]) -> str:

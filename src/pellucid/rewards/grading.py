@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
-import traceback
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pellucid.rewards import worker
-from pellucid.rewards.calls import TASK_REWARD, AnswerFields, RewardCall, TermFinished, run_call
-from pellucid.rewards.functions import (
-    InvalidRewardError,
-    ModelGrader,
-    PromptCompletion,
-    RewardPart,
-    TrainerState,
-    build_trainer_state,
-    validate_reward,
-)
+from pellucid.rewards.functions import TrainerState, build_trainer_state
 from pellucid.rewards.judge import Judge
+from pellucid.rewards.parts import TASK_REWARD, Answer, ModelGrader, PromptCompletion, validate_reward
 from pellucid.rewards.pool import RewardPool
 from pellucid.rewards.reward_model import RewardModel
 from pellucid.rewards.settings import RewardConfig, RewardModelSettings
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX, get_reward_terms, is_batch_term
+from pellucid.rewards.worker import RewardCall, TermAnswered, run_call
+from pellucid.sandbox.values import InvalidResultError
+from pellucid.sandbox.worker import ErrorLog
 from pellucid.types import Completion, Progress, Prompt, Reward, Task, has_batch_rewards, with_split
 from pellucid.utils.endpoint import describe_destination
 
@@ -34,8 +28,8 @@ from pellucid.utils.endpoint import describe_destination
 class CallExecutor(Protocol):
     """Where calls are computed: in other processes, or in this one."""
 
-    def compute(self, calls: Sequence[RewardCall]) -> list[dict[int, list[AnswerFields]]]:
-        """Return for each call the answers of its terms, one for each of its pairs."""
+    def compute(self, calls: Sequence[RewardCall]) -> list[dict[int, list[Answer]]]:
+        """Return for each call the answers of its terms, one for each of its completions."""
         ...
 
     def close(self) -> None: ...
@@ -87,7 +81,7 @@ class GradedTask:
         state = build_trainer_state(progress, getattr(self._grading_task, "question_count", None), self._metrics_file)
         seen = [(prompt, transform_completion(self.task, prompt, completion)) for prompt, completion in pairs]
         if not self._terms:
-            return [Reward(**{"value": math.nan, **answer}) for answer in self._compute_task_rewards(seen, state)]
+            return self._compute_task_rewards(seen, state)
         with ThreadPoolExecutor(len(self._graders) or 1, "grader") as beside:
             waiting = {term: beside.submit(grader.grade, seen) for term, grader in self._graders.items()}
             try:
@@ -115,29 +109,24 @@ class GradedTask:
         """End the processes."""
         self._executor.close()
 
-    def _compute_task_rewards(self, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[AnswerFields]:
-        """Return the fields of the rewards that the task gives by itself."""
+    def _compute_task_rewards(self, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[Any]:
+        """Return the rewards that the task gives by itself."""
         if has_batch_rewards(self._grading_task):
-            return self._executor.compute([RewardCall((TASK_REWARD,), pairs, state, (self._cfg.step_timeout,))])[0][
-                TASK_REWARD
-            ]
-        calls = [RewardCall((TASK_REWARD,), [pair], state, (self._cfg.timeout,), is_batch=False) for pair in pairs]
+            call = RewardCall({TASK_REWARD: self._cfg.step_timeout}, pairs, state)
+            return self._executor.compute([call])[0][TASK_REWARD]
+        calls = [RewardCall({TASK_REWARD: self._cfg.timeout}, [pair], state, is_batch=False) for pair in pairs]
         return [answers[TASK_REWARD][0] for answers in self._executor.compute(calls)]
 
-    def _compute_term_parts(
-        self, pairs: Sequence[PromptCompletion], state: TrainerState
-    ) -> dict[int, list[RewardPart]]:
-        """Return the parts of all terms but those of graders: each completion's own, and what functions say of all."""
-        terms = self._terms
-        here = [i for i in range(len(terms)) if i not in self._graders]
-        each = tuple(i for i in here if not is_batch_term(terms[i].name))
-        batch = tuple(i for i in here if is_batch_term(terms[i].name))
-        limits = tuple(terms[i].timeout or self._cfg.step_timeout for i in batch)
-        alone = [RewardCall(each, [pair], state, (self._cfg.timeout,) * len(each), is_batch=False) for pair in pairs]
-        calls = [*(alone if each else []), *([RewardCall(batch, pairs, state, limits)] if batch else [])]
+    def _compute_term_parts(self, pairs: Sequence[PromptCompletion], state: TrainerState) -> dict[int, list[Any]]:
+        """Return the parts of all terms but those of graders: for one completion at a time, and for all of them at once."""
+        terms = {i: term for i, term in enumerate(self._terms) if i not in self._graders}
+        single = {i: self._cfg.timeout for i, term in terms.items() if not is_batch_term(term.name)}
+        batch = {i: term.timeout or self._cfg.step_timeout for i, term in terms.items() if is_batch_term(term.name)}
+        calls = [RewardCall(single, [pair], state, is_batch=False) for pair in pairs] if single else []
+        calls += [RewardCall(batch, pairs, state)] if batch else []
         answers = self._executor.compute(calls)
-        found = {i: [RewardPart(**answer[i][0]) for answer in answers[: len(pairs)]] for i in each}
-        return found | {i: [RewardPart(**answer) for answer in answers[-1][i]] for i in batch}
+        parts = {i: [each[i][0] for each in answers[: len(pairs)]] for i in single}
+        return parts | {i: answers[-1][i] for i in batch}
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute of the task: its name and settings, solution, observe."""
@@ -150,27 +139,16 @@ class InProcessExecutor:
     """Computes calls in this process."""
 
     def __init__(self, task: Any, log: Path | None) -> None:
-        self._task, self._log, self._logged_errors = task, log, set[str]()
+        self._task, self._log_error = task, ErrorLog(log or os.devnull)
 
-    def compute(self, calls: Sequence[RewardCall]) -> list[dict[int, list[AnswerFields]]]:
-        """Return for each call the answers of its terms, one for each of its pairs."""
-        endless = [call._replace(limits=(None,) * len(call.terms)) for call in calls]
-        events = [list(run_call(self._task, call, self._log_error)) for call in endless]
-        return [{e.term: e.answers for e in of_call if isinstance(e, TermFinished)} for of_call in events]
+    def compute(self, calls: Sequence[RewardCall]) -> list[dict[int, list[Answer]]]:
+        """Return for each call the answers of its terms, one for each of its completions."""
+        unlimited = [call._replace(limits=dict.fromkeys(call.limits)) for call in calls]
+        events = [list(run_call(self._task, call, self._log_error)) for call in unlimited]
+        return [{e.term: e.answers for e in of_call if isinstance(e, TermAnswered) and e.is_done} for of_call in events]
 
     def close(self) -> None:
-        """Nothing is to be ended."""
-
-    def _log_error(self, description: str, error: BaseException) -> None:
-        """Write the traceback of an error to the log, the first time that it occurs."""
-        if (
-            self._log
-            and description not in self._logged_errors
-            and len(self._logged_errors) < worker.MAX_LOGGED_TRACEBACKS
-        ):
-            self._logged_errors.add(description)
-            with self._log.open("a", encoding="utf-8") as log:
-                traceback.print_exception(error, file=log)
+        """Do nothing: there is no process to end."""
 
 
 def get_grading_task(task: Any) -> Any:
@@ -192,13 +170,12 @@ def is_wrapper(task: Any) -> bool:
 def check_reward(reward: Reward) -> Reward:
     """Return a reward whose value is finite, or that has failed."""
     try:
-        return Reward(**validate_reward(reward))
-    except InvalidRewardError as error:
+        return validate_reward(reward)
+    except InvalidResultError as error:
         return replace(reward, value=math.nan, error=str(error))
 
 
-# ---------------------------------------------------------------- graders
-# The terms of a reward that are computed in the process of the run, beside the processes of all others.
+# ---------------------------------------------------------------- judges and reward models, which work in this process
 
 
 def load_graders(task: Any, cache_folder: Path | None = None) -> dict[int, ModelGrader]:

@@ -22,7 +22,7 @@ from typing import Any
 import regex
 
 from pellucid.rewards.answers import split_thought, strip_thought
-from pellucid.rewards.functions import PromptCompletion, RewardPart
+from pellucid.rewards.parts import PromptCompletion, RewardPart
 from pellucid.rewards.settings import ENDPOINT_NAMES, JudgeSettings
 from pellucid.types import Completion, Message, Prompt
 from pellucid.utils import text as braces

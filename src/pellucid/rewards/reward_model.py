@@ -32,7 +32,7 @@ from transformers import (
 
 from pellucid.models.hf_decode import MODEL_ERRORS, format_error_line
 from pellucid.policy.chat_template import prepare_messages
-from pellucid.rewards.functions import PromptCompletion, RewardPart
+from pellucid.rewards.parts import PromptCompletion, RewardPart
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX
 from pellucid.types import Completion, Prompt, UserError

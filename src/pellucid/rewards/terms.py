@@ -24,8 +24,9 @@ from pellucid.rewards.answers import (
     find_last_number,
     parse_only_number,
 )
-from pellucid.rewards.functions import PromptCompletion, RewardPart, TrainerState
+from pellucid.rewards.functions import TrainerState
 from pellucid.rewards.math import is_sentence, is_words, load_math_verify, states_formula, strip_answer_sentence
+from pellucid.rewards.parts import PromptCompletion, RewardPart
 from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
 from pellucid.types import Completion, Prompt
 from pellucid.utils.plugins import did_you_mean, load_function

@@ -1,200 +1,268 @@
-"""The code of a reward process, which runs other people's functions and answers with plain data, as JSON."""
+"""The computation of rewards, with whatever they raise as an answer: the same in a worker process and in this one."""
 
 from __future__ import annotations
 
-import faulthandler
+import asyncio
 import json
-import multiprocessing
-import os
+import math
 import pickle
-import signal
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from functools import partial
+from itertools import groupby
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-from pellucid.rewards.calls import (
-    CallEvent,
-    RewardCall,
-    TermFinished,
-    TermProgress,
-    TermsStarted,
-    insert_errors,
-    run_call,
+from pellucid.rewards import functions
+from pellucid.rewards.functions import TrainerState
+from pellucid.rewards.parts import (
+    TASK_REWARD,
+    Answer,
+    PromptCompletion,
+    decode_answer,
+    encode_answer,
+    make_failure,
+    validate_answer,
 )
-from pellucid.rewards.functions import PromptCompletion, TrainerState, describe_error
-from pellucid.rewards.terms import get_reward_terms, is_function_term
-from pellucid.utils import signals
+from pellucid.rewards.terms import compute_term_parts, get_reward_terms, is_function_term
+from pellucid.sandbox.values import InvalidResultError, describe_error
+from pellucid.sandbox.worker import (
+    ErrorLogger,
+    exit_forked_copies,
+    log_error,
+    receive_request,
+    start_watchdog,
+    stop_watchdog,
+)
+from pellucid.types import has_batch_rewards
 from pellucid.utils.plugins import load_function
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
-MAX_LOGGED_TRACEBACKS = 100
-"""The most tracebacks in the log, one for each kind of error."""
-WATCHDOG_MARGIN_SECONDS = 10.0
-"""Seconds that a call has beyond twice its time limit, before its process ends itself."""
-LOGGED_ERRORS: set[str] = set()
-"""The kinds of error that this process has logged."""
+class RewardCall(NamedTuple):
+    """What is to be computed: some terms of a task's reward, for some completions."""
 
-
-@dataclass(frozen=True)
-class WorkerConfig:
-    """The limits, log and environment of a worker process."""
-
-    memory_gb: float
-    """The memory limit in GB; 0 is no limit."""
-    log: str
-    """The file to which everything that is printed is appended."""
-    environment: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class CallMessage:
-    """A Call on its way to a process. Each group is pickled by itself, since one of them may have no place there."""
-
-    terms: tuple[int, ...]
-    groups: tuple[tuple[bytes, int], ...]
-    """A prompt with its completions, and how many these are."""
+    limits: Mapping[int, float | None]
+    """The terms, by their indices in task.rewards or TASK_REWARD, each with its time limit in seconds; None is none."""
+    pairs: Sequence[PromptCompletion]
     state: TrainerState
-    limits: tuple[float | None, ...]
+    is_batch: bool = True
+    """Whether the call is about many completions, which terms may compare."""
 
 
-def run_worker(connection: Connection, task: bytes, config: WorkerConfig) -> None:
-    """Load the task, then answer each call, until the parent closes its end.
+class TermsStarted(NamedTuple):
+    """These terms are computed from now on."""
 
-    Sends one message before the task is loaded, one after, and then the events of each call.
-    """
-    isolate_process(config)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    connection.send_bytes(b"{}")
-    loaded: list[Any] = []
-    connection.send_bytes(run_and_report(lambda: loaded.append(load_task(task))))
-    while True:
-        try:
-            message: CallMessage = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            exit_with_children()
-        call, unread = unpack_message(message)
-        for event in run_call(loaded[0], call, log_error):
-            if isinstance(event, TermsStarted):
-                start_watchdog(message.limits)
-            if isinstance(event, TermProgress) and unread:
-                continue  # its answers are not those of the first completions: some could not be read
-            connection.send_bytes(json.dumps(insert_unpickling_errors(event, unread)).encode())
-        faulthandler.cancel_dump_traceback_later()
+    terms: list[int]
 
 
-def load_task(task: bytes) -> Any:
-    """Return the task, with the files of its functions imported: that takes no time of their calls."""
+class TermAnswered(NamedTuple):
+    """A term has answers: all of them if it is done, else the next ones, for the completions that had none yet."""
+
+    term: int
+    answers: list[Answer]
+    is_done: bool
+
+
+CallEvent = TermsStarted | TermAnswered
+
+
+# ---------------------------------------------------------------- the worker process
+
+
+def load_task(task: bytes) -> Callable[[Connection], None]:
+    """Return what serves calls of a pickled task, with the files of its functions imported: calls need not wait for it."""
     loaded = pickle.loads(task)
     for term in get_reward_terms(loaded):
         if is_function_term(term.name):
             load_function(term.name, "reward")
-    return loaded
+    return partial(serve_calls, loaded)
 
 
-def run_and_report(action: Callable[[], None]) -> bytes:
-    """Return an empty JSON object, or one with the error that was raised."""
-    try:
-        action()
-    except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-        log_error(describe_error(error), error)
-        return json.dumps({"error": describe_error(error)}).encode()
-    return b"{}"
+def serve_calls(task: Any, connection: Connection) -> None:
+    """Answer calls until the parent closes its end of the connection."""
+    while True:
+        call: RewardCall
+        groups: list[tuple[bytes, int]]
+        call, groups = receive_request(connection)
+        pairs, errors = unpickle_groups(groups)
+        for event in run_call(task, call._replace(pairs=pairs), log_error):
+            if isinstance(event, TermsStarted):
+                start_watchdog(max(limit or 0.0 for limit in call.limits.values()))
+            elif errors:
+                if not event.is_done:
+                    continue  # its answers are not those of the first completions: some could not be read
+                event = event._replace(answers=insert_failures(event.term, event.answers, errors))  # noqa: PLW2901
+            connection.send_bytes(encode_event(event))
+        stop_watchdog()
 
 
-def unpack_message(message: CallMessage) -> tuple[RewardCall, dict[int, str]]:
-    """Return the call of a message, and the errors of completions that cannot be read here, by their places."""
+def unpickle_groups(groups: Sequence[tuple[bytes, int]]) -> tuple[list[PromptCompletion], dict[int, str]]:
+    """Return the completions of pickled groups, and the errors of those that cannot be read here, by their indices.
+
+    groups: a pickled prompt with its completions, and how many these are.
+    """
     pairs: list[PromptCompletion] = []
     errors: dict[int, str] = {}
-    for data, n in message.groups:
+    for data, count in groups:
         try:
             prompt, completions = pickle.loads(data)
-        except BaseException as error:  # noqa: BLE001 - as above
-            place = len(pairs) + len(errors)
-            errors |= dict.fromkeys(
-                range(place, place + n), f"it cannot be read in another process: {describe_error(error)}"
-            )
+        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+            first = len(pairs) + len(errors)
+            description = f"it cannot be read in another process: {describe_error(error)}"
+            errors |= dict.fromkeys(range(first, first + count), description)
         else:
             pairs += [(prompt, completion) for completion in completions]
-    return RewardCall(message.terms, pairs, message.state, message.limits), errors
+    return pairs, errors
 
 
-def insert_unpickling_errors(event: CallEvent, errors: Mapping[int, str]) -> CallEvent:
-    return event._replace(answers=insert_errors(event.answers, errors)) if isinstance(event, TermFinished) else event
+def insert_failures(term: int, answers: Sequence[Answer], errors: Mapping[int, str]) -> list[Answer]:
+    """Return the answers with failures in between, at these indices of the result."""
+    others = iter(answers)
+    count = len(answers) + len(errors)
+    return [make_failure(term, errors[i]) if i in errors else next(others) for i in range(count)]
 
 
-def start_watchdog(limits: Sequence[float | None]) -> None:
-    """End this process when its parent should have done so long ago: it is gone.
+def encode_event(event: CallEvent) -> bytes:
+    """Return an event as JSON, which its receiver can read without running code of the user's."""
+    if isinstance(event, TermsStarted):
+        return json.dumps({"started": event.terms}).encode()
+    answers = [encode_answer(answer) for answer in event.answers]
+    return json.dumps({"term": event.term, "answers": answers, "is_done": event.is_done}).encode()
 
-    This needs no interpreter lock, which a runaway regular expression never releases.
+
+def decode_event(data: bytes) -> CallEvent:
+    """Return the event. Raises ValueError, TypeError, KeyError or RecursionError for anything else."""
+    values = json.loads(data)
+    if "started" in values:
+        return TermsStarted(values["started"])
+    term = values["term"]
+    return TermAnswered(term, [decode_answer(term, answer) for answer in values["answers"]], values["is_done"])
+
+
+# ---------------------------------------------------------------- the computation
+
+
+def run_call(task: Any, call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
+    """Compute a call and yield its events. One term follows the other, then the asynchronous ones run together.
+
+    A term that raises is computed again for each group, so that the others get answers; siblings stay together, since a
+    function may compare them. All of that counts towards the one time limit of the term.
     """
-    faulthandler.dump_traceback_later(2 * max(limit or 0.0 for limit in limits) + WATCHDOG_MARGIN_SECONDS, exit=True)
+    if not call.pairs:
+        yield from (TermAnswered(term, [], is_done=True) for term in call.limits)
+        return
+    concurrent = [term for term in call.limits if term != TASK_REWARD and is_async_term(task, term)]
+    for term in call.limits:
+        if term not in concurrent:
+            yield from run_term(task, term, call, log_error)
+    if concurrent:
+        yield TermsStarted(concurrent)
+        yield from run_async_terms(task, concurrent, call, log_error)
 
 
-def log_error(description: str, error: BaseException) -> None:
-    """Write the full traceback of an error to the log, the first time that it occurs."""
-    if description not in LOGGED_ERRORS and len(LOGGED_ERRORS) < MAX_LOGGED_TRACEBACKS:
-        LOGGED_ERRORS.add(description)
-        with suppress(OSError, ValueError):  # a reward has closed it
-            traceback.print_exception(error)
+def run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
+    answers: list[Answer] = []
+    waiting = deque([call.pairs])
+    limit = call.limits[term]
+    yield TermsStarted([term])
+    deadline = time.monotonic() + limit if limit else math.inf
+    while waiting:
+        pairs = waiting.popleft()
+        if time.monotonic() < deadline:
+            outcome = try_term(task, term, pairs, call.state)
+        else:
+            outcome = InvalidResultError(f"no reward within {limit:g} s")
+        if isinstance(outcome, BaseException) and may_be_group_error(outcome, pairs):
+            waiting += split_into_groups(pairs)
+            continue
+        if isinstance(outcome, BaseException):
+            outcome = make_failures(term, outcome, len(pairs), log_error)
+        answers += outcome
+        if waiting:  # these answers count even if the next group takes too long
+            yield TermAnswered(term, outcome, is_done=False)
+    yield TermAnswered(term, answers, is_done=True)
 
 
-def isolate_process(config: WorkerConfig) -> None:
-    """Ignore signals, redirect output, set limits, and begin a session, so that a reward's children end with it."""
-    # Ctrl-C reaches every process of the terminal, and a supervisor's SIGTERM every one of the service. The parent
-    # decides what they mean, and may need this process to finish its step.
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(os, "setsid"):
-        os.setsid()
-    os.environ.clear()
-    os.environ.update(config.environment)
-    redirect_output(config.log)
-    faulthandler.enable()
-    if config.memory_gb and resource is not None and sys.platform == "linux":
-        # Limit writable memory: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
-        limit = int(config.memory_gb * 1e9)
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
-
-
-def redirect_output(log: str) -> None:
-    """Append the output of this process and its children to the log, or discard it where the log cannot be opened.
-
-    Their standard input is empty.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+def try_term(
+    task: Any, term: int, pairs: Sequence[PromptCompletion], state: TrainerState
+) -> list[Answer] | BaseException:
+    """Return the answers of a term, or what it raised."""
     try:
-        output = os.open(log, flags, 0o666)
-    except OSError:
-        output = os.open(os.devnull, flags)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for taken, descriptor in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(taken, descriptor)
-    os.close(nothing)
-    os.close(output)
-    sys.stdout, sys.stderr = signals.open_log_stream(1), signals.open_log_stream(2)
+        with exit_forked_copies():
+            return compute_answers(task, term, pairs, state)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+        return error
 
 
-def exit_with_parent() -> None:
-    """Wait for the parent to end, then end this process."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        exit_with_children()
+def compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[Answer]:
+    if term != TASK_REWARD:
+        return [validate_answer(part) for part in compute_term_parts(task.rewards[term], pairs, state)]
+    if not has_batch_rewards(task):
+        return [validate_answer(task.reward(prompt, completion)) for prompt, completion in pairs]
+    prompts, completions = zip(*pairs, strict=True)
+    rewards = list(task.rewards(list(prompts), list(completions)))
+    if len(rewards) != len(pairs):
+        raise InvalidResultError(f"the task returned {len(rewards)} rewards for {len(pairs)} completions: one for each")
+    return [validate_answer(reward) for reward in rewards]
 
 
-def exit_with_children() -> NoReturn:
-    """End this process at once, with every process that rewards have started."""
-    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+def run_async_terms(task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
+    running = {
+        functions.submit_coroutine(run_async_term(term, task.rewards[term].name, call, log_error)): term
+        for term in terms
+    }
+    try:
+        for future in as_completed(running):
+            yield TermAnswered(running[future], future.result(), is_done=True)
+    finally:
+        for future in running:  # those that an interrupt has left
+            future.cancel()
+
+
+async def run_async_term(term: int, spec: str, call: RewardCall, log_error: ErrorLogger) -> list[Answer]:
+    """Return the answers of an asynchronous function as `run_term` does, all of it within the term's time limit."""
+    limit = call.limits[term]
+    deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+
+    async def attempt(pairs: Sequence[PromptCompletion], may_split: bool = False) -> list[Answer]:
+        clock = asyncio.timeout_at(deadline)
+        try:
+            async with clock:
+                return [validate_answer(part) for part in await functions.call_async_function(spec, pairs, call.state)]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            this_task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and this_task and this_task.cancelling():
+                raise
+            raised = InvalidResultError(f"no reward within {limit:g} s") if clock.expired() else error
+        if not (may_split and may_be_group_error(raised, pairs)):
+            return make_failures(term, raised, len(pairs), log_error)
+        return [answer for part in await asyncio.gather(*map(attempt, split_into_groups(pairs))) for answer in part]
+
+    return await attempt(call.pairs, may_split=True)
+
+
+def is_async_term(task: Any, term: int) -> bool:
+    spec = task.rewards[term].name
+    return is_function_term(spec) and functions.is_async_function(spec)
+
+
+def split_into_groups(pairs: Sequence[PromptCompletion]) -> list[list[PromptCompletion]]:
+    return [list(group) for _, group in groupby(pairs, key=lambda pair: pair[0].id)]
+
+
+def may_be_group_error(error: BaseException, pairs: Sequence[PromptCompletion]) -> bool:
+    """Return whether an error may be due to one of several groups. A wrong number of answers is not."""
+    return len(split_into_groups(pairs)) > 1 and not isinstance(error, InvalidResultError)
+
+
+def make_failures(term: int, error: BaseException, count: int, log_error: ErrorLogger) -> list[Answer]:
+    description = describe_error(error)
+    if not isinstance(error, InvalidResultError):
+        log_error(description, error)
+    return [make_failure(term, description)] * count

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from pellucid.policy.chat_template import encode_bridge
 from pellucid.policy.tool_calls import parse_turn
-from pellucid.rollout.groups import begins_in_thought, check_prompt_lengths, decode_completion
+from pellucid.rollout.groups import (
+    UniformStream,
+    begins_in_thought,
+    check_prompt_lengths,
+    compute_row_seed,
+    decode_completion,
+)
 from pellucid.types import (
     AsyncEnvironments,
     Completion,
@@ -43,6 +49,7 @@ class ConversationRow:
     number: int
     prompt: Prompt
     """As it is asked, once that is known."""
+    uniforms: UniformStream
     first_prompt: Prompt | None = None
     """As it was asked first; a history that was rewritten is another one."""
     question: tuple[int, ...] = ()
@@ -54,7 +61,7 @@ class ConversationRow:
     given: list[tuple[int, int]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     sampled_count: int = 0
-    """How many tokens were sampled in all sequences: the place of the next random number."""
+    """How many tokens were sampled in all sequences."""
     turn_start: int = 0
     """Where in `tokens` its turn began."""
     turn_count: int = 0
@@ -94,7 +101,13 @@ class ConversationBatch:
     ) -> None:
         self.policy, self.version, self.environments, self.sampling = policy, version, environments, sampling
         self.rows = [
-            ConversationRow(p * sampling.n + g, prompt) for p, prompt in enumerate(prompts) for g in range(sampling.n)
+            ConversationRow(
+                p * sampling.n + g,
+                prompt,
+                UniformStream(compute_row_seed(sampling.seed, prompt, g), sampling.max_tokens),
+            )
+            for p, prompt in enumerate(prompts)
+            for g in range(sampling.n)
         ]
         self.prompts = prompts
         self.prefill_queue: list[ConversationRow] = []

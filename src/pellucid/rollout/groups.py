@@ -23,6 +23,26 @@ def compute_row_seed(seed: str, prompt: Prompt, g: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.id}/{g}".encode()).digest()[:8], "big") >> 1
 
 
+class UniformStream:
+    """The random numbers of one row: float64 in [0, 1), the same whichever rows are decoded beside it."""
+
+    def __init__(self, seed: int, chunk: int) -> None:
+        """Create a stream that makes `chunk` numbers at a time. The numbers do not depend on `chunk`."""
+        self.seed, self.chunk = seed, chunk
+        self._generator: torch.Generator | None = None
+        self._values: list[float] = []
+        self._next = 0
+
+    def take(self, n: int) -> list[float]:
+        """Return the next n numbers."""
+        while self._next + n > len(self._values):
+            self._generator = self._generator or torch.Generator().manual_seed(self.seed)
+            new = torch.rand(self.chunk, dtype=torch.float64, generator=self._generator)
+            self._values, self._next = self._values[self._next :] + new.tolist(), 0
+        self._next += n
+        return self._values[self._next - n : self._next]
+
+
 def check_prompt_lengths(prompt_ids: Sequence[Sequence[int]], max_length: int) -> None:
     """DataError for a prompt of more than `longest` tokens."""
     width = max(map(len, prompt_ids))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pellucid.models.decode import RunningBatch
 from pellucid.rollout.conversations import ConversationBatch
-from pellucid.rollout.groups import build_groups, check_prompt_lengths, compute_row_seed, sample_tokens
-from pellucid.rollout.scheduler import MultiTurnScheduler
+from pellucid.rollout.groups import UniformStream, build_groups, check_prompt_lengths, compute_row_seed, sample_tokens
+from pellucid.rollout.scheduler import ConversationScheduler, RowState, Scheduler
 from pellucid.types import AsyncEnvironments, Group, Prompt, Sampling
-from pellucid.utils import hardware
 
 if TYPE_CHECKING:
     pass
@@ -57,8 +55,8 @@ class NativeSampler:
         but for the rounding of matrix products: see models/invariance.py.
         """
         if self.environments:
-            talks = ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
-            return MultiTurnScheduler(self.policy, talks, self.rows, self.deterministic, self.int8).run()
+            conversations = ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
+            return ConversationScheduler(self.policy, conversations, self.rows, self.deterministic, self.int8).run()
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_prompt_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [compute_row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
@@ -68,79 +66,42 @@ class NativeSampler:
         self, contexts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
         """Tokens, their log-probs and sampling masks for each of the len(contexts) * sampling.n rows."""
-        size = sampling.n
-        running: RunningBatch[int] = RunningBatch(self.policy.create_decode_batch(max(self.rows, size), self.int8))
-        tokens: list[list[int]] = [[] for _ in seeds]
-        logprobs: list[list[float]] = [[] for _ in seeds]
-        masks: list[list[Tensor]] = [[] for _ in seeds]
-        uniforms: dict[int, list[float]] = {}  # of rows that have not ended
-        waiting = list(range(len(contexts)))
-        while waiting or running.requests:
-            if joining := waiting[: running.count_free_slots() // size]:
-                waiting = waiting[len(joining) :]
-                rows = [p * size + g for p in joining for g in range(size)]
-                uniforms |= {row: _draw_uniforms(seeds[row], sampling.max_tokens) for row in rows}
-                running.admit([contexts[p] for p in joining], rows)
-            going = [row for row in running.requests if row in uniforms]
-            k = min(self._count_steps_per_check(), sampling.max_tokens - max(len(tokens[row]) for row in going))
-            chances = [_slice_uniforms(uniforms.get(row), len(tokens[row]), k) for row in running.requests]
-            last, *drawn_by = self._draw(running, torch.tensor(chances, dtype=torch.float64), sampling)
-            for row, ids, of_ids, kept in zip(running.requests, *drawn_by, strict=True):
-                if row not in uniforms:
-                    continue
-                n = 1 + next((i for i, token in enumerate(ids) if token in self.policy.eos_ids), k)
-                tokens[row] += ids[:n]
-                logprobs[row] += of_ids[:n]
-                masks[row] += kept[:n]
-                if n <= k or len(tokens[row]) == sampling.max_tokens:
-                    del uniforms[row]
-            stays = [place for place, row in enumerate(running.requests) if row in uniforms]
-            if self._should_compact(running, len(stays), size if waiting else 0):
-                places = torch.tensor(stays, dtype=torch.long)
-                running.keep_rows(places)
-                last = last[places.to(last.device)]
-            running.step(last)
-        return tokens, logprobs, masks
+        policy, size = self.policy, sampling.n
+        rows = [CompletionRow(UniformStream(seed, sampling.max_tokens)) for seed in seeds]
 
-    def _should_compact(self, running: RunningBatch[int], stays: int, wanted: int) -> bool:
-        """Whether rows that have ended are dropped at once. On a GPU others are hardly faster without them, while to
-        drop them costs a copy and a new graph: there half of all must have ended, or make room for so many others.
-        """
-        rows = len(running.requests)
-        if self.policy.device.type == "cpu":
-            return True
-        return 2 * stays <= rows or 0 < wanted <= running.count_free_slots() + rows - stays
+        def append_tokens(row: CompletionRow, ids: list[int], logprobs: list[float], masks: list[Tensor]) -> RowState:
+            n = 1 + next((i for i, token in enumerate(ids) if token in policy.eos_ids), len(ids))
+            row.tokens += ids[:n]
+            row.logprobs += logprobs[:n]
+            row.masks += masks[:n]
+            is_finished = n <= len(ids) or len(row.tokens) == sampling.max_tokens
+            return RowState.FINISHED if is_finished else RowState.DECODING
+
+        scheduler = Scheduler(
+            policy,
+            max(self.rows, size),
+            lambda _, logits, uniforms: sample_tokens(logits, uniforms, sampling),
+            append_tokens,
+            int8=self.int8,
+            compacts_at_once=policy.device.type == "cpu",
+        )
+        for p, context in enumerate(contexts):
+            scheduler.add_request(context, rows[p * size : (p + 1) * size])
+        while scheduler.has_requests:
+            longest = max((len(row.tokens) for row in scheduler.decoding), default=0)
+            scheduler.step(min(self._count_steps_per_check(), sampling.max_tokens - longest))
+        return [row.tokens for row in rows], [row.logprobs for row in rows], [row.masks for row in rows]
 
     def _count_steps_per_check(self) -> int:
-        """Of how many tokens it is seen together whether they end a row: on the CPU nobody waits for one."""
+        """How many tokens are sampled before the host looks for EOS tokens: on the CPU nothing waits for one."""
         return 1 if self.policy.device.type == "cpu" else TOKENS_PER_EOS_CHECK
 
-    def _draw(
-        self, running: RunningBatch[int], chances: Tensor, sampling: Sampling
-    ) -> tuple[Tensor, list[list[int]], list[list[float]], list[list[Tensor]]]:
-        """As many tokens of each row as there are random numbers for it [n, k], its end passed over: the last of them
-        [n], not yet appended, and row by row all tokens, their log-probs and sampling masks.
-        """
-        tokens: list[Tensor] = []
-        logprobs, masks = [], [[] for _ in running.requests]
-        for column in chances.to(hardware.pick_float64_device(self.policy.device)).unbind(1):
-            if tokens:
-                running.step(tokens[-1])
-            token, logprob, kept = sample_tokens(running.logits, column, sampling)
-            tokens.append(token)
-            logprobs.append(logprob)
-            for of_row, mask in zip(masks, kept, strict=False):
-                of_row.append(mask)
-        of_tokens = torch.stack(logprobs, 1)
-        # In one piece, so that it is waited for once; floats hold the ids of any vocabulary exactly.
-        ids, values = torch.stack([torch.stack(tokens, 1).to(of_tokens), of_tokens]).cpu()
-        return tokens[-1], ids.long().tolist(), values.tolist(), masks
 
+@dataclass(eq=False)
+class CompletionRow:
+    """A completion that is being decoded."""
 
-def _slice_uniforms(uniforms: list[float] | None, n: int, k: int) -> list[float]:
-    """k random numbers of a row, the first n being used; any of one that has ended."""
-    return [0.0] * k if uniforms is None else uniforms[n : n + k]
-
-
-def _draw_uniforms(seed: int, n: int) -> list[float]:
-    return torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
+    uniforms: UniformStream
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    masks: list[Tensor] = field(default_factory=list)

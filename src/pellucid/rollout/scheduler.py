@@ -1,38 +1,265 @@
-"""Group decoding of conversations: rows speak, wait for their reply in their place, and go on from their own cache.
+"""Continuous batching: one scheduler for the native sampler, for conversations, and for the service.
 
-A row that waits long makes room for others and comes back with what it had. None waits for the reply of another: those
-that have one are told it together, a few at a time, since reading one token costs about as much as reading many.
+Rows join the decode batch when there are free slots and leave it when they finish. `ConversationScheduler` adds what
+conversations need: rows that wait for a reply, and go on from their own KV cache.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from pellucid.models.decode import EvictedRow, RunningBatch
 from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch, ConversationRow
-from pellucid.rollout.groups import compute_row_seed, sample_tokens
+from pellucid.rollout.groups import UniformStream, sample_tokens
 from pellucid.types import Group
 from pellucid.utils import hardware
 
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
-EVICT_AFTER_TOKENS = 8
-"""How many tokens of others a row waits for its reply in its place."""
+EVICT_AFTER_STEPS = 8
+"""After how many decode steps the cache of a row that waits for its reply may be moved out of the batch."""
 DECODING_ROWS_PER_EXTENSION = 4
-"""Rows are told something when they are one of so many that speak, or nobody speaks."""
+"""Replies are appended when one row has a reply for so many rows that decode, or when no row decodes: to append one
+token costs about as much as to append many."""
 GATHER_SECONDS = 0.05
-"""Seconds, about those of a token, that the first to be told something wait for others where nobody speaks: what a few
-begin alone costs as much as if all spoke."""
+"""How long, when no row decodes, the first reply waits for others. It is about the time of a decode step, which costs
+as much for a few rows as for all of them."""
 
 
-class MultiTurnScheduler:
-    """The rows of conversations in one decode batch. `hold` samples all of them to their ends."""
+class RowState(Enum):
+    """What a row does after the tokens that it was given."""
+
+    DECODING = "decoding"
+    PAUSED = "paused"
+    """It keeps its slot and its KV cache, and waits for `Scheduler.resume`."""
+    FINISHED = "finished"
+
+
+class Row(Protocol):
+    """One sequence of a request."""
+
+    @property
+    def uniforms(self) -> UniformStream: ...
+
+
+RowT = TypeVar("RowT", bound=Row)
+SampleTokens = Callable[[Sequence[RowT], Tensor, Tensor], tuple[Tensor, Tensor, Sequence[Any]]]
+"""(rows, logits [n, V], uniforms [n]) -> tokens [n], their log-probs [n], and something more for each row, or nothing:
+sampling masks, or the likeliest tokens."""
+AppendTokens = Callable[[RowT, list[int], list[float], list[Any]], RowState]
+"""(row, tokens, log-probs, what `SampleTokens` returned besides) -> what the row does next. It ignores tokens behind the
+end of the row."""
+
+
+class Request(NamedTuple, Generic[RowT]):
+    """A prompt and the rows that continue it."""
+
+    prompt_ids: Sequence[int]
+    rows: Sequence[RowT]
+
+
+class Scheduler(Generic[RowT]):
+    """Continuous batching. Add requests, and call `step` until `has_requests` is false.
+
+    A step admits the waiting requests for which there are free slots (one prefill), samples a token for each row,
+    hands the tokens to `append_tokens`, drops the rows that finished, and runs one decode step. Requests are admitted
+    in the order of their arrival; a small one never overtakes a large one.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        max_rows: int,
+        sample_tokens: SampleTokens[RowT],
+        append_tokens: AppendTokens[RowT],
+        int8: bool = False,
+        compacts_at_once: bool = True,
+    ) -> None:
+        """Create a scheduler with free slots only.
+
+        Args:
+            max_rows: the number of slots; no request may have more rows.
+            sample_tokens: samples a token for each row.
+            append_tokens: receives the tokens of a row, and decides whether the row has finished.
+            int8: decode in int8.
+            compacts_at_once: drop finished rows at once. On a GPU a step is hardly faster without them, while to drop
+                them costs a copy and a new CUDA graph: False drops them when half of the rows have finished, or when
+                their slots suffice for the next request.
+        """
+        self.device, self.sampling_device = policy.device, hardware.pick_float64_device(policy.device)
+        self.sample_tokens, self.append_tokens = sample_tokens, append_tokens
+        self.compacts_at_once = compacts_at_once
+        self.waiting: list[Request[RowT]] = []
+        self.running: RunningBatch[RowT] = RunningBatch(policy.create_decode_batch(max_rows, int8))
+        self.decoding: set[RowT] = set()
+        self.paused: dict[RowT, int] = {}
+        """The paused rows that have a slot, and for how many decode steps they have waited."""
+        self.evicted: dict[RowT, EvictedRow] = {}
+        """The paused rows that have no slot."""
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests wait or decode."""
+        return bool(self.waiting or self.decoding)
+
+    def add_request(self, prompt_ids: Sequence[int], rows: Sequence[RowT]) -> None:
+        """Queue rows that continue one prompt."""
+        self.waiting.append(Request(prompt_ids, rows))
+
+    def admit(self) -> None:
+        """Prefill waiting requests while there are free slots; those with as many rows are prefilled together."""
+        while joining := self._take_admissible():
+            rows = [row for request in joining for row in request.rows]
+            self.running.admit([request.prompt_ids for request in joining], rows)
+            self.decoding.update(rows)
+
+    def step(self, tokens: int = 1) -> None:
+        """Admit requests, and decode.
+
+        Args:
+            tokens: how many tokens of each row are sampled before `append_tokens` receives them. On a GPU the host then
+                waits less often. No row may be paused where it is more than 1.
+        """
+        self.admit()
+        if self.decoding:
+            self._decode(tokens)
+
+    def resume(self, rows: Sequence[RowT], tokens: Sequence[Sequence[int]]) -> list[RowT]:
+        """Append these tokens to paused rows, which decode from there on. Return the rows for which no slot is free."""
+        tokens_of = dict(zip(rows, tokens, strict=True))
+        back = [row for row in rows if row in self.evicted][: self.running.count_free_slots()]
+        if back:
+            self.running.restore([self.evicted.pop(row) for row in back], back)
+        here = [row for row in rows if row not in self.evicted]
+        if here:
+            self.running.append_tokens(self._find_slots(here), [tokens_of[row] for row in here])
+            for row in here:
+                self.paused.pop(row, None)
+            self.decoding.update(here)
+        return [row for row in rows if row in self.evicted]
+
+    def evict(self, rows: Iterable[RowT]) -> None:
+        """Move the KV caches of paused rows out of the batch, so that others may have their slots."""
+        gone = set(rows)
+        if ordered := [row for row in self.running.requests if row in gone]:
+            self.evicted |= dict(zip(ordered, self.running.evict(self._find_slots(ordered)), strict=True))
+            for row in ordered:
+                del self.paused[row]
+
+    def cancel(self, rows: Iterable[RowT]) -> None:
+        """Drop paused rows."""
+        for row in rows:
+            self.paused.pop(row, None)
+            self.evicted.pop(row, None)
+        self._drop_finished()
+
+    def _take_admissible(self) -> list[Request[RowT]]:
+        """Take from the queue the first requests, as many as fit into the free slots in one prefill."""
+        if not self.waiting:
+            return []
+        size, joining = len(self.waiting[0].rows), 0
+        free = self.running.count_free_slots() // size
+        while joining < min(free, len(self.waiting)) and len(self.waiting[joining].rows) == size:
+            joining += 1
+        taken, self.waiting = self.waiting[:joining], self.waiting[joining:] if joining else self.waiting
+        return taken
+
+    def _decode(self, count: int) -> None:
+        """Sample tokens, hand them out, and run the decode step behind the last of them."""
+        rows, logits = self.running.requests, self.running.logits
+        if self.paused:
+            assert count == 1
+            rows = [row for row in rows if row in self.decoding]
+            logits = logits[self._find_slots(rows).to(logits.device)]
+        last, ids, logprobs, extras = self._sample(rows, logits, count)
+        for row in self.paused:
+            self.paused[row] += 1
+        for row, row_ids, row_logprobs, row_extras in zip(rows, ids, logprobs, extras, strict=True):
+            if row not in self.decoding:
+                continue  # it has finished, and still has its slot
+            state = self.append_tokens(row, row_ids, row_logprobs, row_extras)
+            if state is not RowState.DECODING:
+                self.decoding.discard(row)
+            if state is RowState.PAUSED:
+                self.paused[row] = 0
+        if not self.decoding:
+            self._drop_finished()
+            return
+        unfinished = len(self.decoding) + len(self.paused)
+        if unfinished < len(self.running.requests) and self._should_compact(unfinished):
+            slots = self._list_unfinished_slots()
+            self.running.keep_rows(slots)  # without their logits, which the step replaces
+            last = last if self.paused else last[slots.to(last.device)]
+        if not self.paused:
+            self.running.step(last)
+            return
+        tokens = {row: of_row[-1] for row, of_row in zip(rows, ids, strict=True)}
+        last = torch.tensor([tokens.get(row, 0) for row in self.running.requests], device=self.device)
+        self.running.step_active(last, torch.tensor([row in self.decoding for row in self.running.requests]))
+
+    def _sample(
+        self, rows: Sequence[RowT], logits: Tensor, count: int
+    ) -> tuple[Tensor, list[list[int]], list[list[float]], list[list[Any]]]:
+        """Sample `count` tokens of each row, whatever they are.
+
+        Returns:
+            The last token of each row [n], which is not appended yet; and for each row its tokens, their log-probs, and
+            what is returned besides.
+        """
+        # Of finished rows that still have a slot, any token will do.
+        nothing = [0.0] * count
+        uniforms = [row.uniforms.take(count) if row in self.decoding else nothing for row in rows]
+        tokens: list[Tensor] = []
+        logprobs, extras = [], [[] for _ in rows]
+        for column in torch.tensor(uniforms, dtype=torch.float64).to(self.sampling_device).unbind(1):
+            if tokens:
+                self.running.step(tokens[-1])
+                logits = self.running.logits
+            token, logprob, more = self.sample_tokens(rows, logits, column)
+            tokens.append(token)
+            logprobs.append(logprob)
+            for of_row, extra in zip(extras, more, strict=False):
+                of_row.append(extra)
+        stacked = torch.stack(logprobs, 1)
+        # One copy from the device, so that the host waits once. Floats hold the ids of any vocabulary exactly.
+        ids, values = torch.stack([torch.stack(tokens, 1).to(stacked), stacked]).cpu()
+        return tokens[-1], ids.long().tolist(), values.tolist(), extras
+
+    def _drop_finished(self) -> None:
+        """Drop finished rows where no decode step follows: paused rows keep their logits."""
+        if len(self.decoding) + len(self.paused) < len(self.running.requests):
+            self.running.keep_rows_and_logits(self._list_unfinished_slots())
+
+    def _list_unfinished_slots(self) -> Tensor:
+        """The slots of rows that decode or wait, ascending, on the CPU."""
+        rows = enumerate(self.running.requests)
+        return torch.tensor([i for i, row in rows if row in self.decoding or row in self.paused], dtype=torch.long)
+
+    def _should_compact(self, unfinished: int) -> bool:
+        if self.compacts_at_once:
+            return True
+        rows, wanted = len(self.running.requests), len(self.waiting[0].rows) if self.waiting else 0
+        return 2 * unfinished <= rows or 0 < wanted <= self.running.count_free_slots() + rows - unfinished
+
+    def _find_slots(self, rows: Sequence[RowT]) -> Tensor:
+        """The slots [n] of these rows, on the CPU."""
+        slots = {row: slot for slot, row in enumerate(self.running.requests)}
+        return torch.tensor([slots[row] for row in rows], dtype=torch.long)
+
+
+class ConversationScheduler:
+    """Runs conversations to their ends: rows wait for the replies of their environments in their slots.
+
+    No row waits for the reply of another. Rows that have a reply are extended together, a few at a time. A row that
+    waits long makes room for others, and comes back with its KV cache.
+    """
 
     def __init__(
         self,
@@ -42,169 +269,100 @@ class MultiTurnScheduler:
         deterministic: bool = False,
         int8: bool = False,
     ) -> None:
-        """patient: whether all wait for every reply, so that who is beside whom does not depend on the clock. int8: as
-        in `Native`.
+        """Create a scheduler of conversations.
+
+        Args:
+            rows: the number of slots; as many as a group has rows at least.
+            deterministic: wait for all replies before each step, so that the clock does not decide which rows are
+                decoded together.
+            int8: decode in int8.
         """
+        self.conversations, self.max_rows = conversations, max(rows, conversations.sampling.n)
         self.deterministic = deterministic
-        self.policy, self.conversations, self.max_rows = policy, conversations, max(rows, conversations.sampling.n)
-        self.running: RunningBatch[ConversationRow] = RunningBatch(policy.create_decode_batch(self.max_rows, int8))
-        self.can_extend = self.running.batch.can_append
-        self.decoding: set[ConversationRow] = set()
-        self.waited_tokens: dict[ConversationRow, int] = {}
-        """How many tokens each row in the batch has waited."""
-        self.evicted: dict[ConversationRow, EvictedRow] = {}
-        seeds = [
-            compute_row_seed(
-                conversations.sampling.seed, conversations.prompts[r.number // conversations.sampling.n], s
-            )
-            for r, s in self._list_samples()
-        ]
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.uniforms = [self._draw_uniforms(number) for number in range(len(seeds))]
-        self.sampling_device = hardware.pick_float64_device(policy.device)
+        self.scheduler: Scheduler[ConversationRow] = Scheduler(
+            policy, self.max_rows, self._sample_tokens, self._append_tokens, int8
+        )
+        self.can_append = self.scheduler.running.batch.can_append
 
     def run(self) -> list[Group]:
+        """Run all conversations. Return the groups of the prompts."""
         while not self.conversations.is_done:
             self.conversations.start(2 * self.max_rows)
-            self.conversations.poll_replies(0.0 if self.decoding else REPLY_POLL_SECONDS)
+            self.conversations.poll_replies(0.0 if self.scheduler.decoding else REPLY_POLL_SECONDS)
             self._wait_for_replies()
-            self._drop_rows([row for row in self.running.requests if self._has_left_batch(row)])
+            self._drop_ended()
             self._admit_waiting()
             self._extend_ready()
-            if self.decoding:
-                self._decode()
+            if self.scheduler.decoding:
+                self.scheduler.step()
+                self._evict_waiting()
         return self.conversations.collect_groups()
 
     def _wait_for_replies(self) -> None:
-        until = time.monotonic() + (0.0 if self.decoding else GATHER_SECONDS)
+        until = time.monotonic() + (0.0 if self.scheduler.decoding else GATHER_SECONDS)
         while self.conversations.pending_replies and (self.deterministic or time.monotonic() < until):
             self.conversations.poll_replies(
                 REPLY_POLL_SECONDS if self.deterministic else max(0.0, until - time.monotonic())
             )
 
-    def _list_samples(self) -> list[tuple[ConversationRow, int]]:
-        return [(row, row.number % self.conversations.sampling.n) for row in self.conversations.rows]
-
-    def _has_left_batch(self, row: ConversationRow) -> bool:
-        """Whether a row in the batch is over, or begins anew."""
-        return (row.outcome is not None and row not in self.decoding) or row in self.conversations.prefill_queue
-
-    # ------------------------------------------------------------ who comes, who goes
+    def _drop_ended(self) -> None:
+        """Drop the paused rows whose conversation is over, or begins anew with another prompt."""
+        paused = (*self.scheduler.paused, *self.scheduler.evicted)
+        if ended := [row for row in paused if row.outcome is not None or row in self.conversations.prefill_queue]:
+            self.scheduler.cancel(ended)
 
     def _admit_waiting(self) -> None:
-        for row in self.conversations.prefill_queue:
-            self.evicted.pop(row, None)
+        """Prefill the prompts of rows that begin, those of as many siblings together."""
         by_size: dict[int, list[list[ConversationRow]]] = {}
-        for alike in self.conversations.take_prefill_groups(self.running.count_free_slots()):
+        for alike in self.conversations.take_prefill_groups(self.scheduler.running.count_free_slots()):
             by_size.setdefault(len(alike), []).append(alike)
-        for groups in by_size.values() if self.can_extend else list(by_size.values())[:1]:
-            self._admit(groups)
-        for left in [] if self.can_extend else list(by_size.values())[1:]:
-            self.conversations.prefill_queue += [row for alike in left for row in alike]
-
-    def _admit(self, groups: Sequence[Sequence[ConversationRow]]) -> None:
-        rows = [row for alike in groups for row in alike]
-        self.running.admit([alike[0].context for alike in groups], rows)
-        for row in rows:
-            row.cached_length = len(row.question) + len(row.tokens)
-        self.decoding |= set(rows)
+        sizes = list(by_size.values())
+        admitted = len(sizes) if self.can_append else 1
+        for alike in [alike for groups in sizes[:admitted] for alike in groups]:
+            self.scheduler.add_request(alike[0].context, alike)
+        self.conversations.prefill_queue += [row for groups in sizes[admitted:] for alike in groups for row in alike]
+        self.scheduler.admit()
 
     def _extend_ready(self) -> None:
-        """Tell rows what was said to them, when there are enough of them."""
-        told = self.conversations.extend_queue
-        if not told or len(told) * DECODING_ROWS_PER_EXTENSION < len(self.decoding):
+        """Append their replies to rows, when enough rows have one."""
+        ready, scheduler = self.conversations.extend_queue, self.scheduler
+        if not ready or len(ready) * DECODING_ROWS_PER_EXTENSION < len(scheduler.decoding):
             return
-        if not self.can_extend:
-            if not self.running.requests:
-                some, self.conversations.extend_queue = told[: self.max_rows], told[self.max_rows :]
-                self._admit([[row] for row in some])
-            return
-        back = [row for row in told if row in self.evicted][: self.running.count_free_slots()]
-        if back:
-            self.running.restore([self.evicted.pop(row) for row in back], back)
-        here = [row for row in told if row not in self.evicted]
-        if here:
-            self.conversations.extend_queue = [row for row in told if row in self.evicted]
-            self.running.append_tokens(self._find_slots(here), [row.context[row.cached_length :] for row in here])
-            for row in here:
-                row.cached_length = len(row.question) + len(row.tokens)
-                self.waited_tokens.pop(row, None)
-            self.decoding |= set(here)
-
-    def _drop_rows(self, rows: Sequence[ConversationRow]) -> None:
-        if rows:
-            gone = set(rows)
-            stays = [place for place, row in enumerate(self.running.requests) if row not in gone]
-            self.running.keep_rows_and_logits(torch.tensor(stays, dtype=torch.long))
-            for row in rows:
-                self.waited_tokens.pop(row, None)
+        if self.can_append:
+            new_tokens = [row.context[row.cached_length :] for row in ready]
+            self.conversations.extend_queue = scheduler.resume(ready, new_tokens)
+        elif not scheduler.running.requests:
+            self.conversations.extend_queue = ready[self.max_rows :]
+            for row in ready[: self.max_rows]:
+                scheduler.add_request(row.context, [row])
+            scheduler.admit()
 
     def _evict_waiting(self) -> None:
-        """Set rows aside that have waited long, where others could use their place."""
-        long = {
-            row
-            for row, steps in self.waited_tokens.items()
-            if steps > EVICT_AFTER_TOKENS and row not in self.conversations.extend_queue
-        }
-        wanted = (
-            self.conversations.prefill_queue or self.evicted or 2 * len(self.waited_tokens) > len(self.running.requests)
+        """Evict rows that have waited long, when others may use their slots."""
+        scheduler, conversations = self.scheduler, self.conversations
+        is_wanted = (
+            conversations.prefill_queue
+            or scheduler.evicted
+            or 2 * len(scheduler.paused) > len(scheduler.running.requests)
         )
-        if long and wanted:
-            rows = [row for row in self.running.requests if row in long]
-            self.evicted |= dict(zip(rows, self.running.evict(self._find_slots(rows)), strict=True))
-            for row in rows:
-                del self.waited_tokens[row]
+        if is_wanted:
+            scheduler.evict(
+                row
+                for row, steps in scheduler.paused.items()
+                if steps > EVICT_AFTER_STEPS and row not in conversations.extend_queue
+            )
 
-    # ------------------------------------------------------------ a token
-
-    def _decode(self) -> None:
-        rows = [row for row in self.running.requests if row in self.decoding]
-        places = self._find_slots(rows)
-        logits = self.running.logits
-        logits = logits if len(rows) == len(self.running.requests) else logits[places.to(logits.device)]
-        uniforms = torch.stack([self._get_uniform(row) for row in rows]).to(self.sampling_device)
-        tokens, logprobs, masks = sample_tokens(logits, uniforms, self.conversations.sampling)
-        kept = masks or [None] * len(rows)
-        drawn_by = zip(rows, tokens.tolist(), logprobs.tolist(), kept, strict=True)
-        silent = [
-            row for row, token, logprob, mask in drawn_by if self.conversations.add_token(row, token, logprob, mask)
-        ]
-        for row in silent:
-            self.decoding.discard(row)
-            self.conversations.finish_turn(row)
-        self._append_tokens(rows, tokens, silent)
+    def _sample_tokens(
+        self, _: Sequence[ConversationRow], logits: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        return sample_tokens(logits, uniforms, self.conversations.sampling)
 
     def _append_tokens(
-        self, rows: Sequence[ConversationRow], tokens: Tensor, finished_turns: Sequence[ConversationRow]
-    ) -> None:
-        """Append what was drawn to the rows that go on; those whose turn has ended wait, or leave."""
-        leave = [row for row in finished_turns if not self.can_extend or self.conversations.is_last_turn(row)]
-        self.waited_tokens = {row: steps + 1 for row, steps in self.waited_tokens.items()}
-        self.waited_tokens |= dict.fromkeys((row for row in finished_turns if row not in leave), 0)
-        token_of = dict(zip(rows, tokens.tolist(), strict=True))
-        self._drop_rows(leave)
-        if self.decoding:
-            every = [token_of.get(row, 0) for row in self.running.requests]
-            speaks = [row in self.decoding for row in self.running.requests]
-            tokens = torch.tensor(every, device=self.policy.device)
-            if all(speaks):
-                self.running.step(tokens)
-            else:
-                self.running.step_active(tokens, torch.tensor(speaks))
-            for row in self.decoding:
-                row.cached_length += 1
-        self._evict_waiting()
-
-    def _find_slots(self, rows: Sequence[ConversationRow]) -> Tensor:
-        place = {row: i for i, row in enumerate(self.running.requests)}
-        return torch.tensor([place[row] for row in rows], dtype=torch.long)
-
-    def _get_uniform(self, row: ConversationRow) -> Tensor:
-        if row.sampled_count == len(self.uniforms[row.number]):
-            self.uniforms[row.number] = torch.cat([self.uniforms[row.number], self._draw_uniforms(row.number)])
-        return self.uniforms[row.number][row.sampled_count]
-
-    def _draw_uniforms(self, number: int) -> Tensor:
-        return torch.rand(
-            self.conversations.sampling.max_tokens, dtype=torch.float64, generator=self.generators[number]
-        )
+        self, row: ConversationRow, ids: list[int], logprobs: list[float], masks: list[Tensor]
+    ) -> RowState:
+        """Add a token to its turn. At the end of the turn, send it to the environment."""
+        if not self.conversations.add_token(row, ids[0], logprobs[0], masks[0] if masks else None):
+            return RowState.DECODING
+        self.conversations.finish_turn(row)
+        row.cached_length = len(row.question) + len(row.tokens) - 1  # the last token has not been appended
+        return RowState.PAUSED if self.can_append and not self.conversations.is_last_turn(row) else RowState.FINISHED

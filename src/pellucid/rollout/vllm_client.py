@@ -287,7 +287,8 @@ class SamplerClient:
             raise ServerLostError(f"an answer that breaks off ({type(error).__name__})") from None
         if status in (400, 401, 403, 404, 422) and not self.is_verified:
             raise UserError(
-                f"sampler.urls: {self.url} refuses (HTTP {status}): {extract_error_message(answer)}{format_secret_hint(status)}"
+                f"sampler.urls: {self.url} refuses (HTTP {status}): {extract_error_message(answer)}"
+                f"{format_secret_hint(status)}"
             )
         if status != 200:
             raise ServerLostError(f"HTTP {status}, {extract_error_message(answer)}")
@@ -613,8 +614,8 @@ class ServerPool:
         """SmallError where a server takes shorter rows than those who were there first."""
         if client.max_length < self.max_length:
             raise ServerTooSmallError(
-                f"it takes {client.max_length} tokens a row, and this run counts on {self.max_length}: start it with a larger"
-                " --cache-gb"
+                f"it takes {client.max_length} tokens a row, and this run counts on {self.max_length}: start it with a"
+                " larger --cache-gb"
             )
 
     def _mark_up(self, server: ServerState) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import socket
 import threading
@@ -33,13 +32,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pellucid.environments.agents import LOOPBACK_HOST, AgentSpec, SolveRequest
-from pellucid.environments.pool import ConversationLostError, ConversationWorker, WorkerFactory
+from pellucid.environments.pool import ConversationWorker, WorkerFactory
 from pellucid.environments.worker import WorkerAnswer
 from pellucid.policy.chat_template import TEMPLATE_ERRORS, encode_bridge
 from pellucid.policy.tool_calls import parse_function
-from pellucid.rewards.pool import build_worker_environment
-from pellucid.rewards.settings import RewardConfig
-from pellucid.rewards.worker import WorkerConfig
+from pellucid.sandbox.pool import WorkerLimits, WorkerLostError, build_worker_config
 from pellucid.serve.api import format_event
 from pellucid.serve.command import LISTEN_BACKLOG, open_listening_socket
 from pellucid.serve.middleware import RequestError, RequestLimitsMiddleware, install_error_handlers, make_error_response
@@ -246,12 +243,10 @@ class AgentPool:
     """Agents in processes of their own, which print into the file `log`, and the policy that they talk with."""
 
     def __init__(
-        self, talk: AgentSpec, policy: Policy, cfg: RewardConfig, log: Path | None = None, seed: int = 0
+        self, talk: AgentSpec, policy: Policy, cfg: WorkerLimits, log: Path | None = None, seed: int = 0
     ) -> None:
         self._talk, self._policy, self._seed = talk, policy, seed
-        self._factory = WorkerFactory(
-            talk, WorkerConfig(cfg.memory_gb, str(log or os.devnull), build_worker_environment(cfg.secrets))
-        )
+        self._factory = WorkerFactory(talk, build_worker_config(cfg, log))
         self._rollouts: dict[int, AgentRollout] = {}
         self._endpoints: list[AgentEndpoint] = []
         self._ready_replies: deque[tuple[int, EnvironmentReply]] = deque()
@@ -273,7 +268,7 @@ class AgentPool:
                 SolveRequest(make_data_row(prompt), self._endpoints[0].make_rollout_url(rollout.name), seed),
                 self._talk.timeout,
             )
-        except ConversationLostError as error:
+        except WorkerLostError as error:
             self._handle_exit(number, WorkerAnswer([], {}, error=str(error)))
 
     def send_turn(self, number: int, turn: PolicyTurn) -> None:
@@ -329,10 +324,10 @@ class AgentPool:
                 continue
             try:
                 answered = rollout.worker.receive_answer()
-            except ConversationLostError as error:
-                answered = WorkerAnswer([], {}, error=AGENT_NOT_ENDED_ERROR if rollout.is_over else str(error)), b""
+            except WorkerLostError as error:
+                answered = WorkerAnswer([], {}, error=AGENT_NOT_ENDED_ERROR if rollout.is_over else str(error))
             if answered:
-                self._handle_exit(number, answered[0])
+                self._handle_exit(number, answered)
 
     def _submit_next(self, number: int) -> None:
         """Ask the policy what is first in line, and refuse what it cannot be asked."""

@@ -37,7 +37,7 @@ from pellucid.rewards.grading import GradedTask, collect_grader_notices, load_gr
 from pellucid.rollout.groups import begins_in_thought
 from pellucid.rollout.select import find_decode_fault
 from pellucid.serve import middleware
-from pellucid.serve.command import Serve
+from pellucid.serve.command import ServeCommand
 from pellucid.serve.daemon import INSTANCE_VARIABLE, make_url
 from pellucid.serve.engine import (
     ChoiceFormatter,
@@ -302,7 +302,7 @@ def compute_group_advantages(cfg: GRPOConfig, group: Group) -> list[float]:
 # Load a model, or that of a run, and serve it until told to stop.
 
 
-def serve_model(options: Serve, listening: socket.socket) -> None:
+def serve_model(options: ServeCommand, listening: socket.socket) -> None:
     """Serve until told to stop, by the options of the command."""
     served = load_served_model(options)
     print(escape_controls(f"{served.name} on {make_url(*listening.getsockname()[:2])}, Ctrl-C ends it"), flush=True)
@@ -323,7 +323,7 @@ def serve_model(options: Serve, listening: socket.socket) -> None:
         server.should_exit = True
 
 
-def load_served_model(options: Serve) -> ServedModel:
+def load_served_model(options: ServeCommand) -> ServedModel:
     """Return the policy to be served; from a run also its task, on held-out questions, and its algorithm's settings."""
     hardware.keep_freed_memory()
     if options.batch_invariant:

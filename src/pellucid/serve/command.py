@@ -23,7 +23,7 @@ USAGE = "[start] MODEL_OR_RUN | stop | status | restart"
 
 
 @dataclass(frozen=True)
-class Serve:
+class ServeCommand:
     """Answer over HTTP as OpenAI's API does: until Ctrl-C, or in the background with `start`."""
 
     words: Positional[Annotated[tuple[str, ...], arg(metavar=USAGE)]]
@@ -100,7 +100,7 @@ class Serve:
         return words
 
 
-def serve_in_foreground(options: Serve) -> int:
+def serve_in_foreground(options: ServeCommand) -> int:
     with open_listening_socket(options.host, options.port) as free:
         with pause_garbage_collection():
             from pellucid.serve.api import serve_model  # noqa: PLC0415 - torch takes seconds, and the port may be taken

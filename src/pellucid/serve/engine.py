@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,8 @@ from pellucid.models.decode import RunningBatch
 from pellucid.models.sampling import NO_TRUNCATION, Truncation, find_top_tokens, sample_tokens
 from pellucid.policy import tool_calls
 from pellucid.policy.text import REPLACEMENT
+from pellucid.rollout.groups import UniformStream
+from pellucid.rollout.scheduler import RowState, Scheduler
 from pellucid.serve.middleware import LOOPBACK_HOSTS, RequestError
 from pellucid.serve.schemas import SamplingParams
 from pellucid.tasks.wrappers import format_question_for_task
@@ -40,7 +42,9 @@ MAX_CACHED_PROMPT_TOKENS = 65_536
 MAX_PREFILL_SCORES = 2**24
 """The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
 NO_TOKEN = -1
-"""The token id of a row for which none could be drawn."""
+"""The token id of a row for which no token could be sampled."""
+UNIFORMS_CHUNK = 64
+"""How many random numbers of a row are made at a time."""
 
 
 class RequestRefusedError(Exception):
@@ -76,13 +80,21 @@ class ServingEngine:
         """An engine that decodes at most `rows` rows at once and lets at most `waiting` requests wait."""
         self.policy, self.max_rows, self.max_waiting = policy, max_rows, max_waiting
         self.waiting: list[GenerationRequest] = []
+        """The requests that the scheduler does not have yet."""
         self.closed = False
         self.queue_changed = threading.Condition()
         """Guards `waiting` and `closed`, and wakes `run` when they change."""
-        self.running: RunningBatch[GenerationRow] = RunningBatch(policy.create_decode_batch(max_rows))
-        self.sum_device = hardware.pick_float64_device(policy.device)
+        self.scheduler = self._create_scheduler()
         self.meter, self.error_count, self.last_error = ThroughputMeter(), 0, ""
         self.heap = hardware.HeapTrimmer()
+
+    def _create_scheduler(self) -> Scheduler[GenerationRow]:
+        return Scheduler(self.policy, self.max_rows, self._sample_tokens, self._append_tokens)
+
+    @property
+    def running(self) -> RunningBatch[GenerationRow]:
+        """The rows that are being decoded."""
+        return self.scheduler.running
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. RefusedError where too many wait; ValueError for more rows than the engine has."""
@@ -153,12 +165,9 @@ class ServingEngine:
         Requests with the same n are prefilled together: four prompts take two and a half times as long as one.
         """
         while joining := self._take_admissible():
-            rows = [
-                GenerationRow(request, i, make_row_generator(request.seed, i))
-                for request in joining
-                for i in range(request.n)
-            ]
-            self.running.admit([list(request.prompt_ids) for request in joining], rows)
+            for request in joining:
+                self.scheduler.add_request(list(request.prompt_ids), make_rows(request))
+            self.scheduler.admit()
 
     def _take_admissible(self) -> list[GenerationRequest]:
         """Take from the queue and return its first requests, as many as fit into one prefill and into the free rows."""
@@ -182,53 +191,63 @@ class ServingEngine:
 
     def _decode_step(self) -> None:
         """Decode one token for each row."""
-        drawn = self._sample_tokens()
-        self.meter.add(len(drawn), time.monotonic())
-        stays = [place for place, row in enumerate(self.running.requests) if self._append_token(row, drawn[place])]
-        before, device = self._get_active_requests(), self.policy.device
-        self.running.keep_rows(torch.tensor(stays, dtype=torch.long))
-        self._notify_all(before - self._get_active_requests(), None)
-        self.running.step(torch.tensor([row.token_ids[-1] for row in self.running.requests], device=device))
+        self.scheduler.step()
 
-    def _sample_tokens(self) -> list[SampledToken]:
-        """Return the token of every row; adjacent rows of the same settings are drawn together."""
-        drawn: list[SampledToken] = []
-        for _, run in groupby(self.running.requests, lambda row: (row.request.temperature, row.request.truncation)):
-            rows = list(run)
-            logits = self.running.logits[len(drawn) : len(drawn) + len(rows)]
-            uniforms = torch.cat([torch.rand(1, dtype=torch.float64, generator=row.generator) for row in rows])
-            drawn += self._sample_rows(rows, logits, uniforms.to(self.sum_device))
-        return drawn
+    def _sample_tokens(
+        self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor, list[TopLogprobs]]:
+        """Sample a token for each row; adjacent rows with the same settings are sampled together."""
+        self.meter.add(len(rows), time.monotonic())
+        sampled: list[tuple[Tensor, Tensor, list[TopLogprobs]]] = []
+        start = 0
+        for _, group in groupby(rows, lambda row: (row.request.temperature, row.request.truncation)):
+            same = list(group)
+            stretch = slice(start, start + len(same))
+            sampled.append(self._sample_rows(same, logits[stretch], uniforms[stretch]))
+            start += len(same)
+        return concatenate_samples(sampled)
 
-    def _sample_rows(self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor) -> list[SampledToken]:
-        """Return the tokens of rows of the same settings. An error fails only the requests that cause it."""
+    def _sample_rows(
+        self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor, list[TopLogprobs]]:
+        """Sample tokens for rows with the same settings. An error fails only the requests that cause it."""
         request = rows[0].request
         try:
             tokens, logprobs = sample_tokens(logits, uniforms, request.temperature, request.truncation)
-            others = compute_top_logprobs(rows, logits)
-            return list(map(SampledToken, tokens.tolist(), logprobs.tolist(), others))
+            return tokens, logprobs, compute_top_logprobs(rows, logits)
         except Exception as error:  # noqa: BLE001 - as in `run`
             if all(row.request is request for row in rows):
                 self._fail_requests({request}, error)
-                return [SampledToken(NO_TOKEN, 0.0)] * len(rows)
-        drawn: list[SampledToken] = []
-        for _, run in groupby(rows, lambda row: row.request):
-            own, start = list(run), len(drawn)
-            of_own = slice(start, start + len(own))
-            drawn += self._sample_rows(own, logits[of_own], uniforms[of_own])
-        return drawn
+                nothing = torch.zeros(len(rows), device=logits.device)
+                return torch.full_like(nothing, NO_TOKEN, dtype=torch.long), nothing, [()] * len(rows)
+        sampled: list[tuple[Tensor, Tensor, list[TopLogprobs]]] = []
+        start = 0
+        for _, group in groupby(rows, lambda row: row.request):
+            own = list(group)
+            stretch = slice(start, start + len(own))
+            sampled.append(self._sample_rows(own, logits[stretch], uniforms[stretch]))
+            start += len(own)
+        return concatenate_samples(sampled)
 
-    def _append_token(self, row: GenerationRow, drawn: SampledToken) -> bool:
-        if row.request.cancelled:
-            return False
-        try:
-            piece = row.append_token(drawn, self.policy)
-        except Exception as error:  # noqa: BLE001 - as in `run`
-            self._fail_requests({row.request}, error)
-            return False
-        if piece is not None:
-            self._notify(row.request, piece)
-        return piece is None or not piece.finish_reason
+    def _append_tokens(
+        self, row: GenerationRow, ids: list[int], logprobs: list[float], top_logprobs: list[TopLogprobs]
+    ) -> RowState:
+        """Add a token to a row, and send what can be sent. The row of a canceled request finishes."""
+        request = row.request
+        if not request.cancelled:
+            try:
+                piece = row.append_token(SampledToken(ids[0], logprobs[0], top_logprobs[0]), self.policy)
+            except Exception as error:  # noqa: BLE001 - as in `run`
+                self._fail_requests({request}, error)
+                return RowState.FINISHED
+            if piece is not None:
+                self._notify(request, piece)
+            if piece is None or not piece.finish_reason:
+                return RowState.DECODING
+            request.unfinished_rows -= 1
+            if not request.unfinished_rows:
+                self._notify_all([request], None)
+        return RowState.FINISHED
 
     def _notify(self, request: GenerationRequest, news: CompletionChunk | Exception | None) -> None:
         """Call `tell` of a request. Where that raises, the request is cancelled."""
@@ -254,9 +273,7 @@ class ServingEngine:
         """Fail all requests that are being decoded, since half a step may have been taken, and start a new batch."""
         requests = self._get_active_requests()
         try:
-            self.running = RunningBatch(
-                self.policy.create_decode_batch(self.max_rows)
-            )  # first, since `tell` may look at the state
+            self.scheduler = self._create_scheduler()  # first, since `notify` may look at the state
         finally:
             self._fail_requests(requests, error)
 
@@ -265,7 +282,20 @@ class ServingEngine:
         self.last_error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[tuple[tuple[int, float], ...]]:
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens and their log-probs."""
+
+
+def concatenate_samples(
+    samples: Sequence[tuple[Tensor, Tensor, list[TopLogprobs]]],
+) -> tuple[Tensor, Tensor, list[TopLogprobs]]:
+    if len(samples) == 1:
+        return samples[0]
+    tokens, logprobs, top_logprobs = zip(*samples, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs), list(chain.from_iterable(top_logprobs))
+
+
+def compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[TopLogprobs]:
     """Return for each row as many of the likeliest tokens as its request asks for; the rows have one temperature."""
     counts = [row.request.top_logprob_count for row in rows]
     if not any(counts):
@@ -280,8 +310,9 @@ def count_padded_tokens(lengths: Sequence[int]) -> int:
     return len(lengths) * max(lengths)
 
 
-def make_row_generator(seed: int, index: int) -> torch.Generator:
-    return torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
+def make_rows(request: GenerationRequest) -> list[GenerationRow]:
+    seeds = [(request.seed * 1_000_003 + i) % 2**63 for i in range(request.n)]
+    return [GenerationRow(request, i, UniformStream(seed, UNIFORMS_CHUNK)) for i, seed in enumerate(seeds)]
 
 
 # ---------------------------------------------------------------- rows
@@ -383,8 +414,10 @@ class GenerationRequest:
     """Set where the client no longer waits, or after an error."""
     stop_prefixes: tuple[str, ...] = field(init=False)
     """All beginnings of stop strings, the longest first: text that ends in one may be about to stop."""
+    unfinished_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.unfinished_rows = self.n
         parts = {stop[:n] for stop in self.stop for n in range(1, len(stop))}
         self.stop_prefixes = tuple(sorted(parts, key=len, reverse=True))
 
@@ -393,7 +426,7 @@ class GenerationRequest:
 class GenerationRow:
     request: GenerationRequest
     index: int
-    generator: torch.Generator
+    uniforms: UniformStream
     token_ids: list[int] = field(default_factory=list)
     undecoded_tokens: list[SampledToken] = field(default_factory=list)
     """Tokens that are not decoded yet."""

@@ -88,18 +88,26 @@ def write_lede(rows: Sequence[VariantSummary]) -> str:
         if said
         else ""
     )
-    unsure = describe_unclear(len(found["cannot tell"]), escape_text(baseline.variant), alone=not said)
+    unsure = describe_unclear(
+        len(found["cannot tell"]), len(others), escape_text(baseline.variant), has_conclusions=bool(said)
+    )
     unmeasured = f"{format_count(len(found['']), 'variant')} could not be paired with it." if found[""] else ""
     return " ".join(part for part in (apart, unsure, unmeasured) if part)
 
 
-def describe_unclear(variants: int, baseline: str, alone: bool) -> str:
-    if not variants:
+def describe_unclear(unclear: int, others: int, baseline: str, has_conclusions: bool) -> str:
+    """Return a sentence on the variants of which one cannot tell; without conclusions, the rest could not be paired."""
+    if not unclear:
         return ""
-    if not alone:
-        return f"For {format_count(variants, 'other variant')} the runs cannot tell."
-    what = "The other variant is not" if variants == 1 else f"None of {variants} variants is"
-    return f"{what} shown to be above or below {baseline}."
+    if has_conclusions:
+        return f"For {format_count(unclear, 'other variant')} the runs cannot tell."
+    if unclear == others:
+        subject = "The other variant is not" if unclear == 1 else f"None of {unclear} variants is"
+    else:
+        subject = "The one variant that could be paired is not"
+        if unclear > 1:
+            subject = f"None of the {unclear} variants that could be paired is"
+    return f"{subject} shown to be above or below {baseline}."
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pellucid.environments.agents import AgentSpec
-from pellucid.rewards.functions import RewardPart, build_trainer_state
-from pellucid.rewards.terms import ENVIRONMENT_TERM, RewardTerm, compute_term_parts
+from pellucid.rewards.terms import ENVIRONMENT_TERM, RewardTerm
 from pellucid.tasks.data_files import DataSource
-from pellucid.tasks.dataset import Dataset
-from pellucid.types import Completion, Progress, Prompt, Reward
+from pellucid.tasks.dataset import DatasetTask
 
 
 @dataclass(frozen=True)
-class Agent:
+class Agent(DatasetTask):
     """The policy is asked by an agent, as by a client of OpenAI's API whose address is that of one rollout.
 
     The reward is what the agent returns, with reward terms beside it or in its place.
@@ -63,45 +60,11 @@ class Agent:
         self.environment_spec.load_function()
         if ENVIRONMENT_TERM not in [term.name for term in self.rewards]:
             object.__setattr__(self, "rewards", (*self.rewards, RewardTerm(ENVIRONMENT_TERM)))
-        self._build_dataset()
+        self.build_dataset()  # to check the settings that it shares
 
     @property
     def environment_spec(self) -> AgentSpec:
         """Who asks the policy."""
         return AgentSpec(
             self.run, self.timeout, has_rewards=any(term.name != ENVIRONMENT_TERM for term in self.rewards)
-        )
-
-    @property
-    def question_count(self) -> int:
-        """The number of rows of the split."""
-        return self._build_dataset().question_count
-
-    def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return the prompts of the next n rows, as they are shown; what the policy is asked is the agent's affair."""
-        return self._build_dataset().sample(step, n)
-
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        """Grade a completion alone, in this process."""
-        alone = build_trainer_state(Progress(), None)
-        return self.combine_parts([compute_term_parts(term, [(prompt, completion)], alone)[0] for term in self.rewards])
-
-    def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
-        """Add up what each term says of a completion, as Dataset does."""
-        return self._build_dataset().combine_parts(parts)
-
-    def _build_dataset(self) -> Dataset:
-        return Dataset(
-            seed=self.seed,
-            split=self.split,
-            data=self.data,
-            subset=self.subset,
-            test_data=self.test_data,
-            test_share=self.test_share,
-            question=self.question,
-            messages=self.messages,
-            answer=self.answer,
-            answer_pattern=self.answer_pattern,
-            rewards=self.rewards,
-            correct=self.correct,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cache
 from operator import add, mul, sub
@@ -10,6 +9,7 @@ from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import extract_answer, find_last_number
+from pellucid.tasks.prompts import assign_split
 from pellucid.types import Completion, Prompt, Reward
 
 Operator = Literal["+", "-", "*"]
@@ -98,7 +98,7 @@ class Arithmetic:
         drawn: dict[Problem, None] = {}
         while len(drawn) < n:
             a, b = rng.randint(low, high), rng.randint(low, high)
-            if assign_split(a, b, self.test_share) == self.split:
+            if assign_split(format_pair(a, b), self.test_share) == self.split:
                 drawn[a, rng.choice(self.operators), b] = None
         return list(drawn)
 
@@ -137,18 +137,16 @@ def compute_operand_range(digits: int) -> tuple[int, int]:
     return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
 
 
-def assign_split(a: int, b: int, test_share: float) -> Split:
-    """Return the split of an unordered pair of operands, by its hash."""
-    low, high = min(a, b), max(a, b)
-    digest = hashlib.sha256(f"{low},{high}".encode()).digest()
-    return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
+def format_pair(a: int, b: int) -> str:
+    """Return the key of a pair of operands, which are in the same split in either order."""
+    return f"{min(a, b)},{max(a, b)}"
 
 
 @cache
 def list_problems(digits: int, operators: tuple[Operator, ...], test_share: float, split: Split) -> tuple[Problem, ...]:
     low, high = compute_operand_range(digits)
     pairs = ((a, b) for a in range(low, high + 1) for b in range(low, high + 1))
-    held = [(a, b) for a, b in pairs if assign_split(a, b, test_share) == split]
+    held = [(a, b) for a, b in pairs if assign_split(format_pair(a, b), test_share) == split]
     return tuple((a, operator, b) for a, b in held for operator in operators)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from pellucid.rewards.answers import extract_marked_answer, parse_only_number, strip_thought
 from pellucid.tasks.countdown import LinearExpression, add_linear, convert_latex, parse_linear, scale_linear
+from pellucid.tasks.prompts import assign_split, build_chat
 from pellucid.types import Completion, Prompt, Reward
 
 DEFAULT_SYSTEM_MESSAGE = "Solve the problem step by step, and put the final answer in \\boxed{}."
@@ -123,8 +123,7 @@ class Continuity:
         return PiecewiseProblem(**prompt.columns["pieces"]).format_solution()
 
     def _make_prompt(self, id: str, pieces: PiecewiseProblem) -> Prompt:
-        system = ({"role": "system", "content": self.system},) if self.system else ()
-        text = (*system, {"role": "user", "content": pieces.format_question()})
+        text = build_chat(self.system, pieces.format_question())
         return Prompt(id, text, str(pieces.a + pieces.b), {"pieces": pieces._asdict()})
 
 
@@ -141,12 +140,8 @@ def list_problems(split: str, test_share: float) -> tuple[PiecewiseProblem, ...]
         for a in range(-5, 6)
         if q and k != m and a
     )
-    return tuple(p for p in every if p.p and abs(p.p) < 15 and abs(p.b) < 10 and assign_split(p, test_share) == split)
-
-
-def assign_split(pieces: PiecewiseProblem, test_share: float) -> str:
-    digest = hashlib.sha256(repr(tuple(pieces)).encode()).digest()
-    return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
+    bounded = (p for p in every if p.p and abs(p.p) < 15 and abs(p.b) < 10)
+    return tuple(p for p in bounded if assign_split(repr(tuple(p)), test_share) == split)
 
 
 def grade_parts(text: str, pieces: PiecewiseProblem) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from pellucid.rewards.answers import ASCII_FORMS, extract_marked_answer, strip_thought
+from pellucid.tasks.prompts import assign_split
 from pellucid.types import Completion, Prompt, Reward
 
 MAX_TRIES = 10_000
@@ -82,7 +82,7 @@ class Countdown:
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(MAX_TRIES):
             numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
-            if assign_split(numbers, self.test_share) != self.split:
+            if assign_split(",".join(map(str, sorted(numbers))), self.test_share) != self.split:
                 continue
             solution, value = generate_expression(numbers, rng)
             if value.denominator == 1 and 0 < value <= 10 * self.largest:
@@ -91,12 +91,6 @@ class Countdown:
                 columns = {"numbers": numbers, "solution": solution}
                 return Prompt(id, ({"role": "user", "content": question},), str(value), columns)
         raise ValueError(f"no problem of the {self.split} split in {MAX_TRIES} tries: raise largest or test_share")
-
-
-def assign_split(numbers: list[int], test_share: float) -> Literal["train", "test"]:
-    """Return the split of a set of numbers, by a hash that does not depend on their order."""
-    digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
-    return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
 def generate_expression(numbers: list[int], rng: Random) -> tuple[str, Fraction]:

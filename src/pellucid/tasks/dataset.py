@@ -7,14 +7,15 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from random import Random
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pellucid.rewards.answers import extract_gold_answer
-from pellucid.rewards.functions import RewardPart, build_trainer_state
+from pellucid.rewards.functions import build_trainer_state
+from pellucid.rewards.parts import RewardPart
 from pellucid.rewards.terms import (
     GOLD_TERMS,
     RewardTerm,
@@ -37,6 +38,7 @@ from pellucid.tasks.data_files import (
     load_rows,
     parse_chat,
 )
+from pellucid.tasks.prompts import build_chat
 from pellucid.types import ROUND_STRIDE, Completion, DataError, Message, Progress, Prompt, Reward, UserError
 from pellucid.utils.text import fill_placeholders, find_placeholders
 
@@ -151,8 +153,7 @@ class Dataset:
             question = fill_placeholders(self.template, lambda _: question)
         if not self.chat:
             return question
-        system = ({"role": "system", "content": self.system},) if self.system else ()
-        return (*system, {"role": "user", "content": question})
+        return build_chat(self.system, question)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
@@ -202,6 +203,37 @@ class Dataset:
         if self.correctness_term.name == "math" and r"\boxed" not in worked:
             return f"{worked}\n\\boxed{{{prompt.answer}}}"
         return prompt.answer if self.correctness_term.name == "exact" else worked
+
+
+class DatasetTask:
+    """A task whose prompts and rewards are those of a Dataset with the same settings."""
+
+    def build_dataset(self) -> Dataset:
+        """Return the data set of the rows."""
+        return build_dataset(self)
+
+    @property
+    def question_count(self) -> int | None:
+        """The number of rows of the split."""
+        return self.build_dataset().question_count
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """Return the prompts of the next n rows."""
+        return self.build_dataset().sample(step, n)
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        """Grade a completion alone, in this process."""
+        return self.build_dataset().reward(prompt, completion)
+
+    def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
+        """Add up what each term says of a completion, as Dataset does."""
+        return self.build_dataset().combine_parts(parts)
+
+
+def build_dataset(task: Any, **settings: Any) -> Dataset:
+    """Return a Dataset with the settings that a task has in common with it, and with those that are given."""
+    names = {field.name for field in fields(Dataset)} & {field.name for field in fields(task)} - {"name"}
+    return Dataset(**{**{name: getattr(task, name) for name in names}, **settings})
 
 
 def average_by_name(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -398,8 +430,7 @@ def render_prompt_text(task: Dataset, where: str, row: DataRow) -> str | tuple[M
         raise UserError(f"{where}: the question is empty")
     if not task.chat:
         return question
-    system = ({"role": "system", "content": task.system},) if task.system else ()
-    return (*system, {"role": "user", "content": question})
+    return build_chat(task.system, question)
 
 
 def fill_columns(template: str, question: str, where: str, row: DataRow) -> str:

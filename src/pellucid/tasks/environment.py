@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pellucid.environments.spec import EnvironmentSpec, load_environment_factories
-from pellucid.rewards.functions import RewardPart, build_trainer_state
-from pellucid.rewards.terms import ENVIRONMENT_TERM, RewardTerm, compute_term_parts, is_function_term
+from pellucid.rewards.terms import ENVIRONMENT_TERM, RewardTerm, is_function_term
 from pellucid.tasks.data_files import DataSource
-from pellucid.tasks.dataset import Dataset
-from pellucid.types import Completion, Progress, Prompt, Reward
+from pellucid.tasks.dataset import Dataset, DatasetTask, build_dataset
+from pellucid.tasks.prompts import build_chat
+from pellucid.types import Prompt
 
 
 @dataclass(frozen=True)
-class Environment:
+class Environment(DatasetTask):
     """The policy talks with an environment, and calls its methods and other functions as tools, until it is over.
 
     The reward is what `get_reward()` of the environment returns, with reward terms beside it or in its place.
@@ -78,7 +77,7 @@ class Environment:
         )
         if not may_say and any(term.name == ENVIRONMENT_TERM for term in self.rewards):
             raise ValueError("the environment has no get_reward(): give rewards that grade without it")
-        self._build_dataset()
+        self.build_dataset()  # to check the settings that it shares
 
     @property
     def environment_spec(self) -> EnvironmentSpec:
@@ -89,40 +88,17 @@ class Environment:
     @property
     def question_count(self) -> int | None:
         """The number of rows of the split; None where the environment asks, as often as it is asked to."""
-        return self._build_dataset().question_count if self.data else None
+        return super().question_count if self.data else None
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the prompts of the next n rows, or n that the environment is still to ask."""
         if self.data:
-            return self._build_dataset().sample(step, n)
+            return super().sample(step, n)
         before = "" if self.template == "{question}" else self.template
-        system = ({"role": "system", "content": self.system},) if self.system else ()
-        text = (*system, {"role": "user", "content": before})
+        text = build_chat(self.system, before)
         return [Prompt(f"{self.split}/{step}/{i}", text) for i in range(n)]
 
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        """Grade a completion alone, in this process."""
-        alone = build_trainer_state(Progress(), None)
-        return self.combine_parts([compute_term_parts(term, [(prompt, completion)], alone)[0] for term in self.rewards])
-
-    def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
-        """Add up what each term says of a completion, as Dataset does."""
-        return self._build_dataset().combine_parts(parts)
-
-    def _build_dataset(self) -> Dataset:
-        return Dataset(
-            seed=self.seed,
-            split=self.split,
-            data=self.data or "unasked.jsonl",
-            subset=self.subset,
-            test_data=self.test_data,
-            test_share=self.test_share,
-            question=self.question,
-            messages=self.messages,
-            system=self.system,
-            template=self.template if self.data else "{question}",
-            answer=self.answer,
-            answer_pattern=self.answer_pattern,
-            rewards=self.rewards,
-            correct=self.correct,
-        )
+    def build_dataset(self) -> Dataset:
+        if self.data:
+            return build_dataset(self)
+        return build_dataset(self, data="unasked.jsonl", template="{question}")  # its rows are never read

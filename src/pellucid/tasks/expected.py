@@ -9,6 +9,7 @@ from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import strip_thought
+from pellucid.tasks.prompts import build_chat
 from pellucid.types import Completion, Prompt, Reward
 
 QUESTIONS = {
@@ -79,8 +80,7 @@ class Expected:
         for i in range(step * n, (step + 1) * n):
             round_, place = divmod(i, len(rows))
             question, answer = Random(f"expected/{self.seed}/{self.split}/{round_}").sample(rows, len(rows))[place]
-            system = ({"role": "system", "content": self.system},) if self.system else ()
-            text = (*system, {"role": "user", "content": question})
+            text = build_chat(self.system, question)
             prompts.append(Prompt(f"{self.split}/{step}/{i - step * n}", text, answer))
         return prompts
 

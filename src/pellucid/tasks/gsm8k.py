@@ -14,7 +14,7 @@ from pellucid.rewards.answers import (
     parse_only_number,
 )
 from pellucid.rewards.terms import RewardTerm
-from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.dataset import Dataset, build_dataset
 from pellucid.types import Completion, Message, Prompt, Reward
 
 SYSTEM_MESSAGES = {
@@ -72,12 +72,12 @@ class Gsm8k:
     def __post_init__(self) -> None:
         if self.format_reward and self.grading == "literal":
             raise ValueError("format_reward has no use with grading = literal, which has its own: set 0")
-        self._build_dataset()
+        self.as_dataset()
 
     @property
     def question_count(self) -> int:
         """The number of questions of the split."""
-        return self._build_dataset().question_count
+        return self.as_dataset().question_count
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the next n questions. Commas are removed from gold answers: "#### 1,080" becomes 1080."""
@@ -87,12 +87,12 @@ class Gsm8k:
                 answer=prompt.answer.replace(",", ""),
                 alternatives=tuple(gold.replace(",", "") for gold in prompt.alternatives),
             )
-            for prompt in self._build_dataset().sample(step, n)
+            for prompt in self.as_dataset().sample(step, n)
         ]
 
     def format_question(self, question: str) -> str | tuple[Message, ...]:
         """Return the text of a prompt with this question, in the language of the task."""
-        return self._build_dataset().format_question(question)
+        return self.as_dataset().format_question(question)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         text = completion.full_text
@@ -111,22 +111,10 @@ class Gsm8k:
 
     def as_dataset(self) -> Dataset:
         """Return the data set that the questions are from."""
-        return self._build_dataset()
-
-    def _build_dataset(self) -> Dataset:
-        return Dataset(
-            seed=self.seed,
-            split=self.split,
-            data=self.data,
-            subset=self.subset,
-            test_data=self.test_data,
-            question=self.question,
+        return build_dataset(
+            self,
             system=self.system or SYSTEM_MESSAGES[self.language],
-            template="{question}",
-            answer=self.answer,
-            answer_pattern=self.answer_pattern,
             rewards=(RewardTerm("numeric" if self.grading == "strict" else "exact"),),
-            skip_bad_rows=self.skip_bad_rows,
         )
 
 

@@ -163,18 +163,36 @@ def take_first_words(text: str, share: float) -> str:
 def load_prefixes(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
     """Return the prefixes of each question by source. UserError where `pellucid prefixes` has not written the file."""
     try:
-        entries = json.loads(Path(file).read_text(encoding="utf-8"))["questions"]
-        return {
-            entry["question"]: {source: check_prefix_list(entry.get(source, [])) for source in PREFIX_SOURCES}
-            for entry in entries
-        }
+        _, entries = read_prefix_file(Path(file))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"task.file = {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(f"task.file = {file} is not what `pellucid prefixes` writes ({error})") from error
+    found: dict[str, dict[str, list[str]]] = {}
+    for entry in sorted(entries, key=lambda entry: entry["index"]):
+        found.setdefault(entry["question"], {}).setdefault(entry["source"], []).append(entry["text"])
+    return found
 
 
-def check_prefix_list(prefixes: Any) -> list[str]:
-    if not isinstance(prefixes, list) or not all(isinstance(prefix, str) for prefix in prefixes):
-        raise TypeError("prefixes must be a list of strings")
-    return prefixes
+def read_prefix_file(path: Path) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """Read a file of prefixes: JSON lines, of which the first holds the settings and each other one a prefix.
+
+    A last line without its end was cut off when a process was killed; it is left out.
+
+    Returns:
+        The first line, and the others with their `question`, `answer`, `source`, `index` and `text`.
+
+    Raises:
+        OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError: It cannot be read, or is no such file.
+    """
+    lines = path.read_bytes().rpartition(b"\n")[0].decode("utf-8").split("\n")
+    header, *entries = map(json.loads, lines)
+    if not isinstance(header["settings"], dict):
+        raise TypeError("the first line must hold settings")
+    for entry in entries:
+        texts = [entry[name] for name in ("question", "answer", "source", "text")]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(entry["index"], int):
+            raise TypeError("a prefix must have texts and an index")
+        if entry["source"] not in PREFIX_SOURCES:
+            raise KeyError(entry["source"])
+    return header, entries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from random import Random
 from typing import Any, Literal
 
 from pellucid.rewards.answers import extract_answer
+from pellucid.tasks.prompts import assign_split, build_chat
 from pellucid.types import Completion, Prompt, Reward, UserError
 from pellucid.utils.plugins import did_you_mean, import_extra
 
@@ -87,20 +87,12 @@ class ReasoningGym:
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(MAX_TRIES):
             entry = create_family_dataset(self.family, self.options, rng.getrandbits(31))[0]
-            if assign_split(entry["question"]) == self.split:
+            if assign_split(entry["question"], TEST_SHARE) == self.split:
                 system = import_package_module("utils").SYSTEM_PROMPTS.get(self.system, self.system).strip()
-                messages = ({"role": "system", "content": system},) if system else ()
-                asked = (*messages, {"role": "user", "content": entry["question"]})
-                return Prompt(id, asked, entry["answer"] or "", {"entry": entry})
+                return Prompt(id, build_chat(system, entry["question"]), entry["answer"] or "", {"entry": entry})
         raise UserError(
             f"{self.family} has no {self.split} question in {MAX_TRIES}: give it options that make more of them"
         )
-
-
-def assign_split(question: str) -> Literal["train", "test"]:
-    """Return the split of a question, by a hash of its text."""
-    digest = hashlib.sha256(question.encode()).digest()
-    return "test" if int.from_bytes(digest[:8]) < TEST_SHARE * 2**64 else "train"
 
 
 def import_package_module(module: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import extract_answer
+from pellucid.tasks.prompts import assign_split
 from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
@@ -71,17 +71,11 @@ class Sorting:
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(10_000):
             numbers = [rng.randint(0, self.largest) for _ in range(self.length)]
-            if assign_split(numbers, self.test_share) == self.split:
+            if assign_split(",".join(map(str, sorted(numbers))), self.test_share) == self.split:
                 listed = ", ".join(map(str, numbers))
                 message = {"role": "user", "content": self.template.replace("{numbers}", listed)}
                 return Prompt(id, (message,), ", ".join(map(str, sorted(numbers))), {"numbers": numbers})
         raise ValueError(f"the {self.split} split has no set of numbers: raise length, largest or test_share")
-
-
-def assign_split(numbers: Sequence[int], test_share: float) -> Literal["train", "test"]:
-    """Return the split of a set of numbers, by a hash that does not depend on their order."""
-    digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
-    return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
 def grade_positions(answer: Sequence[int], expected: Sequence[int]) -> float:

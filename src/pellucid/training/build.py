@@ -159,7 +159,7 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
         reference=reference,
         runtime=runtime,
         state=grpo.TrainingState(kl_coef=algorithm.kl_coef),
-        environments=world,
+        environments=environments,
         reward_log=files.BoundedLog(log, MAX_REWARD_LOG_BYTES) if log and is_first_process() else None,
     )
 

@@ -1,4 +1,8 @@
-"""Checkpoints: safetensors and JSON with their checksums, whole or not there at all."""
+"""Saves a run as a checkpoint, restores it, and saves its trained model.
+
+A checkpoint is the folder `checkpoints/step-NNNNNN` of safetensors and JSON files with their checksums. It is written
+under another name and then renamed, so that it is complete or not there. Processes that share parameters save together.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,44 +24,250 @@ from torch import Tensor
 
 from pellucid.algorithm.batch import Batch
 from pellucid.config import CheckpointConfig, Config
-from pellucid.distributed import sharded_checkpoint
+from pellucid.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from pellucid.distributed.sharded_checkpoint import (
+    has_sharded_tensors,
+    load_shards,
+    save_consolidated_model,
+    save_shards,
+    take_local_shard,
+)
 from pellucid.models.linear import gather_full_tensor
-from pellucid.policy import lora
+from pellucid.policy.lora import save_adapter
 from pellucid.policy.policy import CPU, Policy
-from pellucid.reporting import loggers, token_files
+from pellucid.reporting.loggers import sync_logs, truncate_logs
 from pellucid.reporting.run_files import get_checkpoint_step, list_checkpoints
+from pellucid.reporting.token_files import delete_tokens, sync_tokens
 from pellucid.training.build import Components
 from pellucid.types import Group, UserError, as_stateful_task
 from pellucid.utils import files
 
+T = TypeVar("T")
 TensorStates = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by file name and by name in the file."""
+ReplayBuffer = Sequence[tuple[int, Batch]]
+"""Rollouts that may be trained on again, each with the step that generated them."""
 REPLAY_PREFIX = "replay."
+OPTIMIZER_PREFIX = "optimizer."
 CHECKSUMS_FILE = "SHA256SUMS"
 """The file of checksums in each checkpoint, one line for each file, as `sha256sum -c SHA256SUMS` reads it."""
+AHEAD_GROUPS_TYPE = TypeAdapter(
+    tuple[Sequence[Group], dict[str, float]],
+    config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants"),
+)
+"""The groups and metrics that were generated ahead for the step after a checkpoint. The reward that failed is NaN and
+must stay a float: pydantic writes null by default, and null is no reward when the checkpoint is loaded."""
 
 
 class DamagedCheckpointError(UserError):
-    """A checkpoint is no longer what was saved."""
+    """A file of a checkpoint is missing or has changed since it was saved."""
 
 
-class ProcessGroup(Protocol):
-    """Those that save together what lies in all of them."""
+def save_checkpoint(run_dir: Path, cfg: Config, parts: Components) -> None:
+    """Save all that is needed to resume the run to the same bits. All processes call this together.
 
-    @property
-    def is_main(self) -> bool: ...
-    def gather(self, items: Sequence[Any]) -> list[Any]: ...
+    Raises:
+        UserError: The checkpoint could not be written; raised in all processes.
+    """
+    runtime, state, reference = parts.runtime, parts.state, parts.reference
+    random_states = runtime.gather([get_random_state()])
+    replay, replay_facts = pack_replay(runtime.gather([state.replay_buffer]))
+    # Each moment has a file of its own, since safetensors holds a whole file in memory while it writes.
+    moments = {f"{OPTIMIZER_PREFIX}{moment}": tensors for moment, tensors in runtime.engine.moments().items()}
+    moving = (
+        {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
+    )
+    tensors = {"policy": runtime.engine.masters(), **moments, **moving, **replay}
+    processes = runtime if any(map(has_sharded_tensors, tensors.values())) else SINGLE_PROCESS
+    if processes is not runtime and not runtime.is_main:
+        return
+    facts = {
+        "updates": runtime.updates,
+        "seconds": parts.elapsed_seconds,
+        "random": random_states,
+        "replay": replay_facts,
+    }
+    facts |= {"micro_batch": runtime.max_micro_batch_rows} if runtime.max_micro_batch_rows else {}
+    facts |= runtime.engine.state()
+    facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
+    stateful_task = as_stateful_task(parts.task)
+    facts |= {"task": stateful_task.state()} if stateful_task else {}
+    facts |= {"ahead": AHEAD_GROUPS_TYPE.dump_python(state.next_rollouts, mode="json")} if state.next_rollouts else {}
+    # The logs up to this step must be on disk before the checkpoint is.
+    sync_logs(run_dir)
+    sync_tokens(run_dir, after=max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0))
+    write_checkpoint(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last, processes)
 
 
-class SingleProcess:
-    """One process."""
+def restore_run(run_dir: Path, parts: Components) -> list[str]:
+    """Restore the newest undamaged checkpoint and truncate the logs to it. All processes call this together.
 
-    is_main = True
+    Returns:
+        Notes for the user, such as which checkpoints are damaged; empty in all but the main process.
 
-    def gather(self, items: Sequence[Any]) -> list[Any]:
-        return list(items)
+    Raises:
+        UserError: No checkpoint is undamaged, or it cannot be resumed with this number of processes.
+    """
+    runtime, state = parts.runtime, parts.state
+    tensors, facts, notes = load_newest_checkpoint(run_dir, runtime)
+    folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
+    sharded = facts.get("sharded", [])
+    names = [*tensors, *sharded]
+
+    def load_state(name: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of this process, however many processes saved them."""
+        if name in sharded:
+            return load_shards(folder / name, like)
+        return {key: take_local_shard(x, like.get(key, x)) for key, x in tensors[name].items()}
+
+    if "reference" in names and isinstance(parts.reference, Policy):
+        parts.reference.update_weights(load_state("reference", parts.reference.weights()), decay=0.0)
+    masters = runtime.engine.masters()
+    runtime.engine.load_masters(load_state("policy", masters))
+    runtime.engine.load_moments(
+        {
+            name.removeprefix(OPTIMIZER_PREFIX): load_state(name, {} if name.endswith(".step") else masters)
+            for name in names
+            if name.startswith(OPTIMIZER_PREFIX)
+        }
+    )
+    runtime.engine.load_state(facts)
+    runtime.updates = facts["updates"]
+    if rows := facts.get("micro_batch", 0):
+        runtime.max_micro_batch_rows = rows
+        notes = [*notes, f"memory ran out before: {rows} rows in a forward pass at most"]
+    saved_world_size = len(facts["random"])
+    if saved_world_size != runtime.world_size:
+        if any(facts["replay"]):
+            raise UserError(
+                f"{run_dir} has a replay buffer in each of {saved_world_size} processes: resume it with as many"
+            )
+        resumed = f"saved by {saved_world_size} processes, resumed by {runtime.world_size}"
+        notes = [*notes, f"{resumed}: the same weights, rounded otherwise"]
+    restore_random_state(facts["random"][runtime.rank % saved_world_size])
+    parts.elapsed_seconds = facts["seconds"]
+    state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
+    if stateful_task := as_stateful_task(parts.task):
+        stateful_task.load_state(facts["task"])
+    state.next_rollouts = AHEAD_GROUPS_TYPE.validate_python(facts["ahead"]) if "ahead" in facts else None
+    state.replay_buffer = unpack_replay(tensors, facts["replay"], runtime.rank) if any(facts["replay"]) else []
+    if not runtime.is_main:
+        return []
+    remove_partial_checkpoints(run_dir)
+    delete_tokens(run_dir, state.step)
+    return [*notes, *truncate_logs(run_dir, state.step)]
 
 
-SINGLE_PROCESS = SingleProcess()
+def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
+    """Write the trained model to `model/`, and a LoRA adapter to `adapter/`. All processes call this together.
+
+    Raises:
+        UserError: The model could not be written. The checkpoint remains, and `--resume` saves the model again.
+    """
+    learner, runtime, dtype = parts.policy, parts.runtime, getattr(torch, cfg.policy.save_dtype)
+    processes = runtime if runtime.engine.is_lockstep else SINGLE_PROCESS
+    if processes is not runtime and not runtime.is_main:
+        return
+    folder, model, adapter = run_dir / "model", run_dir / "model.partial", run_dir / "adapter.partial"
+    is_sharded, trained = runtime.engine.is_lockstep and not learner.adapter, {}
+    if learner.adapter:
+        trained = {name: gather_full_tensor(p.detach()) for name, p in runtime.engine.masters().items()}
+        learner.gather()
+
+    def begin() -> None:
+        shutil.rmtree(model, ignore_errors=True)
+
+    def save_own_part() -> Sequence[Any]:
+        if is_sharded:
+            save_consolidated_model(model, {name: x.to(dtype) for name, x in runtime.engine.weights().items()})
+        return ()
+
+    def end(_: Sequence[Any]) -> None:
+        merged = learner.build_merged_model(trained, CPU) if learner.adapter else None
+        learner.save_config(model, dtype) if is_sharded else learner.save(model, merged, dtype)
+        if learner.adapter:
+            shutil.rmtree(adapter, ignore_errors=True)
+            save_adapter(learner.adapter, trained, adapter)
+            finalize_folder(adapter)
+        finalize_folder(model)  # last, since a run with a model is finished
+
+    def clean_up() -> None:
+        shutil.rmtree(model, ignore_errors=True)
+        shutil.rmtree(adapter, ignore_errors=True)
+
+    try:
+        run_collectively(begin, save_own_part, end, clean_up, processes)
+    except (OSError, UserError) as error:
+        checkpoints = list_checkpoints(run_dir)[-1:]
+        is_saved = bool(checkpoints) and get_checkpoint_step(checkpoints[0]) == parts.state.step
+        first = "make room" if isinstance(error, OSError) else "mend that"
+        mend = f"the checkpoint is whole: {first}, then --resume {run_dir}"
+        lost = f"checkpoint.every = 0 has left no checkpoint of it: {first}, then train it again"
+        raise UserError(f"{folder} could not be saved ({error}); {mend if is_saved else lost}") from error
+
+
+def finalize_folder(partial_folder: Path) -> None:
+    """Rename a complete folder to its final name, durably. A folder of that name is replaced."""
+    folder = partial_folder.with_suffix("")
+    files.sync_tree(partial_folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial_folder.rename(folder)
+    files.sync_path(folder.parent)
+
+
+# ---------------------------------------------------------------- work of several processes
+
+
+def run_collectively(
+    begin: Callable[[], None],
+    save_own_part: Callable[[], Sequence[T]],
+    end: Callable[[Sequence[T]], None],
+    clean_up: Callable[[], None],
+    processes: ProcessGroup,
+) -> None:
+    """Save something in three parts, each of which starts when all processes have finished the one before.
+
+    Args:
+        begin: Runs in the main process.
+        save_own_part: Runs in all processes.
+        end: Runs in the main process, with the results of `save_own_part` of all processes.
+        clean_up: Runs in the main process if anything failed.
+        processes: The processes that call this together.
+
+    Raises:
+        OSError, UserError: One of the processes failed; raised in all of them.
+    """
+    try:
+        run_in_all_processes(begin if processes.is_main else None, processes)
+        results = run_in_all_processes(save_own_part, processes)
+        run_in_all_processes(partial(end, results) if processes.is_main else None, processes)
+    except (OSError, UserError):
+        if processes.is_main:
+            clean_up()
+        raise
+
+
+def run_in_all_processes(action: Callable[[], Sequence[T] | None] | None, processes: ProcessGroup) -> list[T]:
+    """Run an action in each process that has one, and return the results of all processes.
+
+    Raises:
+        OSError, UserError: One of the processes failed; raised in all of them, so that none waits for it.
+    """
+    results, error = [], None
+    try:
+        results = list((action() if action else None) or ())
+    except (OSError, SafetensorError) as raised:
+        error = OSError(str(raised))
+    except UserError as raised:
+        error = raised
+    outcomes = processes.gather([(results, error)])
+    for _, error in outcomes:
+        if error:
+            raise error
+    return [result for results, _ in outcomes for result in results]
+
+
+# ---------------------------------------------------------------- checkpoint folders
 
 
 def write_checkpoint(
@@ -67,91 +278,84 @@ def write_checkpoint(
     keep_last: int,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> Path:
-    """Write `checkpoints/step-NNNNNN` beside its final name, then rename it; drop all but the last `keep_last`.
+    """Write the checkpoint of a step, which is on disk at return, and remove older ones.
 
-    `tensors` becomes a safetensors file per name, or where they are sharded a folder with a file of each process;
-    `facts` state.json. On disk at return. UserError, in all processes, where the disk is full.
+    Args:
+        run_dir: The run directory.
+        step: The number of finished steps.
+        tensors: A safetensors file for each name. Sharded tensors become a folder with a file of each process.
+        facts: The content of state.json.
+        keep_last: How many checkpoints to keep.
+        processes: The processes that call this together.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        UserError: The files could not be written, as on a full disk; raised in all processes.
     """
     folder = run_dir / "checkpoints" / f"step-{step:06d}"
-    partial = folder.with_suffix(".partial")
-    parts = {name: state for name, state in tensors.items() if sharded_checkpoint.has_sharded_tensors(state)}
-    rest = {name: state for name, state in tensors.items() if name not in parts}
-    facts = {"step": step, "checksums": True, **facts, **({"sharded": sorted(parts)} if parts else {})}
-    sums: dict[str, str] = {}
+    partial_folder = folder.with_suffix(".partial")
+    sharded = {name: state for name, state in tensors.items() if has_sharded_tensors(state)}
+    unsharded = {name: state for name, state in tensors.items() if name not in sharded}
+    facts = {"step": step, **facts, **({"sharded": sorted(sharded)} if sharded else {})}
 
     def begin() -> None:
         remove_partial_checkpoints(run_dir)
-        partial.mkdir(parents=True)
+        partial_folder.mkdir(parents=True)
 
-    def end() -> None:
-        _write_files(partial, rest, facts, sums)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one: the run was resumed from one before it
-        partial.rename(folder)
+    def save_own_shards() -> list[tuple[str, str]]:
+        checksums = []
+        for name, state in sharded.items():
+            for path in save_shards(partial_folder / name, state):
+                checksums.append((f"{name}/{path.name}", _sync_and_digest(path)))
+            files.sync_path(partial_folder / name)
+        return checksums
+
+    def end(shard_checksums: Sequence[tuple[str, str]]) -> None:
+        _write_files(partial_folder, unsharded, facts, dict(shard_checksums))
+        shutil.rmtree(folder, ignore_errors=True)  # there is one if the run was resumed before a damaged checkpoint
+        partial_folder.rename(folder)
         files.sync_path(folder.parent)
         files.sync_path(run_dir)
         for old in list_checkpoints(run_dir)[:-keep_last]:
             _remove_checkpoint(old)
 
-    def own() -> None:
-        for name, state in parts.items():
-            sums.update(
-                {
-                    f"{name}/{path.name}": _sync_and_digest(path)
-                    for path in sharded_checkpoint.save_shards(partial / name, state)
-                }
-            )
-            files.sync_path(partial / name)
+    def clean_up() -> None:
+        shutil.rmtree(partial_folder, ignore_errors=True)
 
     try:
-        run_collectively(begin if processes.is_main else None, processes)
-        run_collectively(own, processes)
-        sums = dict(processes.gather(list(sums.items())))
-        run_collectively(end if processes.is_main else None, processes)
+        run_collectively(begin, save_own_shards, end, clean_up, processes)
     except OSError as error:
-        if processes.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"step {step} could not be saved in {folder.parent} ({error}); earlier checkpoints are whole"
         ) from error
     return folder
 
 
-def run_collectively(action: Callable[[], None] | None, processes: ProcessGroup) -> None:
-    """Act in each process that has something to do. OSError or UserError in all where one of them raises it."""
-    try:
-        if action:
-            action()
-        failed = []
-    except (OSError, SafetensorError) as error:
-        failed = [OSError(str(error))]
-    except UserError as error:
-        failed = [error]
-    if failures := processes.gather(failed):
-        raise failures[0]
+def _write_files(folder: Path, tensors: TensorStates, facts: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
+    """Write tensors, facts and the checksums of all files; `checksums` are those of files that are already written.
 
-
-def _write_files(folder: Path, tensors: TensorStates, facts: Mapping[str, Any], sums: Mapping[str, str]) -> None:
-    """Write the files; each is synced and its checksum taken while the next one is being written. `sums` are those of
-    files that are there already.
+    Each file is synced and its checksum computed while the next one is being written.
     """
     with ThreadPoolExecutor() as pool:
-        taken = {}
+        pending = {}
         for name, state in tensors.items():
             path = folder / f"{name}.safetensors"
-            # safetensors refuses tensors that share memory, and reads what it is given as it lies there.
+            # safetensors refuses tensors that share memory, and ignores strides.
             save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, path)
-            taken[path.name] = _submit_checksum(pool, path)
+            pending[path.name] = _submit_checksum(pool, path)
         path = folder / "state.json"
         path.write_text(json.dumps(facts))
-        taken[path.name] = _submit_checksum(pool, path)
-        all_sums = {**sums, **{name: of_file.result() for name, of_file in taken.items()}}
-    (folder / CHECKSUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in all_sums.items()))
+        pending[path.name] = _submit_checksum(pool, path)
+        checksums = {**checksums, **{name: checksum.result() for name, checksum in pending.items()}}
+    (folder / CHECKSUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in checksums.items()))
     _sync_and_digest(folder / CHECKSUMS_FILE)
     files.sync_path(folder)
 
 
 def _submit_checksum(pool: ThreadPoolExecutor, path: Path) -> Future[str]:
-    """Sync a file and take its checksum in a thread; at once in a process at its end, which begins no threads."""
+    """Sync a file and compute its checksum in a thread, or at once if the interpreter is exiting and starts none."""
     try:
         return pool.submit(_sync_and_digest, path)
     except RuntimeError:
@@ -161,19 +365,20 @@ def _submit_checksum(pool: ThreadPoolExecutor, path: Path) -> Future[str]:
 
 
 def _sync_and_digest(path: Path) -> str:
-    """Sync a file, as power may fail between the rename and the write-back. Return its checksum."""
+    """Sync a file, since power may fail between the rename and the write-back, and return its checksum."""
     files.sync_path(path)
     return files.compute_file_digest(path)
 
 
 def _remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that what a kill leaves of it is not taken for one."""
+    """Rename a checkpoint and remove it, so that a killed process leaves no incomplete checkpoint."""
     shutil.rmtree(folder.rename(folder.with_suffix(".partial")))
 
 
 def remove_old_checkpoints(run_dir: Path, settings: CheckpointConfig) -> None:
-    """Remove what is not to be kept of a run that is finished, its model saved. Without checkpoints on purpose, one
-    that a request to stop has left would lead back to the middle of the run.
+    """Remove the checkpoints of a finished run that the settings do not keep.
+
+    With checkpoint.every = 0 all are removed: one that a stop request has left would resume the middle of the run.
     """
     keep = settings.keep_finished if settings.every else "none"
     for old in list_checkpoints(run_dir)[: {"newest": -1, "all": -settings.keep_last, "none": None}[keep]]:
@@ -181,121 +386,133 @@ def remove_old_checkpoints(run_dir: Path, settings: CheckpointConfig) -> None:
 
 
 def remove_partial_checkpoints(run_dir: Path) -> None:
-    """Remove the rest of checkpoints that were being written or dropped when the process was killed."""
-    for rest in (run_dir / "checkpoints").glob("*.partial"):
-        shutil.rmtree(rest)
+    """Remove checkpoints that a killed process was writing or removing."""
+    for folder in (run_dir / "checkpoints").glob("*.partial"):
+        shutil.rmtree(folder)
 
 
 def load_newest_checkpoint(
     run_dir: Path, processes: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[str]]:
-    """The newest whole checkpoint, as `load` has it, and lines that name those that are broken, or without checksums.
+    """Load the newest undamaged checkpoint, which the main process looks for.
 
-    The main process looks for it. UserError, in all, where none is whole.
+    Returns:
+        Tensors and facts as `load_checkpoint` returns them, and notes that name damaged checkpoints.
+
+    Raises:
+        UserError: No checkpoint is undamaged, or a process cannot read it; raised in all processes.
     """
-    loaded, found = None, []
-    if processes.is_main:
+    loaded: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None = None
+
+    def find() -> list[tuple[Path, list[str]]]:
+        nonlocal loaded
         folder, notes, loaded = _find_newest_checkpoint(run_dir)
-        found = [(folder, notes)]
-    [(folder, notes)] = processes.gather(found)
-    if folder is None:
-        raise UserError(notes[0])
-    return *(loaded or load_checkpoint(folder, is_verified=True)), notes
+        return [(folder, notes)]
+
+    def load() -> None:
+        nonlocal loaded
+        loaded = loaded or load_checkpoint(folder, is_verified=True)
+
+    [(folder, notes)] = run_in_all_processes(find if processes.is_main else None, processes)
+    run_in_all_processes(load, processes)
+    assert loaded
+    return *loaded, notes
 
 
 def _find_newest_checkpoint(
     run_dir: Path,
-) -> tuple[Path | None, list[str], tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None]:
-    """The folder of the newest whole checkpoint, notes, and what is in it; without a folder the note says why."""
-    broken: list[str] = []
+) -> tuple[Path, list[str], tuple[dict[str, dict[str, Tensor]], dict[str, Any]]]:
+    """Return the folder of the newest undamaged checkpoint, notes that name damaged ones, and its content."""
+    damaged: list[str] = []
     for folder in reversed(list_checkpoints(run_dir)):
         try:
             loaded = load_checkpoint(folder)
         except DamagedCheckpointError as error:
-            broken.append(str(error))
-            continue
-        old = (
-            []
-            if (folder / CHECKSUMS_FILE).exists()
-            else [f"{folder} has no checksums, as of older versions: taken as it is"]
-        )
-        return folder, [*(f"{line}: {folder.name} is taken" for line in broken), *old], loaded
-    what = "; ".join(broken) or str(run_dir)
-    return None, [f"{what}: no checkpoint is whole: bring one back from a copy, or start again elsewhere"], None
+            damaged.append(str(error))
+        else:
+            return folder, [f"{line}: {folder.name} is taken" for line in damaged], loaded
+    found = "; ".join(damaged) or str(run_dir)
+    raise UserError(f"{found}: no checkpoint is whole: bring one back from a copy, or start again elsewhere")
 
 
 def load_checkpoint(folder: Path, is_verified: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """What `save` was given, but for what is sharded: tensors and facts, the step among them.
+    """Load the tensors, without sharded ones, and the facts that `write_checkpoint` was given, with the step.
 
-    DamagedError, in one line, where a file is. checked: the checksums are known to be right.
+    Args:
+        folder: The folder of the checkpoint.
+        is_verified: Whether another process has compared the checksums.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or has changed.
     """
     try:
         facts = json.loads((folder / "state.json").read_text())
         if not isinstance(facts, dict) or facts.get("step") != get_checkpoint_step(folder):
             raise ValueError("state.json is not that of this step")
-        if (facts.pop("checksums", False) or (folder / CHECKSUMS_FILE).exists()) and not is_verified:
-            verify_checksums(folder)
+        verify_checksums(folder, only_names=is_verified)
         tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
-        there = {*tensors, *facts.get("sharded", ())}
-        if missing := [name for name in list_tensor_files(facts) if name not in there]:
-            raise ValueError(f"{missing[0]}.safetensors is missing")
     except (OSError, ValueError, SafetensorError) as error:
         raise DamagedCheckpointError(f"{folder} is damaged ({error})") from error
     return tensors, facts
 
 
-def verify_checksums(folder: Path) -> None:
-    """Raise ValueError where a file has changed, is missing, or is not of the checkpoint."""
+def verify_checksums(folder: Path, only_names: bool = False) -> None:
+    """Raise ValueError if a file is missing, is not listed, or, unless `only_names`, has another checksum."""
     *lines, end = (folder / CHECKSUMS_FILE).read_text().split("\n")
     if end:
         raise ValueError(f"{CHECKSUMS_FILE} is cut off")
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    there = {str(path.relative_to(folder)) for path in (folder / "state.json", *folder.rglob("*.safetensors"))}
-    if odd := sorted(there ^ sums.keys()):
-        raise ValueError(f"{odd[0]} is {'not listed in ' + CHECKSUMS_FILE if odd[0] in there else 'missing'}")
-    for name, digest in sums.items():
+    checksums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    names = {str(path.relative_to(folder)) for path in (folder / "state.json", *folder.rglob("*.safetensors"))}
+    if unmatched := sorted(names ^ checksums.keys()):
+        fault = f"not listed in {CHECKSUMS_FILE}" if unmatched[0] in names else "missing"
+        raise ValueError(f"{unmatched[0]} is {fault}")
+    for name, digest in {}.items() if only_names else checksums.items():
         if files.compute_file_digest(folder / name) != digest:
             raise ValueError(f"{name} is not what {CHECKSUMS_FILE} says")
 
 
-def list_tensor_files(facts: Mapping[str, Any]) -> list[str]:
-    """The names of the tensor files that a checkpoint must have, by its facts."""
-    replayed = facts.get("replay", [])
-    return ["policy", *(f"{REPLAY_PREFIX}{r}.{i}" for r, kept in enumerate(replayed) for i in range(len(kept)))]
-
-
-ReplayBuffer = Sequence[tuple[int, Batch]]
+# ---------------------------------------------------------------- replay buffers and random states
 
 
 def pack_replay(buffers: Sequence[ReplayBuffer]) -> tuple[dict[str, dict[str, Tensor]], list[list[dict[str, Any]]]]:
-    """The rollouts that each process may train on again, as the tensors and the facts of a checkpoint."""
+    """Return the replay buffers of all processes as tensors and facts of a checkpoint."""
     tensors = {
-        f"{REPLAY_PREFIX}{r}.{i}": b.get_tensors() for r, kept in enumerate(buffers) for i, (_, b) in enumerate(kept)
+        f"{REPLAY_PREFIX}{rank}.{i}": batch.get_tensors()
+        for rank, buffer in enumerate(buffers)
+        for i, (_, batch) in enumerate(buffer)
     }
-    return tensors, [[{"step": step, **collect_prompt_fields(b)} for step, b in kept] for kept in buffers]
-
-
-def collect_prompt_fields(batch: Batch) -> dict[str, Any]:
-    return {name: getattr(batch, name) for name in ("prompt_ids", "demonstrations")}
+    facts = [
+        [
+            {"step": step, "prompt_ids": batch.prompt_ids, "demonstrations": batch.demonstrations}
+            for step, batch in buffer
+        ]
+        for buffer in buffers
+    ]
+    return tensors, facts
 
 
 def unpack_replay(
     tensors: TensorStates, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int
 ) -> list[tuple[int, Batch]]:
-    """The rollouts of one process."""
+    """Return the replay buffer of one process."""
     return [
-        (fact["step"], unpack_batch(fact, tensors[f"{REPLAY_PREFIX}{rank}.{i}"])) for i, fact in enumerate(facts[rank])
+        (
+            fact["step"],
+            Batch(
+                prompt_ids=tuple(map(tuple, fact["prompt_ids"])),
+                demonstrations=tuple(map(tuple, fact["demonstrations"])),
+                **tensors[f"{REPLAY_PREFIX}{rank}.{i}"],
+            ),
+        )
+        for i, fact in enumerate(facts[rank])
     ]
 
 
-def unpack_batch(fact: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """A batch of the replay."""
-    prompt_ids, demonstrations = (tuple(map(tuple, fact[name])) for name in ("prompt_ids", "demonstrations"))
-    return Batch(prompt_ids=prompt_ids, demonstrations=demonstrations, **tensors)
-
-
 def get_random_state() -> dict[str, Any]:
-    """The state of every generator that a task may draw from, as JSON. Samplers are seeded by step and have none."""
+    """Return the state of every global random generator as JSON, for tasks that use one.
+
+    Samplers have none: each call is seeded by its step.
+    """
     algorithm, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -312,147 +529,3 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all([torch.tensor(s, dtype=torch.uint8) for s in state["cuda"]])
-
-
-# ---------------------------------------------------------------- snapshot
-# A run into a checkpoint, and back.
-
-
-OPTIMIZER_PREFIX = "optimizer."
-AHEAD_GROUPS_TYPE = TypeAdapter(
-    tuple[Sequence[Group], dict[str, float]],
-    config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants"),
-)
-"""The groups and metrics that were drawn ahead for the step after a checkpoint. A reward that failed is NaN, which must
-stay a float: pydantic writes null by default, and a null is no reward when the checkpoint is loaded."""
-
-
-def save_checkpoint(run_dir: Path, cfg: Config, parts: Components) -> None:
-    runtime, state, reference = parts.runtime, parts.state, parts.reference
-    generators = runtime.gather([get_random_state()])
-    replay, replay_facts = pack_replay(runtime.gather([state.replay_buffer]))
-    # A file for each moment: safetensors holds a whole file in memory while it writes.
-    moments = {f"{OPTIMIZER_PREFIX}{moment}": tensors for moment, tensors in runtime.engine.moments().items()}
-    moving = (
-        {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
-    )
-    tensors = {"policy": runtime.engine.masters(), **moments, **moving, **replay}
-    processes = runtime if any(map(sharded_checkpoint.has_sharded_tensors, tensors.values())) else SINGLE_PROCESS
-    if processes is not runtime and not runtime.is_main:
-        return
-    facts = {"updates": runtime.updates, "seconds": parts.elapsed_seconds, "random": generators, "replay": replay_facts}
-    facts |= {"micro_batch": runtime.max_micro_batch_rows} if runtime.max_micro_batch_rows else {}
-    facts |= runtime.engine.state()
-    facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
-    watching = as_stateful_task(parts.task)
-    facts |= {"task": watching.state()} if watching else {}
-    facts |= {"ahead": AHEAD_GROUPS_TYPE.dump_python(state.next_rollouts, mode="json")} if state.next_rollouts else {}
-    loggers.sync_logs(run_dir)  # a checkpoint counts when what led to it is on disk
-    token_files.sync_tokens(run_dir, after=max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0))
-    write_checkpoint(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last, processes)
-
-
-def restore_run(run_dir: Path, parts: Components) -> list[str]:
-    """Restore the newest whole checkpoint and cut the logs to it. Return lines that say what is damaged."""
-    runtime, state = parts.runtime, parts.state
-    tensors, facts, notes = load_newest_checkpoint(run_dir, runtime)
-    folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
-    apart = facts.get("sharded", [])
-
-    def saved(name: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state as this run has it, however many processes kept it then and now."""
-        if name in apart:
-            return sharded_checkpoint.load_shards(folder / name, like)
-        return {key: sharded_checkpoint.take_local_shard(x, like.get(key, x)) for key, x in tensors[name].items()}
-
-    if "reference" in (*tensors, *apart) and isinstance(parts.reference, Policy):
-        parts.reference.update_weights(saved("reference", parts.reference.weights()), decay=0.0)
-    masters = runtime.engine.masters()
-    moments = {
-        name.removeprefix(OPTIMIZER_PREFIX): saved(name, {} if name.endswith(".step") else masters)
-        for name in (*tensors, *apart)
-        if name.startswith(OPTIMIZER_PREFIX)
-    }
-    # Versions up to 0.1 had masters among the moments.
-    runtime.engine.load_masters({**saved("policy", masters), **moments.pop("master", {})})
-    runtime.engine.load_moments(moments)
-    runtime.engine.load_state(facts)
-    runtime.updates = facts["updates"]
-    if rows := facts.get("micro_batch", 0):
-        runtime.max_micro_batch_rows = rows
-        notes = [*notes, f"memory ran out before: {rows} rows in a forward pass at most"]
-    then = len(facts["random"])
-    if then != runtime.world_size:
-        if any(facts["replay"]):
-            raise UserError(f"{run_dir} has a replay buffer in each of {then} processes: resume it with as many")
-        notes = [
-            *notes,
-            f"saved by {then} processes, resumed by {runtime.world_size}: the same weights, rounded otherwise",
-        ]
-    restore_random_state(facts["random"][runtime.rank % then])
-    parts.elapsed_seconds = facts["seconds"]
-    state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
-    if watching := as_stateful_task(parts.task):
-        watching.load_state(facts["task"])
-    state.next_rollouts = AHEAD_GROUPS_TYPE.validate_python(facts["ahead"]) if "ahead" in facts else None
-    rank, replay = runtime.rank, facts["replay"]
-    state.replay_buffer = unpack_replay(tensors, replay, rank) if any(replay) else []
-    if not runtime.is_main:
-        return []
-    remove_partial_checkpoints(run_dir)
-    token_files.delete_tokens(run_dir, state.step)
-    return [*notes, *loggers.truncate_logs(run_dir, state.step)]
-
-
-def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
-    """Save the model durably. UserError where that fails: the checkpoint is whole, and `--resume` saves again."""
-    learner, runtime, dtype = parts.policy, parts.runtime, getattr(torch, cfg.policy.save_dtype)
-    processes = runtime if runtime.engine.is_lockstep else SINGLE_PROCESS
-    if processes is not runtime and not runtime.is_main:
-        return
-    folder, partial, adapter = run_dir / "model", run_dir / "model.partial", run_dir / "adapter.partial"
-    parted, trained = runtime.engine.is_lockstep and not learner.adapter, {}
-    if learner.adapter:
-        trained = {name: gather_full_tensor(p.detach()) for name, p in runtime.engine.masters().items()}
-        learner.gather()
-
-    def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-
-    def own() -> None:
-        sharded_checkpoint.save_consolidated_model(
-            partial, {name: x.to(dtype) for name, x in runtime.engine.weights().items()}
-        )
-
-    def end() -> None:
-        merged = learner.build_merged_model(trained, CPU) if learner.adapter else None
-        learner.save_config(partial, dtype) if parted else learner.save(partial, merged, dtype)
-        if learner.adapter:
-            shutil.rmtree(adapter, ignore_errors=True)
-            lora.save_adapter(learner.adapter, trained, adapter)
-            finalize_folder(adapter)
-        finalize_folder(partial)  # last: with it the run is finished
-
-    try:
-        run_collectively(begin if processes.is_main else None, processes)
-        run_collectively(own if parted else None, processes)
-        run_collectively(end if processes.is_main else None, processes)
-    except (OSError, UserError) as error:
-        if processes.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(adapter, ignore_errors=True)
-        saved = list_checkpoints(run_dir)[-1:]
-        is_saved = bool(saved) and get_checkpoint_step(saved[0]) == parts.state.step
-        first = "make room" if isinstance(error, OSError) else "mend that"
-        mend = f"the checkpoint is whole: {first}, then --resume {run_dir}"
-        lost = f"checkpoint.every = 0 has left no checkpoint of it: {first}, then train it again"
-        raise UserError(f"{folder} could not be saved ({error}); {mend if is_saved else lost}") from error
-
-
-def finalize_folder(partial: Path) -> None:
-    """Rename a folder that is written to its end to its own name, durably; what was there goes."""
-    folder = partial.with_suffix("")
-    files.sync_tree(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    files.sync_path(folder.parent)

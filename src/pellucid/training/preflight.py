@@ -26,7 +26,6 @@ from pellucid.models.decoder import get_context_length
 from pellucid.policy import load
 from pellucid.policy.chat_template import (
     RENDER_ERRORS,
-    ChatTemplate,
     PromptText,
     encode_prompt_texts,
     find_token_fault,
@@ -41,10 +40,11 @@ from pellucid.reporting.console import find_first_error, format_error_line, form
 from pellucid.reporting.conversations import count_turns, cut_middle, describe_tool_use, get_tool_events
 from pellucid.reporting.eval_metrics import MIN_INTERVAL_PROMPTS, TOO_FEW_PROMPTS
 from pellucid.reporting.loggers import compute_failed_shares, have_all_failed, predict_zero_variance_share
-from pellucid.rewards.functions import InvalidRewardError, check_signature, list_argument_names
+from pellucid.rewards.functions import check_signature, list_argument_names
 from pellucid.rewards.grading import collect_grader_notices, get_grading_task
 from pellucid.rewards.terms import get_reward_terms, is_function_term
 from pellucid.rollout import vllm, vllm_client
+from pellucid.sandbox.values import InvalidResultError
 from pellucid.tasks.dataset import (
     Dataset,
     ScanKey,
@@ -59,6 +59,7 @@ from pellucid.tasks.dataset import (
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import get_innermost_task, list_task_layers
 from pellucid.training import memory
+from pellucid.training.build import check_settings, make_template
 from pellucid.training.evaluate import estimate_if_enough, estimate_share, sample_held_out_prompts
 from pellucid.training.run_dir import is_first_process
 from pellucid.types import (
@@ -87,10 +88,16 @@ OTHER_ARITHMETIC_NOTE = '{} computes in another arithmetic than the update, whic
 
 
 def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
-    """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
+    """Check what would otherwise fail after minutes or at the end: settings, extras, data, disk space.
+
+    Raises:
+        DataError: The data set has bad rows that are not to be skipped.
+        UserError: Anything else that would end the run.
+    """
     for note in filter(None, (cfg.policy.access.format_warning(cfg.policy.model), *collect_disclosure_notes(cfg))):
         if is_first_process():
             print(escape_controls(f"! {note}"), flush=True)
+    check_settings(cfg)
     if cfg.log.tensorboard:
         import_extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
@@ -109,7 +116,7 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
         check_configured_prompts(cfg, model.config)
     prompts = with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
     check_reward_signatures(cfg, prompts)
-    if cfg.evaluate.every:
+    if cfg.evaluate.every:  # raises a UserError if nothing is held out
         sample_held_out_prompts(with_split(cfg.task, "test"), cfg.evaluate.n)
     if model:
         check_disk_space(cfg, model, run_dir)
@@ -138,7 +145,7 @@ def check_reward_signatures(cfg: Config, prompts: Sequence[Prompt]) -> None:
         if is_function_term(term.name):
             try:
                 check_signature(term.name, [*list_argument_names(prompts), *environments])
-            except InvalidRewardError as error:
+            except InvalidResultError as error:
                 raise UserError(f"reward {error}") from error
 
 
@@ -443,16 +450,17 @@ class PromptLimits(NamedTuple):
 def check_configured_prompts(cfg: Config, config: PreTrainedConfig) -> None:
     """Check the prompts of both splits against the tokenizer and the configuration of the policy, without its weights.
 
-    DataError for bad rows that are not to be skipped. A tokenizer that cannot be found is left to whoever loads it.
+    Raises:
+        DataError: Bad rows are not to be skipped.
     """
     config = config.get_text_config()
     try:
-        words = load.load_tokenizer(cfg.policy.model, cfg.policy.access)
-    except UserError:
+        tokenizer = load.load_tokenizer(cfg.policy.model, cfg.policy.access)
+    except UserError:  # loading the policy raises it again
         return
-    ChatTemplate(cfg.policy.template, cfg.policy.template_kwargs).apply_to_tokenizer(words)
+    make_template(cfg).apply_to_tokenizer(tokenizer)
     splits = ("train", "test") if cfg.evaluate.every else ("train",)
-    check_prompts(cfg, words, get_context_length(config), config.vocab_size, splits)
+    check_prompts(cfg, tokenizer, get_context_length(config), config.vocab_size, splits)
 
 
 def check_prompts(

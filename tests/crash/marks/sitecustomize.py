@@ -8,13 +8,14 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 
 STAGES = {
-    "pellucid.algorithm.grpo": {"rollout": "rollout", "update": "update"},
+    "pellucid.algorithm.rollouts": {"collect_rollouts": "rollout"},
+    "pellucid.algorithm.grpo": {"update_policy": "update"},
     "pellucid.training.run": {
-        "train": "train",
-        "restore": "restore",
+        "train_run": "train",
+        "restore_run": "restore",
         "evaluate_policy": "evaluate",
-        "save": "save",
-        "finish": "finish",
+        "save_checkpoint": "save",
+        "print_results": "finish",
     },
 }
 """Module -> function -> stage."""

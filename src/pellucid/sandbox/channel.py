@@ -1,4 +1,4 @@
-"""Messages to and from a process that may stop anywhere, so that nobody waits for it without end."""
+"""Messages to and from a process that may stop at any moment, so that nobody waits for it forever."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SHORT_LENGTH, LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")
 
 
 class Channel:
-    """This process's end of a pipe of multiprocessing: it sends within a time limit, and never waits to receive.
+    """This process's end of a multiprocessing pipe: it sends within a time limit, and never waits to receive.
 
-    The other end runs other people's code. It may hang before it has read a message, or in the middle of one that it
-    writes. On Windows a message is sent and received at once, however long that takes.
+    The other end runs other people's code. It may hang before it has read a message, or in the middle of writing one.
+    On Windows a message is sent and received at once, however long that takes.
     """
 
     def __init__(self, connection: Any, max_bytes: int) -> None:
-        """most: the most bytes of a message that is received."""
+        """Use a connection. A message of more than `max_bytes` is not received."""
         self.connection: Connection = connection
         self._max_bytes = max_bytes
         self._received = bytearray()
@@ -33,32 +33,36 @@ class Channel:
             os.set_blocking(self.connection.fileno(), False)
 
     def send(self, data: bytes, timeout_seconds: float) -> None:
-        """Send a message.
+        """Send a message. `timeout_seconds` may be inf.
 
-        TimeoutError where it is not taken within so many seconds, which may be inf; OSError where the pipe is closed.
+        Raises:
+            TimeoutError: if the other end does not take the message in time.
+            OSError: if the pipe is closed.
         """
         if not IS_POSIX:
             self.connection.send_bytes(data)
             return
-        until = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
         size = (
             SHORT_LENGTH.pack(len(data)) if len(data) < 2**31 else SHORT_LENGTH.pack(-1) + LONG_LENGTH.pack(len(data))
         )
-        left = memoryview(size + data)
+        unsent = memoryview(size + data)
         writable = select.poll()
         writable.register(self.connection.fileno(), select.POLLOUT)
-        while left:
+        while unsent:
             try:
-                left = left[os.write(self.connection.fileno(), left) :]
+                unsent = unsent[os.write(self.connection.fileno(), unsent) :]
             except BlockingIOError:
-                wait = max(0.0, until - time.monotonic())
+                wait = max(0.0, deadline - time.monotonic())
                 if not writable.poll(None if math.isinf(wait) else wait * 1000):
                     raise TimeoutError from None
 
     def receive(self) -> bytes | None:
-        """Return the next message; None where it has not arrived whole.
+        """Return the next message, or None if it has not arrived completely.
 
-        EOFError or OSError where the pipe is closed, ValueError for a message that is too long.
+        Raises:
+            EOFError, OSError: if the pipe is closed.
+            ValueError: if the message is too long.
         """
         if not IS_POSIX:
             return self.connection.recv_bytes(self._max_bytes) if self.connection.poll() else None
@@ -73,7 +77,7 @@ class Channel:
         return message
 
     def _pop_message(self) -> bytes | None:
-        """Take the first message out of what has arrived, if it is whole."""
+        """Remove the first message from the received bytes and return it, if it is complete."""
         start = SHORT_LENGTH.size
         if len(self._received) < start:
             return None

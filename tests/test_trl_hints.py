@@ -1,10 +1,9 @@
-"""Names that settings used to have: they are read as the new ones, and whoever wrote them is told."""
+"""Names of TRL's settings: each is a setting here, too, or the message says what does the same, or why nothing does."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import re
 
 import pytest
@@ -14,56 +13,8 @@ from pellucid.api import group_settings_by_section
 from pellucid.config import get_field_types
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.environment import Environment
-from pellucid.trl_hints import RENAMED_KEYS, RENAMED_VALUES, TRL_COUNTERPARTS, TRL_WITHOUT_COUNTERPART, explain_trl_name
+from pellucid.trl_hints import TRL_COUNTERPARTS, TRL_WITHOUT_COUNTERPART, explain_trl_name
 from pellucid.types import UserError
-
-OLD = '[algorithm]\nobjective = "dynamic"\nmin_spread = 0.25\n'
-
-
-def test_an_old_recipe_has_the_settings_of_the_new_one_and_is_told_their_names(tmp_path, capsys):
-    old, new = tmp_path / "old.toml", tmp_path / "new.toml"
-    old.write_text(OLD)
-    new.write_text('[algorithm]\nobjective = "dcpo"\nmin_reward_range = 0.25\n')
-    assert config.dump_config(config.load_config(old)) == config.dump_config(config.load_config(new))
-    assert capsys.readouterr().err.splitlines() == [
-        f'{old}: algorithm.objective = "dynamic" is now called objective = "dcpo"',
-        f'{old}: algorithm.min_spread = "0.25" is now called min_reward_range = "0.25"',
-    ]
-
-
-def test_an_old_run_is_read_without_a_word(tmp_path, capsys):
-    settings = config.dump_config(config.load_config(None))
-    settings["algorithm"] |= {"objective": "naive", "min_spread": settings["algorithm"].pop("min_reward_range")}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert config.load_config(tmp_path / "config.json").algorithm.objective == "reinforce"
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--algorithm.objective", "unclipped", "--algorithm.min-spread", "0.5"],
-        ["--algorithm.objective=unclipped", "--algorithm.min_spread=0.5"],
-    ],
-)
-def test_old_flags_are_the_new_ones(flags, capsys):
-    algorithm = config.load_config(None, [*flags, "--algorithm.kl", "k2"]).algorithm
-    assert (algorithm.objective, algorithm.min_reward_range, algorithm.kl) == ("importance_weighted", 0.5, "k2")
-    assert len(capsys.readouterr().err.splitlines()) == 2
-
-
-def test_a_value_that_is_spelt_like_an_old_name_elsewhere_stays(capsys):
-    assert config.load_config(None, ["--policy.model", "clipped", "--log.project=naive"]).policy.model == "clipped"
-    assert capsys.readouterr().err == ""
-
-
-def test_every_new_name_is_a_setting():
-    known = config.dump_config(config.load_config(None))
-    assert all(new in known[section] and old not in known[section] for (section, old), new in RENAMED_KEYS.items())
-    for (section, key), names in RENAMED_VALUES.items():
-        for old, new in names.items():
-            assert config.load_config(None, [f"--{section}.{key}", new])
-            assert old not in names.values()
 
 
 def names_of_trl():

@@ -1,0 +1,99 @@
+"""The parts that the training loop needs from outside: the policy, its reference, and the processes of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pellucid.algorithm.batch import Batch
+
+T = TypeVar("T")
+
+
+class Scores(NamedTuple):
+    """Log-probs and entropies of the response tokens of a batch, in nats."""
+
+    logprobs: Tensor
+    """[B, T] log-prob of each token."""
+    entropy: Tensor
+    """[B, T] entropy of the distribution that the token was sampled from."""
+    kl: Tensor | None = None
+    """[B, T] KL(policy, reference) of that distribution, summed over the vocabulary. Only where cfg.kl = "exact"."""
+
+
+class Policy(Protocol):
+    """The model that is trained."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def score(self, batch: Batch) -> Scores:
+        """Return the scores of the response tokens, with gradient where gradients are enabled."""
+        ...
+
+    def embed(self, batch: Batch, layer: int) -> Tensor:
+        """Return the output of a layer, averaged over the response tokens. [B, D]"""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+
+class Reference(Protocol):
+    """The frozen model from which the KL divergence is measured."""
+
+    def score(self, batch: Batch) -> Scores: ...
+
+    def update_weights(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        """Set the weights to decay * own + (1 - decay) * weights."""
+        ...
+
+
+class Runtime(Protocol):
+    """The processes of a run, and the optimizer that they share."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        ...
+
+    def shard(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Return this process's share of a list that all processes hold. The inverse of `gather`."""
+        ...
+
+    def gather(self, items: Sequence[Any]) -> list[Any]:
+        """Return the joined lists of all processes, in the order of the processes."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes."""
+        ...
+
+    def compute_within_memory(self, compute: Callable[[int], T], rows: int) -> T:
+        """Return compute(rows). Where memory runs out, drop the gradients and repeat with smaller micro-batches.
+
+        Args:
+            compute: A function of the number of rows in a micro-batch.
+            rows: The number to begin with.
+        """
+        ...
+
+    def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Yield the micro-batches of one optimizer step. The last one joins the gradients of all processes."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Take an optimizer step, clear the gradients and return metrics.
+
+        Returns:
+            `grad_norm` and `lr`. `skipped` is 1 where a gradient was not finite, `idle` is 1 where the gradient was 0;
+            neither step moves a weight. In fp16 also `loss_scale`, and `skipped/overflow`, which is 1 where a gradient
+            was too large for that scale.
+        """
+        ...

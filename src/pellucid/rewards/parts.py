@@ -1,0 +1,177 @@
+"""What one term says of one completion, and the checks that a reward of the user's own must pass.
+
+A reward has one representation on its way: a term's value is a `RewardPart`, the weighted sum of parts is a `Reward`, and
+both are JSON only in the pipe between a worker process and its parent, who runs no code of what the user returned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+from pellucid.sandbox.values import (
+    InvalidResultError,
+    describe_value,
+    shorten_to_one_line,
+    validate_number,
+)
+from pellucid.types import Completion, Prompt, Reward
+
+MAX_EXTRA_CHARACTERS = 2_000
+"""The most characters of a value that a reward logs beside a completion."""
+MAX_EXTRA_DEPTH = 50
+"""How deep lists and objects in such a value may be nested; what reads rollouts.jsonl has its limits, too."""
+MAX_EXTRAS = 500
+"""The most columns that a reward logs, and the most metrics."""
+TASK_REWARD = -1
+"""Stands for the reward of a task that has no terms."""
+PromptCompletion = tuple[Prompt, Completion]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPart:
+    """The value of one term for one completion, before its weight."""
+
+    value: float | None = None
+    """None where the term does not apply to the prompt, or has failed."""
+    error: str = ""
+    """Why the value could not be computed, in one line; else empty."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of rollouts.jsonl: JSON values by name, about this completion."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by the names of metrics. A metric of a step is their mean over the completions that have one."""
+
+
+Answer = RewardPart | Reward
+"""What a term says of a completion, or the reward of a task that has no terms."""
+
+
+class ModelGrader(Protocol):
+    """Computes one term for many completions at once, in the process of the run: a judge, a reward model.
+
+    What it cannot grade is a RewardPart with an error: it raises for no completion, and ends within its time limits.
+    """
+
+    def grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
+        """Return one part for each completion, in their order."""
+        ...
+
+    def stop(self) -> None:
+        """Give up what is under way in another thread, as at Ctrl-C: nobody will read it. `grade` may raise there."""
+        ...
+
+
+def make_failure(term: int, error: str) -> Answer:
+    """Return the answer of a term that could not be computed, or for `TASK_REWARD` the failed reward."""
+    return Reward(math.nan, error=error) if term == TASK_REWARD else RewardPart(error=error)
+
+
+def encode_answer(answer: Answer) -> dict[str, Any]:
+    """Return the fields of a validated answer, which are JSON values."""
+    return {each.name: getattr(answer, each.name) for each in fields(answer)}
+
+
+def decode_answer(term: int, values: Mapping[str, Any]) -> Answer:
+    """Return the answer of a term from its fields. Raises TypeError for fields of anything else."""
+    return Reward(**values) if term == TASK_REWARD else RewardPart(**values)
+
+
+def validate_answer(answer: Any) -> Answer:
+    """Return a part or a reward as plain data; an invalid one becomes the failure of this completion alone."""
+    is_part = isinstance(answer, RewardPart)
+    try:
+        return validate_part(answer) if is_part else validate_reward(answer)
+    except InvalidResultError as error:
+        return RewardPart(error=str(error)) if is_part else Reward(math.nan, error=str(error))
+
+
+def validate_reward(reward: Any) -> Reward:
+    """Return a reward whose fields are plain Python numbers, strings and booleans.
+
+    Raises:
+        InvalidResultError: if it is no Reward, or a field has the wrong type.
+    """
+    if not isinstance(reward, Reward):
+        raise InvalidResultError(f"the task returned a {type(reward).__name__}, where a Reward is needed")
+    error = reward.error if reward.error is not None else ""
+    if not isinstance(error, str):
+        raise InvalidResultError(f"the error is {describe_value(error)}, where a text is needed")
+    try:
+        valid = Reward(
+            validate_number(reward.value, "the reward"),
+            validate_numbers(reward.parts, "part"),
+            weights=validate_numbers(reward.weights, "weight"),
+            correct=None if reward.correct is None else validate_correct(reward.correct),
+            applies=bool(reward.applies),
+            is_decided=bool(reward.is_decided),
+            is_continuous=bool(reward.is_continuous),
+            failures={str(name): shorten_to_one_line(str(error)) for name, error in reward.failures.items()},
+            extra=validate_extra(reward.extra),
+            logged=validate_numbers(reward.logged, "metric"),
+        )
+    except InvalidResultError as fault:
+        raise InvalidResultError(shorten_to_one_line(error) or str(fault)) from fault
+    if not error and not math.isfinite(valid.value):
+        error = f"the reward is {valid.value}" + (f", of parts {valid.parts}" if valid.parts else "")
+    for name, weight in valid.weights.items():
+        if not math.isfinite(weight):
+            error = error or f'the weight "{name}" is {weight}'
+    return replace(valid, value=math.nan if error else valid.value, error=shorten_to_one_line(error))
+
+
+def validate_part(part: RewardPart) -> RewardPart:
+    """Return a part whose fields are plain data. Raises InvalidResultError for a value that is no finite number."""
+    value = None if part.value is None else validate_number(part.value, "the reward")
+    if value is not None and not math.isfinite(value):
+        raise InvalidResultError(f"the reward is {value}")
+    return RewardPart(
+        value, shorten_to_one_line(part.error), validate_extra(part.extra), validate_numbers(part.logged, "metric")
+    )
+
+
+def validate_numbers(values: Any, what: str) -> dict[str, float]:
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise InvalidResultError(f"the {what}s are {describe_value(values)}, where names with their numbers are needed")
+    if len(values) > MAX_EXTRAS:
+        raise InvalidResultError(f"there are {len(values)} {what}s; {MAX_EXTRAS} are the most")
+    return {str(name): validate_number(value, f'the {what} "{name}"') for name, value in values.items()}
+
+
+def validate_correct(value: Any) -> bool:
+    needed = "True, False or None"
+    number = validate_number(value, "correct", needed)
+    if number not in (0.0, 1.0):
+        raise InvalidResultError(f"correct is {describe_value(value)}, where {needed} is needed")
+    return bool(number)
+
+
+def validate_extra(columns: Any) -> dict[str, Any]:
+    if not isinstance(columns, Mapping) or len(columns) > MAX_EXTRAS:
+        raise InvalidResultError(
+            f"extra is {describe_value(columns)}, where up to {MAX_EXTRAS} columns by name are needed"
+        )
+    return {str(name): to_json_value(value) for name, value in columns.items()}
+
+
+def to_json_value(value: Any) -> Any:
+    """Return a value as JSON has it, or its `repr` if it is none, or is too long or nested too deeply."""
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = value = describe_value(value)
+    if is_nested_too_deeply(value):
+        text = value = describe_value(value)
+    return value if len(text) <= MAX_EXTRA_CHARACTERS else f"{str(value)[:MAX_EXTRA_CHARACTERS]}…"
+
+
+def is_nested_too_deeply(value: Any) -> bool:
+    """Return whether lists and objects are nested more than `MAX_EXTRA_DEPTH` deep."""
+    level = [value]
+    for _ in range(MAX_EXTRA_DEPTH + 1):
+        containers = [item for item in level if isinstance(item, Mapping | list | tuple)]
+        level = [item for each in containers for item in (each.values() if isinstance(each, Mapping) else each)]
+    return bool(level)

@@ -1,0 +1,308 @@
+"""Worker processes as their parent sees them: started, asked within a time limit, killed and replaced.
+
+User code runs in processes because code that hangs can only be stopped from outside. `signal.alarm` works in the main
+thread alone, and neither it nor a thread interrupts a runaway regular expression. This is no security boundary: a worker
+runs as this user, with this user's files and network.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from pellucid.sandbox.channel import Channel
+from pellucid.sandbox.worker import WorkerConfig, WorkerLoader, run_worker
+from pellucid.utils import signals
+
+SPAWN_CONTEXT = multiprocessing.get_context("spawn")
+CAN_FORK = sys.platform == "linux"
+START_TIMEOUT_SECONDS = 120.0
+"""Seconds that a worker process has to import what the user's code needs."""
+MAX_MESSAGE_BYTES = 2**28
+"""The most bytes of an answer: a longer message is not from our worker."""
+GRACE_SECONDS = 1.0
+"""Seconds beyond its time limit that a worker has to report by itself what took too long."""
+SECRET_VARIABLE_PATTERN = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
+SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
+_safe_path_lock = threading.Lock()
+
+
+class WorkerLostError(Exception):
+    """A worker has ended or is late; the message says which, in words."""
+
+
+class WorkerStartError(Exception):
+    """A worker has not loaded the user's code.
+
+    reason: "not started" if the process ended before it came to the user's code, "ended" if it ended while it loaded
+    that, "late" if it took longer than `START_TIMEOUT_SECONDS`, "raised" if the code raised what the message says.
+    """
+
+    def __init__(self, reason: Literal["not started", "ended", "late", "raised"], message: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class WorkerLimits(Protocol):
+    """The settings of a worker process, such as `[reward]` of a recipe."""
+
+    @property
+    def memory_gb(self) -> float: ...
+    @property
+    def secrets(self) -> tuple[str, ...]: ...
+
+
+def build_worker_config(limits: WorkerLimits, log: Path | None) -> WorkerConfig:
+    """Return what a worker is told at its start; without a log, its output is discarded."""
+    return WorkerConfig(limits.memory_gb, str(log or os.devnull), build_worker_environment(limits.secrets))
+
+
+def build_worker_environment(secrets: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of a worker: those without secrets, and the secrets that are named."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in secrets or not SECRET_VARIABLE_PATTERN.fullmatch(name)
+    }
+
+
+class Worker:
+    """A worker process, which is idle, or computes an answer until `deadline`.
+
+    connection: what to wait on. It becomes readable with an answer, or when the process ends.
+    pid: the process id; 0 if a forked process has not reported it yet.
+    """
+
+    result_name = "answer"
+    """What a worker owes, for messages."""
+
+    def __init__(self, connection: Any, process: Any = None) -> None:
+        self.connection, self._process = connection, process
+        self.pid: int = process.pid if process else 0
+        self.deadline, self._timeout = math.inf, math.inf
+        self._channel = Channel(connection, MAX_MESSAGE_BYTES)
+        self._missing_reports = 2 if process else 1
+        """How many reports of its start have not come yet: a forked process has the user's code already."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process of an idle worker is there; an idle worker sends nothing but the end of its pipe."""
+        return self._process.is_alive() if self._process else not self.connection.poll()
+
+    def wait_until_loaded(self) -> None:
+        """Wait until the process has loaded the user's code.
+
+        Raises:
+            WorkerStartError: if it fails, or takes longer than `START_TIMEOUT_SECONDS`.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while self._missing_reports:
+            try:
+                self._receive_message()
+            except (EOFError, OSError, ValueError, RecursionError) as error:
+                raise WorkerStartError("not started" if self._missing_reports == 2 else "ended") from error
+            if self._missing_reports and not wait([self.connection], max(0.0, deadline - time.monotonic())):
+                raise WorkerStartError("late")
+
+    def set_timeout(self, seconds: float, grace: float = GRACE_SECONDS) -> None:
+        """Let the worker have so many seconds from now on, and some more to report by itself that it is late."""
+        self._timeout, self.deadline = seconds, time.monotonic() + seconds + grace
+
+    def send(self, data: bytes) -> None:
+        """Send a message before the deadline.
+
+        Raises:
+            WorkerLostError: if the process has ended, or does not take the message in time.
+        """
+        try:
+            self._channel.send(data, self.deadline - time.monotonic())
+        except TimeoutError as error:
+            raise WorkerLostError(self._describe_lateness()) from error
+        except (OSError, ValueError) as error:
+            raise WorkerLostError(self._describe_end()) from error
+
+    def receive(self) -> bytes | None:
+        """Return the next message, or None if none has arrived. A message that has arrived counts, however late.
+
+        Raises:
+            WorkerLostError: if the process has ended, or its deadline has passed.
+            WorkerStartError: if it cannot load the user's code.
+        """
+        try:
+            data = self._receive_message()
+        except (EOFError, OSError, ValueError, RecursionError) as error:
+            raise WorkerLostError(self._describe_end()) from error
+        if data is None and time.monotonic() >= self.deadline:
+            raise WorkerLostError(self._describe_lateness())
+        return data
+
+    def terminate(self) -> None:
+        """End the process and everything that it has started.
+
+        The connection of a spawned process is left open, since another thread may wait on it: it ends as the process does.
+        """
+        if not self.pid:
+            with suppress(EOFError, OSError, ValueError, RecursionError):
+                self._receive_message()  # it may have reported its process id since
+        if self.pid and hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):  # it has no process group of its own yet
+                os.killpg(self.pid, signal.SIGKILL)
+        if self._process:
+            self._process.kill()
+            self._process.join()
+        else:
+            self.connection.close()  # a process that is idle, or has not reported its id yet, ends by itself
+
+    def describe_exit(self) -> str:
+        """Return in words how a spawned process has ended."""
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if code is None:
+            return "it answers no more"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}")
+
+    def _receive_message(self) -> bytes | None:
+        """Return the next message that is no report of the start; None if none has arrived."""
+        while (data := self._channel.receive()) is not None and self._missing_reports:
+            report = json.loads(data)
+            if not isinstance(report, dict):
+                raise ValueError("no report")
+            self._missing_reports -= 1
+            self.pid = self.pid or report.get("pid", 0)
+            if error := report.get("error"):
+                raise WorkerStartError("raised", error)
+        return data
+
+    def _describe_lateness(self) -> str:
+        return f"no {self.result_name} within {self._timeout:g} s"
+
+    def _describe_end(self) -> str:
+        return "its process has ended"
+
+
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
+
+
+def spawn_worker(
+    kind: type[AnyWorker], config: WorkerConfig, load: WorkerLoader, payload: bytes, forks: bool = False
+) -> AnyWorker:
+    """Start a worker in a fresh process. It loads meanwhile; `forks` makes it a fork server, see `run_worker`."""
+    connection, child_connection = Pipe()
+    # Not a daemon: those may not start processes, and some user code does.
+    process = SPAWN_CONTEXT.Process(target=run_worker, args=(child_connection, config, load, payload, forks))
+    signals.open_standard_descriptors()
+    with use_safe_path():
+        process.start()
+    child_connection.close()
+    return kind(connection, process)
+
+
+class ForkServer:
+    """Starts workers quickly: they are forked from a process that has loaded the user's code.
+
+    Where processes cannot be forked they are spawned one by one, which takes a second each.
+    """
+
+    def __init__(self, config: WorkerConfig, load: WorkerLoader, payload: bytes) -> None:
+        self._config, self._load, self._payload = config, load, payload
+        self._server: Worker | None = None
+        self._can_load = False
+        """Whether a spawned worker has loaded the user's code."""
+
+    def start_worker(self, kind: type[AnyWorker]) -> AnyWorker:
+        """Return a new worker.
+
+        Raises:
+            WorkerStartError: if the user's code cannot be loaded.
+        """
+        if not CAN_FORK:
+            return self._spawn_worker(kind)
+        connection, child_connection = Pipe()
+        with child_connection:
+            try:
+                self._send_connection(child_connection)
+            except OSError:  # the server ended just now
+                self.close()
+                self._send_connection(child_connection)
+        return kind(connection)
+
+    def close(self) -> None:
+        """End the process that forks the others. Those go on."""
+        if self._server is not None:
+            self._server.terminate()
+            self._server.connection.close()
+            self._server = None
+
+    def _send_connection(self, connection: Any) -> None:
+        if self._server is None or not self._server.is_alive or not is_writable(self._server.connection):
+            self.close()
+            self._server = spawn_worker(Worker, self._config, self._load, self._payload, forks=True)
+            try:
+                self._server.wait_until_loaded()
+            except WorkerStartError:
+                self.close()
+                raise
+            os.set_blocking(self._server.connection.fileno(), True)
+        reduction.send_handle(self._server.connection, connection.fileno(), self._server.pid)
+
+    def _spawn_worker(self, kind: type[AnyWorker]) -> AnyWorker:
+        worker = spawn_worker(kind, self._config, self._load, self._payload)
+        if not self._can_load:  # later ones load side by side
+            try:
+                worker.wait_until_loaded()
+            except WorkerStartError:
+                worker.terminate()
+                raise
+            self._can_load = True
+        return worker
+
+
+def is_writable(connection: Any) -> bool:
+    """Return whether a process takes what is sent to it, or takes it soon; it may hang."""
+    writable = select.poll()
+    writable.register(connection.fileno(), select.POLLOUT)
+    return bool(writable.poll(START_TIMEOUT_SECONDS * 1000))
+
+
+def terminate_ended(workers: list[AnyWorker]) -> None:
+    """Remove those of the idle workers whose processes have ended."""
+    for worker in [worker for worker in workers if not worker.is_alive]:
+        workers.remove(worker)
+        worker.terminate()
+
+
+def terminate_workers(workers: list[Any] | dict[Any, Any]) -> None:
+    """Remove all workers and end their processes, whatever they are doing."""
+    while workers:
+        worker = workers.popitem()[1] if isinstance(workers, dict) else workers.pop()
+        worker.terminate()
+
+
+@contextmanager
+def use_safe_path() -> Iterator[None]:
+    """Keep the working directory off the import path of new processes: a file in it may be called pickle.py."""
+    with _safe_path_lock:  # the variable belongs to the whole process
+        before = os.environ.get(SAFE_PATH_VARIABLE)
+        os.environ[SAFE_PATH_VARIABLE] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[SAFE_PATH_VARIABLE]
+            else:
+                os.environ[SAFE_PATH_VARIABLE] = before

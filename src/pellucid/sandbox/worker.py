@@ -1,0 +1,217 @@
+"""What runs inside a worker process: limits, the log, and the start and end of the process."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pellucid.sandbox.values import describe_error
+from pellucid.utils import signals
+from pellucid.utils.files import exit_if_forked
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+MAX_LOGGED_TRACEBACKS = 100
+"""The most tracebacks that a process logs, one for each kind of error."""
+WATCHDOG_MARGIN_SECONDS = 10.0
+"""Seconds that a call has beyond twice its time limit before its process ends itself."""
+WorkerMain = Callable[[Connection], None]
+"""Serves requests until the parent closes its end of the connection."""
+WorkerLoader = Callable[[bytes], WorkerMain]
+"""Loads the user's code from pickled bytes. It must be a function of a module, which can be pickled itself."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """The limits, log and environment variables of a worker process."""
+
+    memory_gb: float
+    """The memory limit in GB; 0 is no limit."""
+    log: str
+    """The file to which everything that is printed is appended."""
+    environment: Mapping[str, str]
+
+
+class ErrorLog:
+    """Writes the traceback of each kind of error once.
+
+    path: the file to append to; by default standard error, which is the log of a worker process.
+    """
+
+    def __init__(self, path: str | Path = "") -> None:
+        self._path = path
+        self._descriptions: set[str] = set()
+
+    def __call__(self, description: str, error: BaseException) -> None:
+        """Write the traceback of an error, unless one of the same description was written before."""
+        if description in self._descriptions or len(self._descriptions) >= MAX_LOGGED_TRACEBACKS:
+            return
+        self._descriptions.add(description)
+        if self._path:
+            with open(self._path, "a", encoding="utf-8") as file:
+                traceback.print_exception(error, file=file)
+            return
+        with suppress(OSError, ValueError):  # user code has closed it
+            traceback.print_exception(error)
+
+
+ErrorLogger = Callable[[str, BaseException], None]
+"""Takes the description of an error and the error, such as an ErrorLog."""
+log_error = ErrorLog()
+"""The log of this worker process."""
+
+
+def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader, payload: bytes, forks: bool) -> None:
+    """Isolate this process, load the user's code, and serve requests until the parent closes its end.
+
+    It sends one report before the user's code is loaded and one after it.
+
+    Args:
+        connection: The pipe to the parent.
+        config: Limits and environment variables.
+        load: Loads the user's code and returns what serves requests.
+        payload: What `load` is called with.
+        forks: Do not serve requests here; fork a process for each connection that the parent sends.
+    """
+    isolate_process(config)
+    if not forks:  # a process with threads should not be forked
+        threading.Thread(target=exit_with_parent, daemon=True).start()
+    send_report(connection, {"pid": os.getpid()})
+    try:
+        serve = load(payload)
+    except BaseException as error:
+        log_error(describe_error(error), error)
+        send_report(connection, {"error": describe_error(error)})
+        exit_with_children()
+    send_report(connection, {})
+    if forks:
+        fork_workers(connection, serve)
+    else:
+        serve(connection)
+
+
+def fork_workers(control: Connection, serve: WorkerMain) -> NoReturn:
+    """Fork a process for each connection that the parent sends, until the parent closes its end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the children ended
+    while True:
+        try:
+            handle = reduction.recv_handle(control)
+        except (EOFError, OSError, RuntimeError):
+            exit_with_children()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            control.close()
+            connection = Connection(handle)
+            try:
+                send_report(connection, {"pid": os.getpid()})
+            except OSError:  # the parent is gone
+                exit_with_children()
+            serve(connection)
+        os.close(handle)
+
+
+def send_report(connection: Connection, report: Mapping[str, Any]) -> None:
+    connection.send_bytes(json.dumps(report).encode())
+
+
+def receive_request(connection: Connection) -> Any:
+    """Return the next request. Ends this process when the parent has closed its end."""
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        exit_with_children()
+
+
+@contextmanager
+def exit_forked_copies() -> Iterator[None]:
+    """End a copy of this process that user code forks in the block and that returns from it."""
+    owner = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        exit_if_forked(owner, error)
+        raise
+    exit_if_forked(owner)
+
+
+def start_watchdog(seconds: float) -> None:
+    """End this process when its parent should have ended it long ago: the parent is gone.
+
+    The watchdog needs no interpreter lock, which a runaway regular expression never releases.
+    """
+    faulthandler.dump_traceback_later(2 * seconds + WATCHDOG_MARGIN_SECONDS, exit=True)
+
+
+def stop_watchdog() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+def isolate_process(config: WorkerConfig) -> None:
+    """Ignore signals, redirect output, set limits, and begin a session, so that the children of user code end with it."""
+    # Ctrl-C reaches every process of the terminal, and a supervisor's SIGTERM every one of the service. The parent
+    # decides what they mean, and may need this process to finish its step.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(os, "setsid"):
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(config.environment)
+    redirect_output(config.log)
+    faulthandler.enable()
+    if config.memory_gb and resource is not None and sys.platform == "linux":
+        # Limit writable memory: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
+        limit = int(config.memory_gb * 1e9)
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
+
+
+def redirect_output(log: str) -> None:
+    """Append the output of this process and its children to the log, or discard it if the log cannot be opened.
+
+    Their standard input is empty.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        output = os.open(log, flags, 0o666)
+    except OSError:
+        output = os.open(os.devnull, flags)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, descriptor in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, descriptor)
+    os.close(nothing)
+    os.close(output)
+    sys.stdout, sys.stderr = signals.open_log_stream(1), signals.open_log_stream(2)
+
+
+def exit_with_parent() -> None:
+    """Wait for the parent to end, then end this process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        exit_with_children()
+
+
+def exit_with_children() -> NoReturn:
+    """End this process at once, with every process that user code has started."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
