@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 
 from pellucid import cli
-from pellucid.utils.hardware import pause_garbage_collection
+from pellucid.utils.plugins import pause_garbage_collection
 
 HERE = Path(__file__).parent
 NAME = "pellucid-forking"

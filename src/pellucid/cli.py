@@ -45,8 +45,7 @@ from pellucid.training.run_dir import (
 from pellucid.trl_hints import explain_trl_name
 from pellucid.types import StrandedError, UserError
 from pellucid.utils.files import WORKING_DIRECTORY_GONE, is_working_directory_gone
-from pellucid.utils.hardware import pause_garbage_collection
-from pellucid.utils.plugins import did_you_mean, import_extra, join_mistakes
+from pellucid.utils.plugins import did_you_mean, import_extra, join_mistakes, pause_garbage_collection
 from pellucid.utils.signals import (
     INTERRUPTED_EXIT_STATUS,
     exit_immediately,

@@ -17,6 +17,7 @@ from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.batch import collate, collect_grades, collect_task_rewards
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
+from pellucid.distributed.process_group import SingleProcess
 from pellucid.reporting.console import (
     PlainLogger,
     make_comparison_table,
@@ -29,7 +30,7 @@ from pellucid.rewards.parts import validate_reward
 from pellucid.sandbox.values import MAX_NUMBER, InvalidResultError
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.training.evaluate import SingleProcess, evaluate
+from pellucid.training.evaluate import evaluate
 from pellucid.training.preflight import show_signal
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 

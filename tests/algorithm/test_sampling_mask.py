@@ -129,6 +129,16 @@ def test_the_whole_and_the_likeliest_are_drawn_without_a_mask(sampler):
         assert collate(groups).get_sampling_mask(torch.device("cpu")) is None
 
 
+def test_an_empty_completion_does_not_hide_the_masks_of_its_siblings():
+    kept = torch.tensor([[True, False, True], [False, True, False]])
+    empty = Completion((), (), "", False)
+    masked = Completion((0, 1), (-0.1, -0.2), "", True, tuple(pack_masks(kept)))
+    for completions in ((empty, masked), (masked, empty)):
+        batch = collate([Group(Prompt("p", "?"), (1,), completions)])
+        ids, present = batch.get_sampling_mask(torch.device("cpu")).unpack_ids(3)
+        assert [row[p].tolist() for row, p in zip(ids, present, strict=True)] == [[0, 2], [1]]
+
+
 # ---------------------------------------------------------------- scoring
 
 

@@ -15,6 +15,7 @@ from pellucid.environments.pool import EnvironmentPool, InProcessEnvironments
 from pellucid.environments.spec import EnvironmentSpec
 from pellucid.rewards.functions import unpickle_environment
 from pellucid.rewards.settings import RewardConfig
+from pellucid.sandbox import pool as sandbox
 from pellucid.types import Completion, PolicyTurn, Prompt, UserError
 from worlds import asked
 
@@ -341,3 +342,57 @@ def test_many_slow_calls_of_one_turn_keep_the_conversation(stage):
     assert [message["content"] for message in said.messages] == ["waited"] * 15
     stage.send_turn(0, over())
     assert replies(stage, 1)[0].outcome.events == {"calls": 15}
+
+
+# ---------------------------------------------------------------- the processes and what stands for them
+
+
+def test_conversations_in_this_process_use_their_environments_again():
+    """Also where one was over at its beginning, or was abandoned."""
+    world = InProcessEnvironments(EnvironmentSpec("worlds:Broken"))
+    for fails in (True, True, False, True):
+        begun(world, prompt=asked(1, fails=fails)[0])
+    assert len(world.idle) == 1
+    assert not world.busy
+
+
+def test_errors_in_this_process_are_logged_once_for_each_kind(tmp_path):
+    log = tmp_path / "rewards.log"
+    world = InProcessEnvironments(SHOP, log)
+    begun(world)
+    for _ in range(3):
+        world.send_turn(0, call("refuse"))
+        replies(world, 1)
+    assert log.read_text().count("Traceback") == 1
+    assert "ValueError: not today" in log.read_text()
+
+
+def test_a_fork_server_that_ends_just_now_is_replaced(stage, monkeypatch):
+    begun(stage)
+    server = stage._factory._server._server
+    os.kill(server.pid, signal.SIGKILL)
+    server._process.join()
+    monkeypatch.setattr(sandbox.Worker, "is_alive", True)
+    stage.send_turn(0, call("wait", seconds=60))
+    stage.start_conversation(1, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
+    assert replies(stage, 1)[1].prompt
+    assert stage._factory._server._server is not server
+
+
+@pytest.mark.slow
+def test_where_no_process_can_be_forked_they_are_spawned(monkeypatch):
+    monkeypatch.setattr(sandbox, "CAN_FORK", False)
+    stage = EnvironmentPool(SHOP, RewardConfig())
+    begun(stage, 2)
+    pids = [stage.busy[number].pid for number in range(2)]
+    stage.send_turn(0, call("die"))
+    stage.send_turn(1, over())
+    found = replies(stage, 2)
+    assert found[0].outcome.error == "its process has ended"
+    assert found[1].outcome.reward == 0.0
+    stage.close()
+    assert not any(map(alive, pids))
+    broken = EnvironmentPool(EnvironmentSpec(tools=("failing_tools:missing",)), RewardConfig())
+    with pytest.raises(UserError, match='the environment cannot be used: UserError: failing_tools has no "missing"'):
+        broken.start_conversation(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
+    broken.close()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pellucid.utils.hardware import pause_garbage_collection
+from pellucid.utils.plugins import pause_garbage_collection
 
 
 @pytest.fixture

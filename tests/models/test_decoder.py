@@ -16,7 +16,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from architectures import FAMILY, LLAMA3, SMALL, WINDOW, batch_of, model_of, plain_logprobs, sequences
 from conftest import (

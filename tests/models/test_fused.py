@@ -243,7 +243,7 @@ GAPS = {
     "prompts": lambda batch: batch.admit(prompts(30, 4, start=5), 3),
     "told something": lambda batch: decode.append_tokens(batch, torch.tensor([1, 4]), [[5, 6, 7], [8]]),
     "aside and back": lambda batch: decode.restore_rows(batch, decode.evict_rows(batch, [1, 3])) or torch.zeros(0),
-    "one row": lambda batch: batch.keep(torch.tensor([3])) or torch.zeros(0),
+    "one row": lambda batch: batch.keep_rows(torch.tensor([3])) or torch.zeros(0),
 }
 
 

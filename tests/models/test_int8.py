@@ -267,7 +267,7 @@ def test_conversations_are_sampled_in_int8_too():
     made, decode_batch = [], policy.create_decode_batch
     policy.create_decode_batch = lambda *about: made.append(decode_batch(*about)) or made[-1]
     sampler.generate(asked(), Sampling(2, max_tokens=40, turns=3, turn_tokens=5, seed="0/0"))
-    assert [batch.fused_decoder.by.int8 for batch in made] == [True]
+    assert [batch.fused_decoder.kernel.int8 for batch in made] == [True]
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def kernel(query, keys, values, by, window, beyond=0):
 @pytest.fixture
 def there(monkeypatch):
     """The kernel is used, and the C++ of a CPU is not."""
-    monkeypatch.setattr(varlen, "find_flash_kernel", lambda device, dtype: kernel)
+    monkeypatch.setattr(score, "find_flash_kernel", lambda device, dtype: kernel)
     monkeypatch.setattr(score, "find_attention_kernel", lambda query: None)
 
 
@@ -61,7 +61,7 @@ def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, 
     """And makes no bias, which would be large where texts are long."""
     found = []
     for by_kernel in (True, False):
-        monkeypatch.setattr(varlen, "find_flash_kernel", lambda *_, by_kernel=by_kernel: kernel if by_kernel else None)
+        monkeypatch.setattr(score, "find_flash_kernel", lambda *_, by_kernel=by_kernel: kernel if by_kernel else None)
         made = []
         monkeypatch.setattr(
             score, "make_attention_bias", lambda *about, m=made, f=score.make_attention_bias: m.append(1) or f(*about)

@@ -26,7 +26,9 @@ from pellucid.algorithm.grpo import update_policy
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.runtime import Runtime
 from pellucid.policy import policy as policy_module
-from pellucid.policy.policy import LoraReference, Policy, pick_end_token
+from pellucid.policy.load import pick_end_token
+from pellucid.policy.policy import LoraReference, Policy
+from pellucid.policy.scorer import check_lm_head
 from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 
@@ -38,10 +40,10 @@ def batch_of(policy, n=3, size=3, max_tokens=10):
 
 def one_token_at_a_time(policy, batch):
     """log pi(token | everything before it), a forward pass a token, nothing padded."""
-    rows = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    rows = torch.zeros(batch.response_mask.shape, dtype=torch.float64)
     for b in range(len(batch)):
-        context = list(batch.prompt_ids[int(batch.prompt_of[b])])
-        for t in range(int(batch.mask[b].sum())):
+        context = list(batch.prompt_ids[int(batch.prompt_indices[b])])
+        for t in range(int(batch.response_mask[b].sum())):
             logits = policy.model(torch.tensor([context])).logits[0, -1]
             token = int(batch.response_ids[b, t])
             rows[b, t] = logits.double().log_softmax(-1)[token]
@@ -147,7 +149,7 @@ def test_messages_pass_through_the_chat_template_and_strings_do_not():
 
 def test_an_unknown_trick_behind_the_head_is_refused():
     model = tiny_llama()
-    check_head(model)
+    check_lm_head(model)
     plain = model.forward
 
     def scaled(*args, **kwargs):
@@ -157,7 +159,7 @@ def test_an_unknown_trick_behind_the_head_is_refused():
 
     model.forward = scaled
     with pytest.raises(UserError, match="changes its logits"):
-        check_head(model)
+        check_lm_head(model)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +188,9 @@ def capped(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": 2}, {"narrow": True}, {"lora": 2, "narrow": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"lora_rank": 2}, {"offload_masters": True}, {"lora_rank": 2, "offload_masters": True}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_soft_cap_is_known_in_every_dtype(capped, settings, dtype):
     policy = policy_module.load_policy(str(capped), torch.device("cpu"), dtype, 1.0, **settings)
@@ -201,7 +205,7 @@ def test_a_soft_cap_is_known_in_every_dtype(capped, settings, dtype):
 def test_one_percent_behind_the_head_is_seen_in_every_dtype(capped, dtype, factor):
     """Less than what rounding a soft-cap to bf16 does."""
     model = AutoModelForCausalLM.from_pretrained(capped, dtype=dtype)
-    check_head(model)
+    check_lm_head(model)
     model.config.final_logit_softcapping *= factor
     unlike = model.forward
 
@@ -213,7 +217,7 @@ def test_one_percent_behind_the_head_is_seen_in_every_dtype(capped, dtype, facto
 
     model.forward = capped_otherwise
     with pytest.raises(UserError, match="changes its logits"):
-        check_head(model)
+        check_lm_head(model)
 
 
 def test_a_reference_has_no_gradient(model_dir):
@@ -317,7 +321,7 @@ def test_the_scale_of_an_adapter_does_not_go_by_its_rank():
 
 def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, tmp_path):
     batch = batch_of(lora)
-    start, states = lora.score(batch).logprobs.detach(), lora.hidden(batch)[0].detach()
+    start, states = lora.score(batch).logprobs.detach(), lora.compute_hidden_states(batch)[0].detach()
     with torch.no_grad():
         for p in lora.trainable().values():
             p.add_(0.3 * torch.randn_like(p))

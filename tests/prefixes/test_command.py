@@ -638,7 +638,7 @@ def test_a_student_that_says_nothing_is_counted(recipe, wide_dir, tmp_path, caps
 @pytest.mark.slow
 def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
     code = (
-        "import sys\nfrom pellucid.commands import line\nline.parsed(sys.argv[1:])()\nsys.exit('torch' in sys.modules)"
+        "import sys\nfrom pellucid import cli\ncli.parse_command_line(sys.argv[1:])()\nsys.exit('torch' in sys.modules)"
     )
     with proxied(service) as proxy:
         arguments = command(recipe, tmp_path / "p.jsonl", proxy.url)

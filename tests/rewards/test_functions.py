@@ -158,7 +158,8 @@ def test_a_function_sees_what_trl_gives_it(task):
 def test_the_state_is_that_of_the_run(task, data, tmp_path):
     """8 rows, one of them held out: steps of two prompts ask all others in three and a half."""
     terms = (RewardTerm(f"{FILE}:state_seen"),)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "lr": 1e-5}\n')
+    torn = '{"step": 2, "reward/me'
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "lr": 1e-5}\n' + torn)
     ours = GradedTask(Dataset(data=str(data), rewards=terms, chat=False), log=tmp_path / "rewards.log")
     [seen] = {str(reward.extra["state"]) for reward in ours.reward_all(groups(ours), Progress(7, 12, 2))}
     ours.close()

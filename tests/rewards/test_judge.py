@@ -7,9 +7,9 @@ import email.utils
 import gzip
 import json
 import logging
-import math
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -425,15 +425,15 @@ def test_tokens_that_no_answer_costs_count_as_none(tokens, service, tmp_path):
     with proxied(service, lambda *_: says("7", tokens=tokens)) as proxy:
         [part] = judged(proxy.url, ["x"], tmp_path)
     assert (part.value, part.logged["judge/tokens"]) == (0.7, float(tokens is True))
-    [kept] = tmp_path.glob("*.jsonl")
-    damaged = [
-        json.dumps({"request": "b", "text": "7", "cut": False, "tokens": math.inf}),
-        "[" * 100_000,
-        json.dumps({"request": "c", "text": "8", "cut": False, "tokens": 1}),
-    ]
-    kept.write_text("\n".join(damaged) + "\n")
-    judgements = JudgeCache(tmp_path)
-    assert (judgements.find("b"), judgements.find("c")) == (None, JudgeAnswer("8", False, 1))
+    with JudgeCache(tmp_path).open() as cache:
+        [answer] = map(cache.find, digests(tmp_path))
+    assert answer.tokens == (1 if tokens is True else 0)
+
+
+def digests(folder):
+    """The digests of the requests whose answers were stored."""
+    with sqlite3.connect(folder / "answers.sqlite3") as connection:
+        return [digest for [digest] in connection.execute("SELECT request FROM answers")]
 
 
 @pytest.mark.slow
@@ -480,7 +480,7 @@ def test_no_part_of_a_key_in_an_answer_is_kept(part, service, monkeypatch, tmp_p
     with proxied(service, lambda _, body: answers[asked_of(body)]) as proxy:
         parts = [judged(proxy.url, [text], tmp_path, pattern="Grade: ([0-9]+)", retries=0)[0] for text in answers]
     assert parts[0].value == 0.7
-    kept = "".join(path.read_text() for path in tmp_path.glob("*.jsonl")) + str(parts)
+    kept = (tmp_path / "answers.sqlite3").read_bytes().decode(errors="replace") + str(parts)
     assert not any(KEY[i : i + 6] in kept for i in range(len(KEY) - 5))
     assert "([key]" in kept
 
@@ -595,19 +595,45 @@ def test_answers_are_found_on_disk_and_those_to_other_requests_are_not(service, 
         assert [part.value for part in judged(other.url, ["A", "B"], tmp_path)] == [0.6] * 2
 
 
-def test_torn_and_damaged_lines_are_asked_again(tmp_path):
-    JudgeCache(tmp_path).store("a" * 64, JudgeAnswer("7", False, 5))
-    [path] = tmp_path.glob("*.jsonl")
-    whole = path.read_bytes()
-    (tmp_path / "1-other.jsonl").write_bytes(b"\0\0\0\n{}\n[]\n" + whole.replace(b"a" * 64, b"b" * 64) + whole[:-5])
-    found = JudgeCache(tmp_path)
-    assert found.find("a" * 64) == found.find("b" * 64) == JudgeAnswer("7", False, 5)
-    path.write_bytes(whole[:-5])
-    (tmp_path / "1-other.jsonl").unlink()
-    found = JudgeCache(tmp_path)
-    assert found.find("a" * 64) is None
-    path.write_bytes(whole)
-    assert found.find("a" * 64) == JudgeAnswer("7", False, 5), "when its end has come"
+def test_a_damaged_file_is_said_once_and_everything_is_asked_again(service, tmp_path, capfd):
+    (tmp_path / "answers.sqlite3").write_bytes(b"no database " * 1000)
+    with proxied(service, lambda *_: says("7")) as proxy:
+        judge = Judge(settings(proxy.url), tmp_path)
+        for cached in range(2):
+            parts = judge.grade(pairs(["A", "B"]))
+            assert errors(parts) == ["", ""]
+            assert [part.logged["judge/cached"] for part in parts] == [cached] * 2, "in memory"
+    [line] = capfd.readouterr().out.splitlines()
+    assert line.endswith("answers.sqlite3 cannot be written (file is not a database): the judge goes on without it")
+
+
+def test_answers_are_read_where_none_can_be_written(service, tmp_path, capfd, monkeypatch):
+    with proxied(service, lambda *_: says("7")) as proxy:
+        judged(proxy.url, ["A"], tmp_path)
+        monkeypatch.setattr(rubric.sqlite3, "connect", open_read_only)
+        parts = judged(proxy.url, ["A", "B"], tmp_path)
+    assert [part.logged["judge/cached"] for part in parts] == [1, 0]
+    [line] = capfd.readouterr().out.splitlines()
+    assert "cannot be written (attempt to write a readonly database)" in line
+
+
+def open_read_only(path, connect=sqlite3.connect, **settings):
+    return connect(f"file:{path}?mode=ro", uri=True, **settings)
+
+
+def test_a_claim_lasts_until_it_is_released_or_its_time_is_over(tmp_path):
+    """Also where another judge of this process, with a claim of its own, has come to its end."""
+    one, other = JudgeCache(tmp_path), JudgeCache(tmp_path)
+    with one.open():
+        assert one.claim("a", 60.0) and one.claim("a", 60.0), "it is ours"
+        with JudgeCache(tmp_path).open() as brief:
+            assert brief.claim("b", 60.0)
+        with other.open():
+            assert other.claim("b", 60.0), "released at the end"
+            assert not other.claim("a", 60.0)
+            one.release("a")
+            assert other.claim("a", -1.0)
+            assert one.claim("a", 60.0), "its time was over"
 
 
 def test_a_full_disk_is_said_once_and_the_judge_goes_on(service, tmp_path, capfd):
@@ -616,7 +642,7 @@ def test_a_full_disk_is_said_once_and_the_judge_goes_on(service, tmp_path, capfd
         parts = judged(proxy.url, ["A", "B"], tmp_path / "judge")
     assert errors(parts) == ["", ""]
     [line] = capfd.readouterr().out.splitlines()
-    assert re.fullmatch(r"! .*\.jsonl cannot be written \(.+\): the judge goes on without it", line)
+    assert re.fullmatch(r"! .*\.sqlite3 cannot be written \(.+\): the judge goes on without it", line)
 
 
 TWIN = """
@@ -729,7 +755,7 @@ def test_a_run_is_graded_by_its_judge_and_its_resume_asks_for_what_is_new(servic
     for name in ("tokens", "seconds", "cached", "retries"):
         assert all(f"logged/judge/{name}" in step for step in steps)
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert KEY.encode() not in written and list((run / "judge").glob("*.jsonl"))
+    assert KEY.encode() not in written and digests(run / "judge")
 
 
 @pytest.mark.slow
@@ -770,7 +796,7 @@ def test_the_key_is_in_the_request_and_nowhere_else(service, monkeypatch, tmp_pa
     assert any(frame.locals and "self" in frame.locals for frame in frames)
     written += "".join(str(frame.locals) for frame in frames)
     written += caplog.text + "".join(capfd.readouterr())
-    kept = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    kept = [path.read_bytes().decode(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
     assert any("7 [key]" in text for text in kept) and "HTTP 400" in written
     assert KEY[:9] not in written + "".join(kept)
 

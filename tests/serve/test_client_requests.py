@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
+from typing import cast
 
 import openai
 import pytest
+from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from conftest import CountDigits, byte_tokenizer, tiny_llama_of
 from pellucid.policy.policy import Policy
+from pellucid.serve.agent_endpoint import AgentEndpoint, make_agent_app
+from pellucid.serve.api import stream_completion
+from pellucid.serve.engine import ChoiceFormatter
+from pellucid.serve.middleware import RequestError, build_error_body
+from pellucid.serve.vllm_server import EngineHost
 from serving import chat, post, running, saying_tokens
 
 
@@ -231,3 +240,45 @@ def test_a_group_has_the_runs_limit_and_a_request_may_have_its_own(service):
     with running(policy=served.policy, group_tokens=1000) as (_, url):  # where the prompt leaves less, that much
         asked = post(f"{url}/group", {"question": "2+3="})[1]["completions"]
         assert {row["tokens"] for row in asked} == {served.policy.context_length - 4}
+
+
+def test_a_mistake_of_an_agent_names_the_field_and_no_type_of_ours():
+    endpoint = SimpleNamespace(rollout_numbers={"a": 0})
+    client = TestClient(make_agent_app(cast(AgentEndpoint, endpoint)))
+    for content in (5, [{"type": "text", "text": 5}]):
+        body = {"messages": [{"role": "user", "content": content}]}
+        message = client.post("/rollout/a/v1/chat/completions", json=body).json()["error"]["message"]
+        field = "messages.0.content" if content == 5 else "messages.0.content.0.text"
+        assert message == f"{field}: Input should be a valid string"
+
+
+def test_a_model_of_a_wrong_form_is_refused_in_one_line_without_a_type_of_ours():
+    with pytest.raises(RequestError) as refused:
+        EngineHost(lambda _: None).load_model(b'{"config": {}, "dtype": "int4", "ends": []}')
+    assert str(refused.value) == "dtype: Input should be 'float32', 'bfloat16' or 'float16'"
+
+
+def test_an_error_within_a_stream_has_the_form_of_every_other():
+    async def collect():
+        return [event async for event in stream_completion(cast(ChoiceFormatter, Choices()), {}, with_usage=False)]
+
+    class Choices:
+        """Choices whose stream fails at once."""
+
+        is_chat, stream = False, failing()
+        build_head = dict
+
+    event, end = asyncio.run(collect())
+    assert json.loads(event.removeprefix("data: ")) == build_error_body(RequestError(503, "full", "overloaded"))
+    assert end == "data: [DONE]\n\n"
+
+
+def failing():
+    class Stream:
+        request, prompt_ids = SimpleNamespace(n=1), ()
+
+        async def __aiter__(self):
+            raise RequestError(503, "full", "overloaded")
+            yield
+
+    return Stream()

@@ -439,6 +439,13 @@ def test_a_port_that_there_is_not_is_one_line(model_dir, port, capsys):
     assert "cannot be listened on" in line
 
 
+def test_a_service_in_the_background_needs_a_port_that_is_known(tmp_path, capsys):
+    assert serve("start", "tiny", "--port", "0", "--folder", str(tmp_path)) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--port 0" in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_service_that_is_open_to_all_is_said_where_it_is_started(service, monkeypatch, capsys):
     monkeypatch.delenv("PELLUCID_TOKEN", raising=False)
     arguments = service()

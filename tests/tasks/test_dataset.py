@@ -23,7 +23,7 @@ from pellucid.rewards.parts import validate_reward
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
-from pellucid.types import ROUND_STRIDE, Completion, Group, Reward, UserError
+from pellucid.types import ROUND_STRIDE, Completion, Group, UserError
 
 GSM8K = [
     ("Weng earns $12 an hour. In 90 hours?", "She earns 12 * 90 = $<<12*90=1080>>1080.\n#### 1,080"),

@@ -171,7 +171,7 @@ def test_what_fails_in_an_environment_is_said_in_its_words():
 def test_a_seat_that_is_not_trained_is_no_part_of_the_reward_and_needs_a_client_of_its_own():
     env = {**ECHOES, "id": "pair-of-seats"}
     with speaker({"content": "1234"}, {"content": "1"}) as (url, asked):
-        with pytest.raises(ValueError, match=r"the seat critic is not trained: .* in \[task\.env\.critic\]"):
+        with pytest.raises(ValueError, match=r"the agent critic is not trained: .* in \[task\.env\.critic\]"):
             play(env, url)
         assert len(asked) == 2
     with speaker({"content": "1234"}) as (url, asked), speaker({"content": "1"}) as (other, heard):

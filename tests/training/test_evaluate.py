@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import CountDigits, make_policy
+from pellucid.distributed.process_group import SingleProcess
 from pellucid.environments.pool import InProcessEnvironments
 from pellucid.environments.spec import EnvironmentSpec
 from pellucid.reporting.console import PlainLogger, make_comparison_table, make_evaluation_table
@@ -25,7 +26,6 @@ from pellucid.rollout.vllm import VLLMSampler
 from pellucid.rollout.vllm_client import VLLMServerSampler
 from pellucid.training import evaluate as evaluation_module
 from pellucid.training.evaluate import (
-    SingleProcess,
     compute_pass_at_k,
     compute_student_quantile,
     estimate_if_enough,

@@ -1,11 +1,10 @@
-"""Group Relative Policy Optimization itself: the loop, and the pure functions that it is composed of.
+"""Group Relative Policy Optimization: the training loop and the pure functions that it consists of.
 
-Here live the stages of a step (grpo.py), the tensors that they work on (batch.py), and one file for each axis that a
-setting chooses from: advantages, objectives, KL, shaping. The room knows torch and the records of types.py; it knows no
-model, no file, no process group and no library. Whatever a step needs of those comes in through the protocols of
-grpo.py and protocols.py.
+grpo.py is the loop. rollouts.py generates and grades, batch.py makes tensors of that, and each axis that a setting
+chooses from has a file: advantages, objectives, kl, shaping. The folder imports torch and types.py; models, files,
+process groups and libraries come in through the protocols of protocols.py and types.py.
 
-`group_advantages` and `policy_loss` (alone.py) are its parts for a training loop of somebody else's.
+`group_advantages` and `policy_loss` (standalone.py) are for a training loop of your own.
 """
 
 from __future__ import annotations

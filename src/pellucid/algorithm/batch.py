@@ -40,7 +40,7 @@ class Batch:
     response_ids: Tensor
     """[B, T] padded on the right with anything."""
     response_mask: Tensor
-    """[B, T] bool: there is a token. It comes from lengths, since the padding token may be the end-of-sequence token."""
+    """[B, T] bool: there is a token. It comes from lengths, since padding may equal the end-of-sequence token."""
     action_mask: Tensor
     """[B, T] bool: the policy sampled this token; the others were given to it."""
     finished: Tensor
@@ -48,7 +48,7 @@ class Batch:
     sampler_logprobs: Tensor
     """[B, T] log-probs in nats as the sampler computed them; 0 where a token was given."""
     sampling_mask_words: Tensor | None = None
-    """[M] the sampling masks of all tokens, concatenated (sampling_mask.py). None where the sampler does not truncate."""
+    """[M] the sampling masks of all tokens, concatenated (sampling_mask.py). None where nothing is truncated."""
     sampling_mask_spans: Tensor | None = None
     """[B, T, 2] start and end of each token's mask in the words; an empty span allows every token."""
     old_logprobs: Tensor | None = None
@@ -60,8 +60,8 @@ class Batch:
     rollout_indices: Tensor | None = None
     """[B] the rollout p * G + g that each row is a sequence of. None where each row is a rollout."""
     step_row_indices: Tensor | None = None
-    """[B] the row of its step, in the order of `collate`; -1 for replayed rollouts and demonstrations. The algorithm does
-    not use it; it tells what became of a rollout."""
+    """[B] the index of the row in its step, in the order of `collate`; -1 for replayed rollouts and demonstrations. The
+    algorithm does not use it; it tells what became of a rollout."""
     loss_mask: Tensor | None = None
     """[B, T] bool: the policy gradient acts on this token. None means on all sampled tokens."""
     advantages: Tensor | None = None

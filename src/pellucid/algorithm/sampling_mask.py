@@ -1,13 +1,14 @@
-"""Sampling masks: the tokens that were in the running where each response token was drawn by top-k, top-p or min-p.
+"""Sampling masks: the tokens among which each response token was sampled by top-k, top-p or min-p.
 
-What drew the token is the policy's softmax over those tokens alone. Ratio, KL and entropy of such rollouts are those of
-policies that are truncated to the same tokens: otherwise the log-probs that are trained on are a distribution's that
-nobody sampled from (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, keeps such masks). The threshold that cut the others
-off would be shorter to keep, but it cuts the logits of the weights that sampled, which the first optimizer step moves.
+The distribution that a token came from is the policy's softmax over those tokens alone. Ratio, KL and entropy of such
+rollouts are those of policies truncated to the same tokens; otherwise training would use log-probs of a distribution
+that nobody sampled from (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, stores such masks). The threshold of the
+truncation would be shorter to store, but it applies to the logits of the weights that sampled, and the first optimizer
+step changes those.
 
-The mask of a token is a run of int32 words: its ids in ascending order, or where that would be no shorter, a bit for
-every token of the vocabulary; none where all were in the running. All runs of a batch lie end to end, `words` [M];
-`spans` [..., 2] says where each begins and ends.
+The mask of a token is a run of int32 words: its ids in ascending order, or, where that is no longer, one bit for each
+token of the vocabulary. An empty run allows every token. `words` [M] concatenates all runs of a batch, and `spans`
+[..., 2] holds the start and the end of each.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 WORD_BITS = 32
-"""Bits."""
 
 
 class SamplingMask(NamedTuple):
-    """Of N tokens."""
+    """The sampling masks of N tokens."""
 
     words: Tensor
     """[M] int32"""
@@ -36,24 +36,28 @@ class SamplingMask(NamedTuple):
         return self._replace(spans=self.spans[rows])
 
     def unpack_ids(self, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """[N, K] ids of the tokens, ascending, behind them 0; and [N, K] bool, which of them are there."""
+        """Return the ids of the allowed tokens.
+
+        Returns:
+            [N, K] ids in ascending order, padded with 0, and [N, K] bool, which of them are ids.
+        """
         words, (start, end) = self.words, self.spans.unbind(-1)
-        width, whole = count_bitmap_words(vocabulary), end == start
-        as_bits = whole | (end - start == width)
-        runs = words[(start[as_bits, None] + arange_like(width, words)).clamp(max=len(words) - 1)]
-        bits = unpack_bits(runs)[:, :vocabulary] | whole[as_bits, None]
-        counts = (end - start).masked_scatter(as_bits, bits.sum(-1))
-        place = arange_like(int(counts.max()) if len(counts) else 1, words)
-        there = place < counts[:, None]
-        ids = words[(start[:, None] + place).clamp(max=len(words) - 1)].long()
-        row, ids_of_bits = bits.nonzero(as_tuple=True)
-        before = counts[as_bits].cumsum(0) - counts[as_bits]
-        ids[as_bits.nonzero()[:, 0][row], arange_like(len(row), words) - before[row]] = ids_of_bits
-        return ids.masked_fill_(~there, 0), there
+        width, allows_all = count_bitmap_words(vocabulary), end == start
+        is_bitmap = allows_all | (end - start == width)
+        runs = words[(start[is_bitmap, None] + arange_like(width, words)).clamp(max=len(words) - 1)]
+        bits = unpack_bits(runs)[:, :vocabulary] | allows_all[is_bitmap, None]
+        counts = (end - start).masked_scatter(is_bitmap, bits.sum(-1))
+        column = arange_like(int(counts.max()) if len(counts) else 1, words)
+        is_id = column < counts[:, None]
+        ids = words[(start[:, None] + column).clamp(max=len(words) - 1)].long()
+        row, bitmap_ids = bits.nonzero(as_tuple=True)
+        offsets = counts[is_bitmap].cumsum(0) - counts[is_bitmap]
+        ids[is_bitmap.nonzero()[:, 0][row], arange_like(len(row), words) - offsets[row]] = bitmap_ids
+        return ids.masked_fill_(~is_id, 0), is_id
 
 
 def pack_masks(allowed: Tensor) -> list[Tensor]:
-    """Words of each row of [B, V] bool, on the CPU."""
+    """Return the words of each row of [B, V] bool, on the CPU."""
     row, ids = allowed.nonzero(as_tuple=True)
     runs = ids.to("cpu", torch.int32).split(row.bincount(minlength=len(allowed)).tolist())
     return [
@@ -63,10 +67,15 @@ def pack_masks(allowed: Tensor) -> list[Tensor]:
 
 
 def collate_masks(masks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
-    """words [M] and spans [B, T, 2] of rows of tokens; behind the end of a row spans are empty."""
-    lengths = pad_sequence([torch.tensor([len(run) for run in row]) for row in masks], batch_first=True)
-    ends = lengths.flatten().cumsum(0).view_as(lengths)
-    return torch.cat([run for row in masks for run in row]), torch.stack([ends - lengths, ends], -1)
+    """Concatenate the masks of B rows of tokens.
+
+    Returns:
+        Words [M] and spans [B, T, 2]; spans behind the end of a row are empty.
+    """
+    lengths = [torch.tensor([len(run) for run in row], dtype=torch.long) for row in masks]
+    padded = pad_sequence(lengths, batch_first=True)
+    ends = padded.flatten().cumsum(0).view_as(padded)
+    return torch.cat([run for row in masks for run in row]), torch.stack([ends - padded, ends], -1)
 
 
 def count_bitmap_words(vocabulary: int) -> int:
@@ -81,8 +90,8 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 def unpack_bits(words: Tensor) -> Tensor:
     """[m, W] int32 -> [m, 32 W] bool"""
-    eights = words.contiguous().view(torch.uint8)[..., None]
-    return (eights >> arange_like(8, eights).to(torch.uint8) & 1).bool().flatten(1)
+    octets = words.contiguous().view(torch.uint8)[..., None]
+    return (octets >> arange_like(8, octets).to(torch.uint8) & 1).bool().flatten(1)
 
 
 def arange_like(n: int, like: Tensor) -> Tensor:

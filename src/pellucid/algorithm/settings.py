@@ -1,4 +1,4 @@
-"""The settings of the algorithm, optimizer and rewards; what contradicts itself is refused here. No torch."""
+"""The settings of the algorithm and of the optimizer, which refuse contradictions. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ POSITIVE_SETTINGS = (
 
 
 def check_function_name(key: str, name: str, known: Sequence[str]) -> None:
-    """ValueError for what is neither a known name nor a function of the user's own."""
+    """Raise ValueError for what is neither a known name nor a function of the user's own."""
     if name not in known and ":" not in name:
         raise ValueError(
             f'{key} = "{name}" is unknown{did_you_mean(name, known)}; there are {", ".join(known)}, or your own as'
@@ -71,23 +71,23 @@ def check_function_name(key: str, name: str, known: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """`[algorithm]`: a point in the product of the axes of grpo.py."""
+    """`[algorithm]`: a choice on each axis of grpo.py."""
 
     steps: int = 30
     """Generate-update cycles."""
     minutes: float = 0.0
-    """Training ends with the step that uses these up, evaluations not counted; 0 leaves it to `steps`."""
+    """Training ends after the step in which this time is used up, not counting evaluations; 0 means no limit."""
     prompts_per_step: int = 4
-    """P: prompts drawn each step, over all processes."""
+    """P: prompts of each step, over all processes."""
     group_size: int = 8
     """G: completions of each prompt."""
     max_rounds: int = 1
-    """Dynamic sampling: groups whose task rewards are equal make room for other prompts, in at most so many rounds.
-    A task that rewards brevity has no equal rewards: give min_reward_range."""
+    """Dynamic sampling: groups whose task rewards are equal are replaced by those of other prompts, in at most so many
+    rounds. Where a task rewards brevity, rewards are never equal: set min_reward_range."""
     max_staleness: int = 1
-    """Replay: rollouts are trained on in so many steps, with the log-probs of their own; 1 is on-policy."""
+    """Replay: rollouts are trained on in this many steps, with the log-probs of their own step; 1 is on-policy."""
     epochs: int = 1
-    """Passes over the rollouts of a step; more than one needs a ratio-based objective."""
+    """Passes over the rollouts of a step; more than one needs an objective with a ratio."""
     minibatches: int = 1
     """Optimizer steps in one epoch, over equal numbers of whole groups."""
     micro_batch: int = 0
@@ -96,7 +96,8 @@ class GRPOConfig:
     advantage: AdvantageName | str = "grpo"
     """How a completion compares with its siblings; or your own, "path/to/file.py:function"."""
     min_reward_range: float = 0.0
-    """A group whose task rewards differ by no more is dead: a small length term must not become the whole signal."""
+    """A group whose task rewards differ by no more than this has no signal, so that a small length term does not become
+    the only one."""
     length_buckets: int = 3
     """advantage = "length_grouped": quantile buckets of the lengths in a group."""
     length_min_cell: int = 3
@@ -105,28 +106,28 @@ class GRPOConfig:
     """A bucket of n counts for n / (n + length_shrinkage), the whole group for the rest."""
 
     objective: ObjectiveName | str = "ppo_clip"
-    """What is maximised for each token; or your own, "path/to/file.py:function"."""
+    """What is maximized for each token; or your own, "path/to/file.py:function"."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dcpo, above
     alone for cispo. reinforce, importance_weighted and sapo do not clip."""
     clip_cap: float = 10.0
-    """objective = "dcpo": upper bound of every upper bound."""
+    """objective = "dcpo": the highest upper bound of the ratio."""
     clip_difficulty: float = 0.0
     """objective = "ppo_clip": clip_high of a prompt is multiplied by 1 + clip_difficulty * (share of right answers in
-    the step - in its group), held in [0.5, 2]: hard prompts may move further. No paper's: ours."""
+    the step - in its group), clipped to [0.5, 2]: hard prompts may move further. This is ours, from no paper."""
     dual_clip: float = 0.0
     """Where A < 0, the objective is at least dual_clip * A (arXiv 1912.09729): 3 is usual, 0 is off."""
     soft_temperature: tuple[float, float] = (1.0, 1.05)
-    """objective = "sapo": of positive and of negative advantages."""
+    """objective = "sapo": temperatures for positive and for negative advantages."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """How tokens add up to a loss. token: each token weighs the same. sequence: each rollout does, and its tokens share
     that. constant: each token weighs 1 / (rollouts * constant_length)."""
     constant_length: int = 0
     """The divisor of aggregate = "constant", in tokens; 0 means max_length."""
     max_length: int = 0
-    """The length of a response that overlong_cache and aggregate = "constant" reckon with, in tokens; 0 means
-    sampler.max_tokens, which is the one that bounds sampling."""
+    """The response length that overlong_cache and aggregate = "constant" use, in tokens; 0 means sampler.max_tokens. It
+    does not limit sampling."""
 
     kl: KLEstimatorName = "k1"
     kl_in: Literal["reward", "raw_reward", "loss"] = "reward"
@@ -136,22 +137,23 @@ class GRPOConfig:
     kl_target: float = 0.0
     """Where > 0, kl_coef follows the measured KL per token towards this value (arXiv 1909.08593, section 2.2)."""
     reference_every: int = 0
-    """Steps between refreshes of the reference from the policy; 0 keeps it frozen."""
+    """Steps between updates of the reference from the policy; 0 keeps it frozen."""
     reference_decay: float = 0.0
-    """Share of itself that the reference keeps in a refresh: 0 copies, 0.99 is a moving average."""
+    """Share of its old weights that the reference keeps in an update: 0 copies, 0.99 is a moving average."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     prefix_coef: float = 0.0
-    """Weight of -log pi of the tokens of prefixes, their mean over a minibatch; task `prefixed` gives prefixes."""
+    """Weight of -log pi of the tokens of prefixes, averaged over a minibatch; task `prefixed` gives prefixes."""
 
     similarity: Literal["none", "smooth", "diversity"] = "none"
-    """Reward shaping by hidden states: smooth shares rewards among like answers, diversity among many alike."""
+    """Reward shaping by hidden states. smooth: rewards move towards those of similar answers. diversity: rewards fall
+    with the number of similar answers."""
     similarity_mix: float = 0.5
-    """smooth: the share of a reward that comes from the neighbours."""
+    """smooth: the share of a reward that comes from similar answers."""
     similarity_temperature: float = 0.05
-    """smooth: of the softmax over cosines; at 1 it does next to nothing."""
+    """smooth: the temperature of the softmax over cosines; at 1 it does next to nothing."""
     similarity_layer: int = -1
-    """Layer whose output, averaged over the response, is compared; 0 is the embedding, -1 the last."""
+    """The layer whose output, averaged over the response, is compared; 0 is the embedding, -1 the last."""
     overlong_cache: int = 0
     """Rewards fall by up to 1 over the last overlong_cache tokens before max_length (DAPO); 0 is off."""
     overlong_filter: bool = False
@@ -159,12 +161,13 @@ class GRPOConfig:
     entropy_share: float = 1.0
     """Only this share of the tokens, those of highest entropy, gets the objective's gradient (arXiv 2506.01939)."""
     correction: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Of the sampler's gap, by w = pi_old / pi_sampler: token: min(w, correction_cap), truncated. sequence: the product
-    over a response, or 0 above correction_cap. geometric: 1, or 0 where the mean is off by correction_cap."""
+    """Importance weights for the sampler gap, from w = pi_old / pi_sampler. token: min(w, correction_cap). sequence:
+    the product over a response, or 0 above correction_cap. geometric: 1, or 0 where the geometric mean over a response
+    is off by more than correction_cap."""
     correction_cap: float = 2.0
 
     seed: int = 0
-    """Of the samples; and of the task, unless task.seed says otherwise."""
+    """The seed of the samples, and of the task unless task.seed is set."""
 
     def __post_init__(self) -> None:
         check_function_name("advantage", self.advantage, get_args(AdvantageName))
@@ -226,14 +229,14 @@ class GRPOConfig:
 
     @property
     def required_max_length(self) -> int:
-        """max_length. ValueError where nobody said what it is."""
+        """max_length. ValueError where it is not set."""
         if not self.max_length:
             raise ValueError("max_length must be given where overlong_cache or aggregate = constant reads it")
         return self.max_length
 
     @property
     def constant_divisor(self) -> int:
-        """Of aggregate = "constant", in tokens."""
+        """The divisor of aggregate = "constant", in tokens."""
         return self.constant_length or self.required_max_length
 
     @property
@@ -243,27 +246,27 @@ class GRPOConfig:
 
     @property
     def is_off_policy(self) -> bool:
-        """Whether the policy that is updated may be another than the one that sampled."""
+        """Whether the policy that is updated may differ from the one that sampled."""
         return self.inner_steps > 1 or self.max_staleness > 1
 
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """`[optimizer]`: AdamW (arXiv 1711.05101) and the course of its learning rate."""
+    """`[optimizer]`: AdamW (arXiv 1711.05101) and the schedule of its learning rate."""
 
     lr: float = 2e-5
-    """The peak."""
+    """The peak learning rate."""
     warmup: int = 0
-    """Optimizer steps of linear rise to the peak."""
+    """Optimizer steps over which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From the peak to the last step: stay, or fall to 0."""
+    """The learning rate from the peak to the last step: constant, or falling to 0."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     offload: bool = False
-    """fp32 masters and moments stay on the CPU; the device holds weights and gradients in the compute dtype."""
+    """Keep fp32 master weights and moments on the CPU; the device holds weights and gradients in the compute dtype."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -277,10 +280,9 @@ class AdamWConfig:
             raise ValueError(f"eps = {self.eps} must be positive")
 
     def compute_lr(self, update: int, total: int) -> float:
-        """Learning rate of optimizer step `update` of `total`, both counted from 1; past the end, where it ended."""
+        """Return the learning rate of optimizer step `update` of `total`, counted from 1. After the last it stays."""
         if update <= self.warmup:
             return self.lr * update / self.warmup
-        left = max(0, total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
-        return (
-            self.lr * {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[self.schedule]
-        )
+        remaining = max(0, total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the end
+        cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
+        return self.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[self.schedule]

@@ -1,6 +1,6 @@
-"""Advantages and loss for a training loop of somebody else's: the loop's own pieces, on tensors, with settings by name.
+"""Advantages and loss for a training loop of your own: the functions of the loop, on tensors, with settings by name.
 
-Every setting is one of `[algorithm]`; those that speak of other stages of a step are refused here.
+Every setting is a key of `[algorithm]`. Those of other stages of a step are refused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades
 from pellucid.algorithm.batch import Batch, fill_with_sibling_mean
-from pellucid.algorithm.grpo import Scores, compute_loss
+from pellucid.algorithm.grpo import compute_loss
 from pellucid.algorithm.objectives import AGGREGATES
+from pellucid.algorithm.protocols import Scores
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import UserError
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, provide_objects
@@ -45,7 +46,7 @@ LOSS_SETTINGS = (
     "correction_cap",
 )
 LOSS_KL_ESTIMATORS = ("k2", "k3", "k3_weighted")
-"""Estimators whose gradient is that of a KL; k1 has none there in expectation, and exact needs the vocabulary."""
+"""Estimators whose gradient in the loss is that of a KL. That of k1 is 0 in expectation, and exact needs logits."""
 
 
 def group_advantages(
@@ -58,43 +59,53 @@ def group_advantages(
     weights: Any = None,
     **settings: Any,
 ) -> Tensor:
-    """Return how much better each completion did than its siblings, [P, G] float64, on the device of `rewards`.
+    """Compute how much better each completion is than its siblings.
 
-    rewards: [P, G], G completions of each of P prompts, as a tensor, an array or lists; NaN where there is none, which
-        counts as the mean of its siblings.
-    advantage: a name of ADVANTAGES, "file.py:function", or a function.
-    lengths: [P, G] tokens, for the variants that compare like lengths. correct: [P, G], for "lead"; else rewards of at
-        least 1 are right. parts, weights: [P, G, K] and [K], the terms of the reward and their weights, for "gdpo".
+    Args:
+        rewards: [P, G] the rewards of G completions of each of P prompts, as a tensor, an array or lists. NaN marks a
+            missing one, which counts as the mean of its siblings.
+        advantage: A name of ADVANTAGES, "file.py:function", or a function of Grades and GRPOConfig.
+        lengths: [P, G] in tokens, for advantages that compare completions of similar length.
+        correct: [P, G] whether the answer is right, for "lead". None means rewards of at least 1.
+        parts: [P, G, K] the terms of the reward, for "gdpo".
+        weights: [K] the weights of those terms. None means 1.
+        **settings: Keys of `[algorithm]` that belong to the advantage; ADVANTAGE_SETTINGS lists them.
 
-    UserError for what has another shape, and for a setting that does not exist.
+    Returns:
+        [P, G] float64, on the device of `rewards`.
 
-    Example: group_advantages([[0.0, 1.0, 1.0, 0.0]], "rloo")
+    Raises:
+        UserError: If a tensor has another shape, or a setting does not exist.
+
+    Example:
+        group_advantages([[0.0, 1.0, 1.0, 0.0]], "rloo")
     """
     settings, functions = name_functions({"advantage": advantage, **settings})
     cfg = make_grpo_config(settings, ADVANTAGE_SETTINGS, "group_advantages")
-    known = fill_with_sibling_mean(convert_to_float64("rewards", rewards, 2)).nan_to_num(0.0)
-    device = rewards.device if isinstance(rewards, Tensor) else known.device
     if cfg.advantage.startswith("length_grouped") and lengths is None:
         raise UserError(f'advantage = "{cfg.advantage}" compares completions of like length: give lengths=')
     if cfg.advantage == "gdpo" and parts is None:
         raise UserError('advantage = "gdpo" compares the terms of a reward: give parts=')
-    terms = (
-        known[..., None]
-        if parts is None
-        else fill_with_sibling_mean(convert_to_float64("parts", parts, 3)).nan_to_num(0.0)
+    values = fill_with_sibling_mean(convert_to_float64("rewards", rewards, 2)).nan_to_num(0.0)
+    terms = values[..., None]
+    if parts is not None:
+        terms = fill_with_sibling_mean(convert_to_float64("parts", parts, 3)).nan_to_num(0.0)
+    is_correct = (values >= 1).double()
+    if correct is not None:
+        is_correct = fill_with_sibling_mean(convert_to_float64("correct", correct, 2))
+    term_weights = (
+        torch.ones(terms.shape[-1]).double() if weights is None else convert_to_float64("weights", weights, 1)
     )
-    each = torch.ones(terms.shape[-1]).double() if weights is None else convert_to_float64("weights", weights, 1)
     grades = Grades(
-        rewards=known,
-        correct=(known >= 1).double()
-        if correct is None
-        else fill_with_sibling_mean(convert_to_float64("correct", correct, 2)),
-        lengths=torch.ones_like(known) if lengths is None else convert_to_float64("lengths", lengths, 2),
+        rewards=values,
+        correct=is_correct,
+        lengths=torch.ones_like(values) if lengths is None else convert_to_float64("lengths", lengths, 2),
         parts=terms,
-        weights=each.expand(len(known), -1),
+        weights=term_weights.expand(len(values), -1),
     )
     with provide_objects(functions):
-        return compute_advantages_from_grades(grades, known, cfg).to(device)
+        advantages = compute_advantages_from_grades(grades, values, cfg)
+    return advantages.to(rewards.device) if isinstance(rewards, Tensor) else advantages
 
 
 def policy_loss(
@@ -110,22 +121,32 @@ def policy_loss(
     tokens: int | Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Return the loss of completions, whose `backward()` is the step of GRPO.
+    """Compute the loss of some completions, whose `backward()` gives the gradient of a GRPO step.
 
-    logprobs: [B, T] of each response token under the policy, in nats, with gradient. The padding is not read, nor is
-        that of any other tensor.
-    advantages: [B], [P, G] with B = P * G in the same order, or [B, T]. mask: [B, T], where the policy drew a token.
-    old_logprobs: [B, T] under the policy that drew them; None where that is the one that is trained, as it is at first.
-    sampler_logprobs: [B, T] as the sampler computed them, for `correction`. ref_logprobs: [B, T], for `kl_coef`, with
-        kl = "k2", "k3" or "k3_weighted". entropy: [B, T] with gradient, for `entropy_coef`.
-    rows, tokens: how many responses and response tokens one optimizer step has in all, where this is a part of them, as
-        in gradient accumulation; None means those of `mask`. The losses of the parts then add up to that of the whole.
+    Padding is not read in any tensor.
 
-    settings: an objective may be a function, or "file.py:function".
+    Args:
+        logprobs: [B, T] of each response token under the policy, in nats, with gradient.
+        advantages: [B], [P, G] with B = P * G in the same order, or [B, T].
+        mask: [B, T] the tokens that the policy sampled.
+        old_logprobs: [B, T] under the policy that sampled. None means the policy that is trained, as it is at first.
+        sampler_logprobs: [B, T] as the sampler computed them, for `correction`.
+        ref_logprobs: [B, T] under the reference, for `kl_coef` with kl = "k2", "k3" or "k3_weighted".
+        entropy: [B, T] in nats, with gradient, for `entropy_coef`.
+        rows: How many responses the optimizer step has in all, where this call has only some of them, as in gradient
+            accumulation. The losses of the calls then add up to that of the step. None means those of `mask`.
+        tokens: How many response tokens the optimizer step has in all. None means those of `mask`.
+        **settings: Keys of `[algorithm]` that belong to the loss; LOSS_SETTINGS lists them. An objective may also be a
+            function.
 
-    UserError for what is missing, and for a setting that does not exist.
+    Returns:
+        [], with gradient.
 
-    Example: policy_loss(logprobs, group_advantages(rewards), mask, objective="gspo", aggregate="sequence").backward()
+    Raises:
+        UserError: If a tensor that a setting needs is missing, or a setting does not exist.
+
+    Example:
+        policy_loss(logprobs, group_advantages(rewards), mask, objective="gspo", aggregate="sequence").backward()
     """
     settings, functions = name_functions(settings)
     cfg = make_grpo_config(settings, LOSS_SETTINGS, "policy_loss")
@@ -133,34 +154,36 @@ def policy_loss(
         settings, {"ref_logprobs": ref_logprobs, "entropy": entropy, "sampler_logprobs": sampler_logprobs}
     )
 
-    def known(x: Tensor) -> Tensor:
-        """An infinity in the padding would have a gradient, and a mean over its row, that is no number."""
+    def clear_padding(x: Tensor) -> Tensor:
+        """Without this an infinity in the padding would make gradients and means of its row NaN."""
         return x.masked_fill(~mask.bool(), 0.0)
 
-    logprobs = known(logprobs)
-    batch = make_loss_batch(mask.bool(), logprobs.detach() if sampler_logprobs is None else known(sampler_logprobs))
-    counted = batch.response_mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
-    drawn = batch.response_mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
+    logprobs = clear_padding(logprobs)
+    sampler_logprobs = logprobs.detach() if sampler_logprobs is None else clear_padding(sampler_logprobs)
+    batch = make_loss_batch(mask.bool(), sampler_logprobs)
+    row_count = batch.response_mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
+    token_count = batch.response_mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
+    weigh = AGGREGATES[cfg.aggregate]
     batch = replace(
         batch,
-        advantages=known(broadcast_advantages(advantages, batch).to(logprobs)),
-        token_weights=AGGREGATES[cfg.aggregate](batch.response_mask, counted.clamp(min=1), drawn.clamp(min=1), cfg),
-        old_logprobs=None if old_logprobs is None else known(old_logprobs),
-        ref_logprobs=None if ref_logprobs is None else known(ref_logprobs),
+        advantages=clear_padding(broadcast_advantages(advantages, batch).to(logprobs)),
+        token_weights=weigh(batch.response_mask, row_count.clamp(min=1), token_count.clamp(min=1), cfg),
+        old_logprobs=None if old_logprobs is None else clear_padding(old_logprobs),
+        ref_logprobs=None if ref_logprobs is None else clear_padding(ref_logprobs),
     )
-    scores = Scores(logprobs, torch.zeros_like(logprobs) if entropy is None else known(entropy))
+    scores = Scores(logprobs, torch.zeros_like(logprobs) if entropy is None else clear_padding(entropy))
     with provide_objects(functions):
         return compute_loss(scores, batch, cfg)[0]
 
 
 def name_functions(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
-    """Return settings with names for those that are functions, and the functions by these names."""
+    """Replace functions among the settings by names. Return the settings, and the functions by those names."""
     names = {key: f"{IN_PROCESS_PREFIX}{key}" for key, value in settings.items() if callable(value)}
     return {**settings, **names}, {name: settings[key] for key, name in names.items()}
 
 
 def make_grpo_config(settings: Mapping[str, Any], names: Sequence[str], function: str) -> GRPOConfig:
-    """Return the settings of a step. UserError for one that is none of these names, or that contradicts another."""
+    """Return a GRPOConfig. UserError for a setting that is not in `names`, or that contradicts another."""
     for name in settings:
         if name not in names:
             hint = did_you_mean(name, names) or f"; its settings are {', '.join(names)}"
@@ -173,20 +196,20 @@ def make_grpo_config(settings: Mapping[str, Any], names: Sequence[str], function
 
 
 def check_setting_type(name: str, value: Any) -> None:
-    """Raise UserError for a value that is not of the type of its setting, where nothing else reads it as one."""
+    """Raise UserError for a value that is not of the type of its setting."""
     kind = get_type_hints(GRPOConfig)[name]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     if choices and value not in choices:
         raise UserError(f"{name} = {value!r} is unknown; there are {', '.join(choices)}")
     pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, Real) for each in value)
     number = isinstance(value, Real) and not isinstance(value, bool)
-    fits, what = {
+    fits, description = {
         int: (number and isinstance(value, Integral), "a whole number"),
         float: (number, "a number"),
         tuple[float, float]: (pair, "two numbers"),
     }.get(kind, (isinstance(value, str), "a name or a function"))
     if not fits:
-        raise UserError(f"{name} = {value!r} must be {what}")
+        raise UserError(f"{name} = {value!r} must be {description}")
 
 
 def check_required_tensors(settings: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
@@ -202,7 +225,7 @@ def check_required_tensors(settings: Mapping[str, Any], given: Mapping[str, Tens
 
 
 def make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
-    """Return rows of which nothing is known but where their tokens are: no model is going to see them."""
+    """Return a batch for compute_loss alone: no model scores it, so it has no tokens."""
     rows = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
     return Batch(
         prompt_ids=((0,),),
@@ -217,7 +240,7 @@ def make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
 
 
 def broadcast_advantages(advantages: Tensor, batch: Batch) -> Tensor:
-    """Return advantages as [B, T]."""
+    """Return advantages [B, T] from one of the shapes that policy_loss takes."""
     if advantages.shape == batch.response_mask.shape and advantages.numel() != len(batch):
         return advantages
     if advantages.numel() != len(batch):
@@ -229,7 +252,7 @@ def broadcast_advantages(advantages: Tensor, batch: Batch) -> Tensor:
 
 
 def convert_to_float64(name: str, values: Any, dimensions: int) -> Tensor:
-    """Return float64 on the CPU. UserError for another number of dimensions, or a single completion of a prompt."""
+    """Return float64 on the CPU. UserError for another number of dimensions, or for G = 1."""
     tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     form = {1: "[K]", 2: "[P, G], G completions of each of P prompts", 3: "[P, G, K]"}[dimensions]
     if tensor.dim() != dimensions or (dimensions > 1 and tensor.shape[1] < 2):

@@ -1,6 +1,6 @@
-"""An agent of the user's own, in a process of its own: a function of a row and a client, or a command.
+"""An agent of the user's own in a worker process: a function of a data row and a client, or a command.
 
-It talks with the policy as with any OpenAI-compatible service, whose address is that of its rollout alone.
+It asks the policy as any OpenAI-compatible service; each rollout has an address of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pellucid.sandbox.worker import exit_forked_copies, exit_with_children, log_
 from pellucid.utils.plugins import import_extra, load_function
 
 PLACEHOLDER_API_KEY = "rollout"
-"""What clients show as their key, since they insist on one: the address is what lets them in."""
+"""The key of clients, which insist on one: a rollout is protected by its address, which nobody can guess."""
 LOOPBACK_HOST = "127.0.0.1"
 _FUNCTION_SPEC = re.compile(r"\S+:[^\W\d]\w*")
 
@@ -34,22 +34,22 @@ _FUNCTION_SPEC = re.compile(r"\S+:[^\W\d]\w*")
 class AgentSpec:
     """The agent of a task, and how long it may take.
 
-    Example: AgentTalk("my_agent.py:solve"); AgentTalk("python my_agent.py", timeout=60.0)
+    Example: AgentSpec("my_agent.py:solve"); AgentSpec("python my_agent.py", timeout=60.0)
     """
 
     run: str | Callable[..., Any]
     """A function `solve(row, client)`, as "path/to/file.py:name" or one that can be pickled, or a command."""
     timeout: float = 120.0
-    """Seconds that a rollout may take in the hands of the agent; while it waits for the policy no time is counted."""
+    """Seconds that the agent may take for a rollout; time in which it waits for the policy does not count."""
     has_rewards: bool = False
-    """Whether others say what a conversation was worth where the agent does not."""
+    """Whether reward terms grade a conversation if the agent returns no reward."""
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout <= 1e6:
             raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
 
     def load_function(self) -> Callable[..., Any] | None:
-        """Return the function; None for a command. UserError where the function is not found."""
+        """Return the function; None for a command. Raises UserError if the function is not found."""
         if not isinstance(self.run, str):
             return self.run
         return load_function(self.run, "agent") if _FUNCTION_SPEC.fullmatch(self.run) else None
@@ -57,7 +57,7 @@ class AgentSpec:
 
 @dataclass(frozen=True)
 class SolveRequest:
-    """What an agent is asked: the row, where the policy is to be found, and the seed of its random numbers."""
+    """The request to an agent: the data row, the address of the policy, and the seed of its random numbers."""
 
     row: Mapping[str, Any]
     base_url: str
@@ -65,7 +65,7 @@ class SolveRequest:
 
 
 class AgentRunner:
-    """Runs once. `note` takes what went wrong in the user's code, and the error."""
+    """Runs an agent once. `log_error` takes the description of an error in the user's code, and the error."""
 
     def __init__(self, agent_spec: AgentSpec, log_error: Callable[[str, BaseException], None]) -> None:
         self._agent_spec, self._log_error = agent_spec, log_error
@@ -73,13 +73,12 @@ class AgentRunner:
         self._openai: Any = None
         if self._function:
             self._openai = import_extra("openai", "agents", f'run = "{agent_spec.run}"')
-            import_extra(
-                "openai.resources", "agents", "an agent"
-            )  # half a second that each process would otherwise need
+            # Before processes are forked: each of them would need half a second.
+            import_extra("openai.resources", "agents", "an agent")
             load_certificates()
 
     def run(self, request: SolveRequest) -> WorkerAnswer:
-        """Return what the agent says that its rollout was worth, or why it came to nothing."""
+        """Return the reward that the agent gives its rollout, or the error."""
         seed_generators(request.seed)
         os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=PLACEHOLDER_API_KEY)
         for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
@@ -119,27 +118,28 @@ class AgentRunner:
 
 @cache
 def load_certificates() -> Any:
-    """Return what clients trust. It is read once, before processes are forked: that takes longer than a fork."""
+    """Return the certificates that clients trust, read once before processes are forked, since that takes time."""
     return import_extra("httpx", "agents", "an agent").create_ssl_context()
 
 
 def run_command(command: str, row: Mapping[str, Any]) -> float | None:
     """Run a command, with the row as JSON in its standard input. Return the number in the last line that it prints.
 
-    NoRewardError where it cannot be run, or ends with another status than 0.
+    Raises:
+        InvalidResultError: if it cannot be run, or ends with another status than 0.
     """
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:
-        ended = subprocess.run(
+        finished = subprocess.run(
             shlex.split(command), input=text, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=False
         )
     except OSError as error:
         raise InvalidResultError(f"{command}: {error.strerror or error}") from error
-    print(ended.stdout, end="", flush=True)
-    if ended.returncode:
-        raise InvalidResultError(f"{command}: exit status {ended.returncode}")
+    print(finished.stdout, end="", flush=True)
+    if finished.returncode:
+        raise InvalidResultError(f"{command}: exit status {finished.returncode}")
     try:
-        return float(ended.stdout.split("\n")[-2 if ended.stdout.endswith("\n") else -1])
+        return float(finished.stdout.split("\n")[-2 if finished.stdout.endswith("\n") else -1])
     except (ValueError, IndexError):
         return None
 

@@ -20,7 +20,12 @@ from typing import Any
 
 from pellucid.environments import agents, worker
 from pellucid.environments.agents import AgentRunner, AgentSpec, SolveRequest
-from pellucid.environments.spec import ENVIRONMENT_COLUMN, EnvironmentSpec, build_tool_schemas
+from pellucid.environments.spec import (
+    ENVIRONMENT_COLUMN,
+    EnvironmentSpec,
+    get_environment_tools,
+    load_environment_factories,
+)
 from pellucid.environments.worker import (
     BeginRequest,
     EnvironmentRunner,
@@ -49,7 +54,7 @@ from pellucid.types import (
     Prompt,
     UserError,
 )
-from pellucid.utils.plugins import IN_PROCESS_PREFIX
+from pellucid.utils.plugins import IN_PROCESS_PREFIX, load_function
 
 
 class ConversationWorker(Worker):
@@ -325,3 +330,44 @@ def create_environments(
     if in_process or any(spec.startswith(IN_PROCESS_PREFIX) for spec in (env_spec.environment, *env_spec.tools)):
         return InProcessEnvironments(env_spec, log, task.seed)
     return EnvironmentPool(env_spec, cfg, log, task.seed)
+
+
+# ---------------------------------------------------------------- the JSON schemas of tools
+
+
+def build_tool_schemas(env_spec: EnvironmentSpec, name: str = "") -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of all tools, as chat templates take them: those of functions and of an environment.
+
+    Args:
+        env_spec: The environment and the tools.
+        name: The name of the environment, if there are several.
+
+    Raises:
+        UserError: if the types or the docstring of a tool do not describe its arguments.
+    """
+    factories = load_environment_factories(env_spec)
+    factory = factories.get("") or factories.get(name)
+    methods = get_environment_tools(create_blank_environment(factory)).values() if factory else ()
+    return tuple(map(build_tool_schema, (*(load_function(spec, "tool") for spec in env_spec.tools), *methods)))
+
+
+def create_blank_environment(factory: Callable[[], Any]) -> Any:
+    """Return an environment whose methods can be inspected; one of a class is not initialized."""
+    return object.__new__(factory) if isinstance(factory, type) else factory()
+
+
+def build_tool_schema(tool: Callable[..., Any]) -> Mapping[str, Any]:
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - where there are tools, and not before
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        return get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        first = " ".join(str(error).split())
+        raise UserError(
+            f"tool {getattr(tool, '__name__', tool)}: {first}: give its arguments types, and its docstring a line for"
+            " each under `Args:`"
+        ) from error

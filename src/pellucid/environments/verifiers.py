@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, played as they are: an agent that asks the policy in training."""
+"""Environments of the package `verifiers`, which run unchanged as agents that ask the policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ sys.modules[HARNESS_MODULE] = sys.modules[__name__]  # verifiers finds a harness
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """Asks, calls what is called, and asks again, in this process; verifiers' own start one a rollout, with uv."""
+    """Asks the policy, executes its tool calls, and asks again, in this process.
+
+    The harnesses of verifiers start a process with uv for each rollout, which is slow.
+    """
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -39,31 +42,31 @@ class Chat(vf.Harness[vf.HarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         system, prompt = self.resolve_prompt(data)
-        begun = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+        first = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
-        messages += map(message_to_wire, begun)
-        places = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        messages += map(message_to_wire, first)
+        addresses = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack, openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             tools: list[Any]
-            tools, names, servers = await connect_mcp({"mcpServers": places}, stack)
+            tools, names, servers = await connect_mcp({"mcpServers": addresses}, stack)
             while not messages or messages[-1]["role"] != "assistant":
-                asked = client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or openai.omit)
-                said = (await asked).choices[0].message  # or an error, also where the environment has ended it
-                messages.append(said.model_dump(exclude_none=True))
-                for call in said.tool_calls or ():
+                request = client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or openai.omit)
+                message = (await request).choices[0].message  # raises, also if the environment has ended the episode
+                messages.append(message.model_dump(exclude_none=True))
+                for call in message.tool_calls or ():
                     assert call.type == "function"
                     name, arguments = call.function.name, json.loads(call.function.arguments)
-                    told = await call_mcp(servers, names, name, arguments) if name in names else f"no tool {name}"
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
+                    result = await call_mcp(servers, names, name, arguments) if name in names else f"no tool {name}"
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         return vf.ProgramResult(0, "", "")
 
 
 @dataclass(frozen=True)
 class Episode:
-    """Plays a task whose data, as JSON values, is row["task"]; returns what it was worth."""
+    """Runs an episode of the task whose data, as JSON values, is row["task"], and returns its reward."""
 
     env_json: str
-    """verifiers' own table `[env]`, as JSON."""
+    """The table `[env]` of verifiers, as JSON."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_episode, (self.env_json,)
@@ -81,31 +84,31 @@ class Episode:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RuntimeError(errors[0].message if errors else "the episode came to nothing")
         for trace in episode.traces:
-            seat = trace.agent
-            if not seat.trainable and seat.config.client == policy.client:
+            agent = trace.agent
+            if not agent.trainable and agent.config.client == policy.client:
                 raise ValueError(
-                    f"the seat {seat.name} is not trained: give it a client of its own in [task.env.{seat.name}]"
+                    f"the agent {agent.name} is not trained: give it a client of its own in [task.env.{agent.name}]"
                 )
         return fmean(trace.reward for trace in episode.traces if trace.agent.trainable)
 
 
 def load_episode(env_json: str) -> Episode:
-    """Return an episode, its environment being loaded before any time is counted."""
+    """Return an episode, with its environment loaded before any time is counted."""
     load_environment(env_json)
     return Episode(env_json)
 
 
 @cache
 def load_environment(env_json: str) -> vf.Env:
-    """Return the environment of a table `[env]` in JSON. What no one says of a seat: it is here, and played by Chat."""
-    asked = json.loads(env_json)
-    taskset = asked.get("taskset", {}).get("id", "")
-    kind = vf.env_config_type(taskset, asked.get("id", ""))
-    ours: dict[str, Any] = {"runtime": {"type": "subprocess"}}
+    """Return the environment of a table `[env]` in JSON. Its agents run in this process, by default with `Chat`."""
+    table = json.loads(env_json)
+    taskset = table.get("taskset", {}).get("id", "")
+    kind = vf.env_config_type(taskset, table.get("id", ""))
+    defaults: dict[str, Any] = {"runtime": {"type": "subprocess"}}
     if vf.default_harness_id(taskset) == "bash":  # it brings none of its own
-        ours["harness"] = {"id": HARNESS_MODULE}
-    for name, seat in kind.model_fields.items():
-        if isinstance(seat.default, vf.AgentConfig):
-            unsaid = {key: value for key, value in ours.items() if key not in seat.default.model_fields_set}
-            asked[name] = unsaid | asked.get(name, {})
-    return vf.load_environment(vf.resolve_env_config(asked))
+        defaults["harness"] = {"id": HARNESS_MODULE}
+    for name, field in kind.model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            unset = {key: value for key, value in defaults.items() if key not in field.default.model_fields_set}
+            table[name] = unset | table.get(name, {})
+    return vf.load_environment(vf.resolve_env_config(table))

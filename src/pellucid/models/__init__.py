@@ -1,7 +1,6 @@
-"""Decoders written out: what transformers computes for the Llama family, faster, and shared by sampling and scoring.
+"""The decoder of the Llama family: the layers, sampling with a KV cache, and scoring with gradient.
 
-The same layers (decoder.py) have two faces: rows continued token by token (decoding.py) and whole responses scored with
-gradients (packed.py). Where fusing.py finds that it may, fused.py decodes a token in one call of cpp/, and on a GPU
-graphs.py in one of a graph. fallback.py gives any other architecture the first face by transformers. The room knows
-torch and the tensors of algorithm/batch.py; it does not know where weights come from.
+`decoder` has the layers. `decode` samples with them, `score` computes the hidden states of rollouts with gradient. On a
+CPU `fused_decode` computes a decode step in one call of the C++ in cpp/, on a GPU `cuda_graphs` replays it as a graph.
+`hf_decode` decodes every other architecture with transformers.
 """

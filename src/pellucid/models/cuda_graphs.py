@@ -1,9 +1,9 @@
-"""A decoded token as a CUDA graph: its thousand kernels, started by one call. Python starts them one by one more slowly
-than a GPU finishes them.
+"""Decode steps as CUDA graphs: one call starts the thousand kernels of a step. Python starts them one by one more
+slowly than a GPU finishes them.
 
-A graph computes on the tensors that it was captured with, so it serves one layout of a batch: until rows are admitted
-or dropped, or need more room. No branch of the host is captured: values that change from token to token are read on
-the device.
+A graph computes on the tensors with which it was captured, so it is valid for one layout of a batch: until rows are
+admitted or dropped, or the KV cache grows. Branches on the host are not captured: values that change from token to
+token are read on the device.
 
 Shapes: n rows, V vocabulary.
 """
@@ -21,24 +21,23 @@ if TYPE_CHECKING:
     from pellucid.models.decode import DecodeBatch
 
 StepFunction = Callable[[Tensor], Tensor]
-"""Append a token to each row [n]: logits [n, V] of the next."""
+"""(tokens [n] that are appended to the rows) -> logits [n, V] of the next tokens"""
 LOGIT_TOLERANCE = 2.0**-6
-"""How far logits of a graph may be off, as a share of the largest: more than another order of sums makes of them."""
+"""The largest error of a graph's logits, as a share of the largest logit; another order of sums makes less."""
 
 
 class StepGraphs:
-    """The steps of a batch. It holds none of the batch itself, so that a batch's memory is freed with it."""
+    """The graph of a batch's steps. It has no reference to the batch, so that the batch's memory is freed with it."""
 
     def __init__(self) -> None:
         self.captured_buffers: tuple[Tensor, ...] = ()
         self.replay: StepFunction | None = None
 
     def step(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
-        """`batch.by_operators`. The first token of a layout is computed without a graph: what a kernel sets up when it
-        is first called cannot be captured.
+        """Compute `batch.step_eager` with a graph, except for the first step of a layout.
 
-        A capture that fails, now or later, ends the use of graphs by this decoder with one warning. A token is
-        complete only when its graph was replayed, so the operators can compute it again.
+        What a kernel initializes in its first call cannot be captured. If a capture fails, the decoder uses no more
+        graphs, and one warning says so. Nothing was computed then, so the step is computed eagerly.
         """
         layout = batch.get_captured_buffers()
         if len(layout) != len(self.captured_buffers) or any(
@@ -57,48 +56,49 @@ class StepGraphs:
         return self.replay(tokens)
 
     def _check_capture(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
-        """Compare, once for a decoder, the logits of a graph with those of the operators, and use graphs from now on if
-        they agree. Both write the same keys and values.
+        """Compare the logits of a graph with those of an eager step, once per decoder; use graphs if they agree.
+
+        Both steps write the same keys and values.
         """
-        wanted, off = batch.step_eager(tokens), float("inf")
+        expected, error_share = batch.step_eager(tokens), float("inf")
         try:
-            found = capture_step(batch.step_eager, tokens)(tokens)
-            off = float((found - wanted).abs().max() / wanted.abs().max())
-            fault = f"its logits are off by {off:.1g} of the largest"
+            logits = capture_step(batch.step_eager, tokens)(tokens)
+            error_share = float((logits - expected).abs().max() / expected.abs().max())
+            fault = f"its logits are off by {error_share:.1g} of the largest"
         except RuntimeError as error:  # CUDA raises it for everything that cannot be captured
             fault = str(error)
-        if off < LOGIT_TOLERANCE:
+        if error_share < LOGIT_TOLERANCE:
             batch.decoder.uses_cuda_graphs = True
         else:
             disable_graphs(batch, fault)
-        return wanted
+        return expected
 
 
 def disable_graphs(batch: DecodeBatch, fault: str) -> None:
-    """Decode by operators from now on, and warn why."""
+    """Decode eagerly from now on, and warn why."""
     batch.decoder.uses_cuda_graphs = False
     warnings.warn(f"tokens are decoded without a CUDA graph: {fault}", stacklevel=3)
 
 
 def capture_step(step: StepFunction, tokens: Tensor) -> StepFunction:
-    """The step for this number of tokens, as a graph. Nothing is computed yet.
+    """Capture a step for this number of tokens as a graph, and return a function that replays it.
 
-    Each graph has a memory pool of its own. A pool is released with the last graph that uses it, and capturing into a
-    released pool is an error, so graphs that follow one another cannot share one.
+    Capturing computes nothing. Each graph has a memory pool of its own: a pool is released with the last graph that
+    uses it, and capturing into a released pool is an error, so successive graphs cannot share one.
     """
-    read = tokens.clone()
+    static_tokens = tokens.clone()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        # Other threads may ask the device meanwhile, as NCCL's watchdog does.
+        # Other threads may call CUDA meanwhile, as NCCL's watchdog does.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            logits = step(read)
+            logits = step(static_tokens)
     except RuntimeError:
         torch.cuda.set_stream(stream)  # torch stays on its capturing stream if a capture cannot be ended
         raise
 
-    def again(tokens: Tensor) -> Tensor:
-        read.copy_(tokens)
+    def replay(tokens: Tensor) -> Tensor:
+        static_tokens.copy_(tokens)
         graph.replay()
-        return logits.clone()  # the next call writes over it
+        return logits.clone()  # the next call overwrites them
 
-    return again
+    return replay

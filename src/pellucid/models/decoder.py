@@ -339,8 +339,8 @@ class Decoder(nn.Module):
         self.device = getattr(*self.final_norm_location).device
         self.uses_cuda_graphs: bool | None = None if self.device.type == "cuda" else False
         """Whether decode steps are CUDA graphs; None until the first was compared."""
-        # From transformers to the last bit: with another rounding, position 2,000 is rotated by 1e-4 radians more or less.
-        self.frequencies = LlamaRotaryEmbedding(config, device="cpu").inv_freq.to(self.device)
+        # transformers' to the last bit: rounded otherwise, they rotate position 2,000 by 1e-4 radians more or less.
+        self.frequencies = LlamaRotaryEmbedding(config).inv_freq.to(self.device)
         self.can_prepack = (
             self.device.type == "cpu"
             and dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Any other architecture, decoded through transformers: the calls of `DecodeBatch`, one set of rows at a time."""
+"""Decoding of other architectures with transformers, and two checks: of its KV cache, and of batch invariance."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from transformers import DynamicCache, PreTrainedModel
 
 from pellucid.types import UserError
 
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
 
 class FallbackDecodeBatch:
-    """Rows that are decoded together by transformers. New ones are admitted only when all before have ended."""
+    """Rows that transformers decodes together, with the methods of `DecodeBatch`.
+
+    New rows are admitted only when all others have finished.
+    """
 
     can_append = False
-    """Whether rows can wait for a turn of others, and be continued behind it: they leave, and are read anew."""
+    """Whether rows can wait for the environment, and continue after `append_tokens`. Here they leave, and the whole
+    conversation is a new prompt."""
 
     def __init__(self, model: PreTrainedModel, max_rows: int) -> None:
-        self.model, self.max_rows = (
-            model.eval(),
-            max_rows,
-        )  # in train mode gradient checkpointing would switch the cache off
+        # In train mode, gradient checkpointing would disable the cache.
+        self.model, self.max_rows = model.eval(), max_rows
         self.cache: Any = DynamicCache()
         self.is_recurrent = "cache_params" in inspect.signature(model.forward).parameters
-        """Whether it is Mamba or of its kind, which call the cache so, and want no mask beside it."""
+        """Whether the model is like Mamba, whose forward pass names its cache so, and takes no mask with it."""
         self.attention_mask = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         """[n, tokens so far], prompts padded on the left."""
 
@@ -43,11 +48,11 @@ class FallbackDecodeBatch:
         self.attention_mask = (torch.arange(width, device=lengths.device) >= width - lengths[:, None]).long()
         self.cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids)
-        places = torch.arange(len(prompts), device=lengths.device).repeat_interleave(copies)
-        # All kinds of layers can be put in another order; repeated or selected from, only those of attention.
-        self.cache.reorder_cache(places)
-        self.attention_mask = self.attention_mask[places]
-        return logits[places]
+        rows = torch.arange(len(prompts), device=lengths.device).repeat_interleave(copies)
+        # Every kind of layer can reorder its cache; only attention can repeat or select.
+        self.cache.reorder_cache(rows)
+        self.attention_mask = self.attention_mask[rows]
+        return logits[rows]
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -61,10 +66,10 @@ class FallbackDecodeBatch:
             self.cache.reorder_cache(rows)
 
     def _forward(self, ids: Tensor) -> Tensor:
-        """[n, S] new tokens -> [n, V] logits behind the last of them. Positions count from the first real token."""
+        """New tokens [n, S] -> logits [n, V] of the next. Positions count from the first token behind the padding."""
         if self.is_recurrent:
-            first = ids.shape[1] == self.attention_mask.shape[1]
-            mask = self.attention_mask if first else None
+            is_prefill = ids.shape[1] == self.attention_mask.shape[1]
+            mask = self.attention_mask if is_prefill else None
             return self.model(
                 input_ids=ids, attention_mask=mask, cache_params=self.cache, use_cache=True, logits_to_keep=1
             ).logits[:, -1]
@@ -79,25 +84,28 @@ class FallbackDecodeBatch:
         ).logits[:, -1]
 
 
-# ---------------------------------------------------------------- invariance
-# Batch invariance: the logits of a row have the same bits alone and among any others, so that a greedy answer does not
-# depend on who else is being answered.
+# ---------------------------------------------------------------- batch invariance
+# With batch invariance the logits of a row have the same bits alone and among any other rows, so a greedy completion
+# does not depend on other requests.
 #
-# A matrix product adds up each row for itself, but a kernel may do so in another order where there are more rows. In bf16
-# oneDNN's do with AMX, and do not with AVX-512 alone; nothing else that is computed here depends on other rows.
+# A matrix product sums each row separately, but with more rows a kernel may sum in another order. In bf16 oneDNN's
+# kernels do so with AMX, and not with AVX-512. Nothing else that is computed here depends on other rows.
 
-
-if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
 
 INVARIANCE_PROMPT_LENGTHS = (3, 17, 40)
-"""Of the prompts that are tried, in tokens: on both sides of what caches are padded to."""
+"""Lengths of the prompts of the check, in tokens: below and above the multiples to which caches are padded."""
 INVARIANCE_STEPS = 4
-"""Tokens that are read behind each of them."""
+"""Decode steps after each prompt."""
+
+
+def make_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
+    """Return prompts of these lengths, of arbitrary tokens."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return [[(7 * i + length) % vocabulary for i in range(length)] for length in lengths]
 
 
 def disable_amx() -> None:
-    """To be called before torch computes anything; what someone has set stays.
+    """Restrict oneDNN to AVX-512, unless the environment has a setting. Call it before torch computes anything.
 
     https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
     """
@@ -105,7 +113,7 @@ def disable_amx() -> None:
 
 
 def check_batch_invariance(policy: Policy, rows: int) -> None:
-    """UserError where the logits of this model depend on who else is being answered, among up to `rows`."""
+    """Raise UserError if the logits of this model depend on the other rows of a batch of up to `rows`."""
     if not is_batch_invariant(policy, rows):
         dtype = str(policy.dtype).removeprefix("torch.")
         raise UserError(
@@ -115,98 +123,90 @@ def check_batch_invariance(policy: Policy, rows: int) -> None:
 
 
 def is_batch_invariant(policy: Policy, rows: int) -> bool:
-    """Whether it holds of three prompts and a few tokens behind them, alone and in crowds of up to `rows`.
+    """Check three prompts and a few tokens after them, alone and in batches of up to `rows`.
 
-    A trial of the weights and kernels that will answer, on the machine where they will, and no proof.
+    This tests the weights and kernels that will be used, on the machine where they will be; it proves nothing.
     """
-    vocabulary = policy.model.config.get_text_config().vocab_size
-    prompts = [[(7 * i + length) % vocabulary for i in range(length)] for length in INVARIANCE_PROMPT_LENGTHS]
-    alone = [compute_step_logits(policy, [prompt], 1)[:, 0] for prompt in prompts]
-    share = max(1, rows // len(prompts))
+    prompts = make_prompts(policy.model, INVARIANCE_PROMPT_LENGTHS)
+    expected = [compute_step_logits(policy, [prompt], 1)[:, 0] for prompt in prompts]
+    repeats = max(1, rows // len(prompts))
     return all(
-        torch.equal(row, alone[i // copies % len(prompts)])
-        for times, copies in ((1, 1), (2, 1), (share, 1), (1, share))
+        torch.equal(row, expected[i // copies % len(prompts)])
+        for times, copies in ((1, 1), (2, 1), (repeats, 1), (1, repeats))
         for i, row in enumerate(compute_step_logits(policy, prompts * times, copies).unbind(1))
     )
 
 
 @torch.no_grad()
 def compute_step_logits(policy: Policy, prompts: list[list[int]], copies: int) -> Tensor:
-    """[STEPS + 1, len(prompts) * copies, V], behind each prompt and behind each token; the tokens are those of all."""
+    """Return logits [INVARIANCE_STEPS + 1, len(prompts) * copies, V] after the prompts and after each of the steps."""
     rows = len(prompts) * copies
     batch = policy.create_decode_batch(rows)
-    behind_prompts = batch.admit(prompts, copies)
+    first_logits = batch.admit(prompts, copies)
     tokens = (torch.full((rows,), token, device=policy.device) for token in range(INVARIANCE_STEPS))
-    return torch.stack([behind_prompts, *(batch.step(token) for token in tokens)])
+    return torch.stack([first_logits, *(batch.step(token) for token in tokens)])
 
 
-# ---------------------------------------------------------------- trial
-# Whether transformers continues this model's rows as it reads them: a trial, since a configuration does not say it.
-#
-# Rows that are decoded together are padded on the left, and leave and make room. An architecture may keep a state that
-# knows no padding (recurrent layers), a cache that cannot be put in another order, or positions of its own.
+# ---------------------------------------------------------------- the check of transformers' cache
+# A configuration does not say whether rows can be decoded together and then dropped. An architecture may have a state
+# that ignores padding (recurrent layers), a cache that cannot be reordered, or positions of its own.
 
 
 MODEL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What libraries raise where a model and its cache do not fit each other."""
+"""What libraries raise if a model and its cache do not fit each other."""
 TRIAL_PROMPT_LENGTHS = (7, 2)
-"""Of the prompts that are tried, in tokens: one needs padding, one is longer than a convolution of four."""
+"""Lengths of the prompts of the check, in tokens: one needs padding, one is longer than a convolution of four."""
 TRIAL_COPIES = 2
 LOGIT_TOLERANCES = {torch.float32: 1e-2, torch.float64: 1e-2}
-"""How far logits may be from those of a whole reading, as `apart` measures it."""
+"""The largest difference from logits without a cache, as `measure_relative_difference` measures it."""
 HALF_PRECISION_TOLERANCE = 0.2
-"""The same in bfloat16 and float16: two ways of rounding are some hundredths apart, wrong logits a fifth at least."""
+"""The same in bfloat16 and float16: roundings make a few hundredths, wrong logits a fifth at least."""
 
 
 def make_trial_prompts(model: PreTrainedModel) -> list[list[int]]:
-    vocabulary = model.config.get_text_config().vocab_size
-    return [[(7 * i + length) % vocabulary for i in range(length)] for length in TRIAL_PROMPT_LENGTHS]
+    return make_prompts(model, TRIAL_PROMPT_LENGTHS)
 
 
 @torch.no_grad()
 def find_cache_fault(model: PreTrainedModel) -> str:
-    """Why rows of this model cannot be continued from transformers' cache; empty where they can."""
+    """Return why rows of this model cannot be decoded with transformers' cache; empty if they can."""
     try:
         prompts = make_trial_prompts(model)
         rows = [row for row in prompts for _ in range(TRIAL_COPIES)]
         batch = FallbackDecodeBatch(model, len(rows))
         fault = describe_logit_difference(model, rows, batch.admit(prompts, TRIAL_COPIES))
-        for kept in ([0, 1, 2, 3], [1, 2], [1]):
-            batch.keep_rows(torch.tensor(kept, device=model.device))
-            tokens = list(range(len(kept)))
-            rows = [[*rows[place], token] for place, token in zip(kept, tokens, strict=True)]
-            fault = fault or describe_logit_difference(
-                model, rows, batch.step(torch.tensor(tokens, device=model.device))
-            )
+        for remaining in ([0, 1, 2, 3], [1, 2], [1]):
+            batch.keep_rows(torch.tensor(remaining, device=model.device))
+            tokens = list(range(len(remaining)))
+            rows = [[*rows[i], token] for i, token in zip(remaining, tokens, strict=True)]
+            logits = batch.step(torch.tensor(tokens, device=model.device))
+            fault = fault or describe_logit_difference(model, rows, logits)
     except MODEL_ERRORS as error:
         return format_error_line(error)
     return fault
 
 
 def describe_logit_difference(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor) -> str:
-    """How far logits [n, V] are from those behind a whole reading of each row alone; empty where they are the same."""
-    share = measure_relative_difference(
-        logits.float(), torch.stack([compute_uncached_logits(model, row) for row in rows])
-    )
-    return (
-        ""
-        if share <= LOGIT_TOLERANCES.get(model.dtype, HALF_PRECISION_TOLERANCE)
-        else f"logits are {share:.0%} off those of a whole reading"
-    )
+    """Return how far logits [n, V] are from those of each row alone without a cache; empty if within tolerance."""
+    expected = torch.stack([compute_uncached_logits(model, row) for row in rows])
+    share = measure_relative_difference(logits.float(), expected)
+    if share <= LOGIT_TOLERANCES.get(model.dtype, HALF_PRECISION_TOLERANCE):
+        return ""
+    return f"logits are {share:.0%} off those without a cache"
 
 
 def measure_relative_difference(x: Tensor, expected: Tensor) -> float:
-    """How far rows [n, V] are from the right ones, as a share of how far those are from their mean: the largest."""
+    """Return the largest distance of a row [n, V] from the expected one, relative to the spread of the latter."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((x - expected).norm(dim=-1) / spread).max())
 
 
 def compute_uncached_logits(model: PreTrainedModel, row: Sequence[int]) -> Tensor:
-    """[V] logits behind a row, without any cache."""
+    """Return the logits [V] after a row, computed without a cache."""
     ids = torch.tensor([list(row)], device=model.device)
     return model(input_ids=ids, use_cache=False).logits[0, -1].float()
 
 
 def format_error_line(error: BaseException) -> str:
-    """The error in one line."""
+    """Return the error in one line, of 120 characters at most."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:120]

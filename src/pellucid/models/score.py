@@ -1,12 +1,11 @@
-"""The scoring face: hidden states of rollouts with gradient, what a group shares computed once, no padding computed.
+"""Scoring: hidden states of rollouts with gradient. What a group shares is computed once, and no padding is.
 
-A group shares its prompt, and the tokens that all its responses were given to begin with. All that is shared stands
-first, then what each response has of its own, token after token in one dimension; only attention sees rows. The last
-token of a response predicts nothing and is left out. Where tokens stand is worked out on the CPU, as sizes follow from
-it: no device is waited for.
+A group shares its prompt and the prefix that all its responses begin with. The tokens are packed in one dimension:
+first those of prompts and shared prefixes, then the other tokens of each response. Only attention works on rows. The
+last token of a response predicts nothing and is left out. The layout is computed on the CPU, because sizes depend on
+it: so nothing waits for the device.
 
-Shapes: N tokens in all, P prompts with room for S tokens, B rows with room for T of which they read one less than they
-have, D hidden size.
+Shapes: N tokens in all, P prompts padded to S tokens, B rows padded to T tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -20,138 +19,115 @@ import torch
 from torch import Tensor
 
 from pellucid.algorithm.batch import Batch
-from pellucid.models import attention as varlen
-from pellucid.models.attention import PackedSequences, attend, attend_packed, find_attention_kernel
+from pellucid.models.attention import (
+    PackedSequences,
+    VarlenSequences,
+    attend,
+    attend_packed,
+    attend_varlen,
+    build_varlen_sequences,
+    find_attention_kernel,
+    find_flash_kernel,
+    supports_flash,
+)
 from pellucid.models.autograd_ops import apply_rms_norm
 from pellucid.models.decoder import EAGER_LAYER_FUNCTIONS, Decoder, LayerFunctions, QueryKeyValue, ResidualStream
 from pellucid.models.linear import VocabularyMatrix, look_up_embeddings
 
 SIMD_LANES = 16
-"""Keys of a prompt, and of what a row has said, are padded to a multiple of so many. A softmax adds up lane by lane of
-the processor's vectors: keys that stand in the same lanes, whoever their neighbours are, add up to the same bits.
+"""Keys of a prompt, and those of a row, are padded to a multiple of it. A softmax sums in the lanes of the processor's
+vectors: keys that are in the same lanes have a sum of the same bits, whatever the padding.
 """
+
+
+# ---------------------------------------------------------------- packed rows
 
 
 @dataclass
 class PackedRows:
-    """Tokens of several rows, one after the other, and where they stand in rows of one length T."""
+    """Tokens of several rows, packed in one dimension, and their indices in rows padded to one length T."""
 
     ids: Tensor
     """[n]"""
     positions: Tensor
     """[n], counted from the start of the prompt."""
     padded_indices: Tensor
-    """[n] in rows * T."""
+    """[n] indices in the flattened padded rows."""
     padded_shape: tuple[int, int]
-    """rows, T"""
+    """The number of rows, and T."""
     make_bias: Callable[[], Tensor]
 
     @cached_property
     def bias(self) -> Tensor:
-        """[rows, 1, T, keys]: 0 where a key is read, -inf elsewhere. There are keys beyond the last that is read.
+        """[rows, 1, T, keys]: 0 for a key that is attended to, else -inf; keys are padded.
 
-        Of long texts it is large: it is made where attention is computed by operators that read it.
+        It is large for long sequences, so it is made only if attention is computed by operators that need it.
         """
         return self.make_bias()
-
-
-class BatchLayout(NamedTuple):
-    """Where each token of a batch stands."""
-
-    prompts: PackedRows
-    """What is shared included."""
-    responses: PackedRows
-    """What is not shared. Their keys are those of their prompt, then their own."""
-    prompt_of: Tensor
-    """[B]"""
-    prompt_lengths: Tensor
-    """[B] the lengths of their prompts."""
-    prompt_capacity: int
-    """S, of the prompts' keys in front of those of a row."""
-    sequences: PackedSequences
-    """The same tokens as sequences, one behind the other."""
-    varlen_sequences: varlen.VarlenSequences | None
-    """The same where a GPU reads them so."""
-    source_tokens: Tensor
-    """The token that predicts each scored token, in the order of batch.scored."""
 
 
 def pack_prompts(
     prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> tuple[PackedRows, Tensor]:
-    """The Rows of these prompts, and on the CPU their lengths [P]."""
+    """Pack prompts; return them, and their lengths [P] on the CPU."""
     lengths = torch.tensor([len(ids) for ids in prompts])
     steps = torch.arange(round_up(max(map(len, prompts))))
-    real = steps < lengths[:, None]
+    is_token = steps < lengths[:, None]
     ids = torch.tensor([token for row in prompts for token in row])
 
-    def bias() -> Tensor:
-        there = torch.arange(len(steps), device=device)
-        return make_attention_bias((there <= there[:, None]).expand(len(prompts), -1, -1), dtype)
+    def make_bias() -> Tensor:
+        steps_on_device = torch.arange(len(steps), device=device)
+        visible = steps_on_device <= steps_on_device[:, None]
+        return make_attention_bias(visible.expand(len(prompts), -1, -1), dtype)
 
-    return pack_rows(ids, steps.expand_as(real)[real], real, device, bias), lengths
+    return pack_rows(ids, steps.expand_as(is_token)[is_token], is_token, device, make_bias), lengths
 
 
 def pack_rows(
-    ids: Tensor, positions: Tensor, real: Tensor, device: torch.device, make_bias: Callable[[], Tensor]
+    ids: Tensor, positions: Tensor, is_token: Tensor, device: torch.device, make_bias: Callable[[], Tensor]
 ) -> PackedRows:
-    """The Rows of tokens [n] that stand where `real` [rows, T] is true, taken to the device in one piece."""
-    places = real.flatten().nonzero()[:, 0]
-    ids, positions, places = torch.stack([ids, positions, places]).to(device)
-    return PackedRows(ids, positions, places, (len(real), real.shape[1]), make_bias)
+    """Build the PackedRows of tokens [n], with one copy to the device.
 
-
-def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> BatchLayout:
-    used, prompt_of = batch.prompt_indices.unique(return_inverse=True)
-    shared = find_shared_prefixes(batch, prompt_of, len(used))
-    contexts = [(*batch.prompt_ids[p], *ids) for p, ids in zip(used.tolist(), shared, strict=True)]
-    prompts, lengths = pack_prompts(contexts, dtype, device)
-    begun = torch.tensor([len(ids) for ids in shared])[prompt_of, None]  # [B, 1]
-    mask, own_ids = shift_rows(batch.response_mask, begun), shift_rows(batch.response_ids, begun)
-    read = mask[:, 1:]  # token t is read where there is a token t + 1
-    starts, room = lengths[prompt_of], prompts.padded_shape[1]
-    starts_there = starts.to(device)
-    positions = (starts[:, None] + torch.arange(read.shape[1]))[read]
-    bias = partial(compute_response_bias, starts_there, room, read.shape[1], dtype)
-    responses = pack_rows(own_ids[:, :-1][read], positions, read, device, bias)
-    ends = (lengths.cumsum(0) - 1)[prompt_of, None]
-    firsts = len(prompts.ids) + (read.sum(-1).cumsum(0) - read.sum(-1))[:, None]
-    further = torch.arange(batch.response_mask.shape[1]) - begun  # tokens of a row's own before this one
-    sources = torch.where(further <= 0, ends + further, firsts + further - 1)[batch.scored_mask]
-    line = PackedSequences(torch.cat([lengths, read.sum(-1)]).cumsum(0), prompt_of)
-    spread = varlen.build_varlen_sequences(line, device) if varlen.find_flash_kernel(device, dtype) else None
-    return BatchLayout(prompts, responses, prompt_of.to(device), starts_there, room, line, spread, sources.to(device))
-
-
-def compute_response_bias(starts: Tensor, size: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[B, 1, width, size + room]: rows read their prompts, of these lengths [B] and with room for `size` tokens, and
-    their own tokens up to each one.
+    Args:
+        ids: [n]
+        positions: [n]
+        is_token: [rows, T], where the tokens are in the padded rows.
+        device: The device of the result.
+        make_bias: See PackedRows.
     """
-    own = torch.arange(round_up(width), device=starts.device)
-    of_prompt = torch.arange(size, device=starts.device) < starts[:, None]
-    read = [of_prompt[:, None].expand(-1, width, -1), (own <= own[:width, None]).expand(len(starts), -1, -1)]
-    return make_attention_bias(torch.cat(read, -1), dtype)
+    indices = is_token.flatten().nonzero()[:, 0]
+    ids, positions, indices = torch.stack([ids, positions, indices]).to(device)
+    return PackedRows(ids, positions, indices, (len(is_token), is_token.shape[1]), make_bias)
 
 
-def find_shared_prefixes(batch: Batch, prompt_of: Tensor, prompts: int) -> list[list[int]]:
-    """Of each prompt the tokens that all its rows were given to begin with."""
-    first = reduce_min_by_prompt(torch.arange(len(batch), device=prompt_of.device), prompt_of, prompts)
-    given, ids = batch.response_mask & ~batch.action_mask, batch.response_ids
-    alike = given & given[first][prompt_of] & (ids == ids[first][prompt_of])
-    lengths = reduce_min_by_prompt(alike.long().cumprod(-1).sum(-1), prompt_of, prompts)
-    return [ids[row, :length].tolist() for row, length in zip(first.tolist(), lengths.tolist(), strict=True)]
+def pad_rows(heads: Tensor, rows: PackedRows) -> Tensor:
+    """[n, H, d] -> [rows, H, T, d], padded with 0."""
+    count, length = rows.padded_shape
+    padded = heads.new_zeros(count * length, *heads.shape[1:]).index_copy(0, rows.padded_indices, heads)
+    return padded.unflatten(0, (count, length)).transpose(1, 2)
 
 
-def reduce_min_by_prompt(x: Tensor, prompt_of: Tensor, prompts: int) -> Tensor:
-    """[B] -> [P]: the lowest value among the rows of each prompt."""
-    return x.new_zeros(prompts).scatter_reduce(0, prompt_of, x, "amin", include_self=False)
+def unpad_rows(attended: Tensor, rows: PackedRows) -> Tensor:
+    """[rows, H, T, d] -> [n, H d]: the inverse of `pad_rows`."""
+    tokens = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+    if not torch.is_grad_enabled():
+        return tokens.index_select(0, rows.padded_indices)
+    return SelectRows.apply(tokens, rows.padded_indices)  # pyright: ignore[reportReturnType]
 
 
-def shift_rows(x: Tensor, offsets: Tensor) -> Tensor:
-    """[B, T] -> [B, T']: each row from its token by [B, 1] on, 0 behind its end; T' is the width that this leaves."""
-    places = torch.arange(x.shape[1] - int(offsets.min()), device=x.device) + offsets
-    there = places < x.shape[1]
-    return x.gather(1, places.clamp(max=x.shape[1] - 1)).masked_fill(~there, 0)
+class SelectRows(torch.autograd.Function):
+    """x[indices] for distinct indices; autograd's own backward pass would add the rows one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.rows = len(x)
+        return x.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [indices] = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy(0, indices, grad), None
 
 
 def round_up(length: int, step: int = SIMD_LANES) -> int:
@@ -164,108 +140,182 @@ def make_attention_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mask_beyond_window(bias: Tensor, queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """bias [rows, 1, T, keys] for a sliding window: no key is read that stands `window` or more before its query.
+    """Mask keys that are `window` positions or more before their query.
 
-    queries [rows, T] and keys [rows, keys]: their positions.
+    Args:
+        bias: [rows, 1, T, keys]
+        queries: [rows, T], positions.
+        keys: [rows, keys], positions.
+        window: The size of the sliding window.
     """
-    far = keys[:, None] <= queries[..., None] - window
-    return bias.masked_fill(far[:, None], -torch.inf)
+    is_beyond = keys[:, None] <= queries[..., None] - window
+    return bias.masked_fill(is_beyond[:, None], -torch.inf)
+
+
+# ---------------------------------------------------------------- the layout of a batch
+
+
+class BatchLayout(NamedTuple):
+    """The tokens of a batch, packed: first prompts with shared prefixes, then the rest of each response."""
+
+    prompts: PackedRows
+    """Prompts with the prefixes that their responses share."""
+    responses: PackedRows
+    """The other tokens of responses. Their keys are those of their prompt, then their own."""
+    prompt_of: Tensor
+    """[B] the prompt of each row."""
+    prompt_lengths: Tensor
+    """[B] the length of each row's prompt, with the shared prefix."""
+    prompt_capacity: int
+    """S, the padded length of prompts, behind whose keys are those of a row."""
+    sequences: PackedSequences
+    """The same tokens as sequences for the compiled kernel."""
+    varlen_sequences: VarlenSequences | None
+    """The same for the flash kernel, if it is used."""
+    source_tokens: Tensor
+    """The token that predicts each scored token, in the order of batch.scored_mask."""
+
+
+def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> BatchLayout:
+    used_prompts, prompt_of = batch.prompt_indices.unique(return_inverse=True)
+    prefixes = find_shared_prefixes(batch, prompt_of, len(used_prompts))
+    contexts = [(*batch.prompt_ids[p], *ids) for p, ids in zip(used_prompts.tolist(), prefixes, strict=True)]
+    prompts, lengths = pack_prompts(contexts, dtype, device)
+    prefix_lengths = torch.tensor([len(ids) for ids in prefixes])[prompt_of, None]  # [B, 1]
+    mask, own_ids = shift_rows(batch.response_mask, prefix_lengths), shift_rows(batch.response_ids, prefix_lengths)
+    is_input = mask[:, 1:]  # token t is an input if there is a token t + 1
+    starts, capacity = lengths[prompt_of], prompts.padded_shape[1]
+    starts_on_device = starts.to(device)
+    positions = (starts[:, None] + torch.arange(is_input.shape[1]))[is_input]
+    make_bias = partial(compute_response_bias, starts_on_device, capacity, is_input.shape[1], dtype)
+    responses = pack_rows(own_ids[:, :-1][is_input], positions, is_input, device, make_bias)
+    row_lengths = is_input.sum(-1)
+    last_prompt_token = (lengths.cumsum(0) - 1)[prompt_of, None]
+    first_own_token = len(prompts.ids) + (row_lengths.cumsum(0) - row_lengths)[:, None]
+    offsets = torch.arange(batch.response_mask.shape[1]) - prefix_lengths  # from the first token of a row's own
+    sources = torch.where(offsets <= 0, last_prompt_token + offsets, first_own_token + offsets - 1)[batch.scored_mask]
+    sequences = PackedSequences(torch.cat([lengths, row_lengths]).cumsum(0), prompt_of)
+    return BatchLayout(
+        prompts=prompts,
+        responses=responses,
+        prompt_of=prompt_of.to(device),
+        prompt_lengths=starts_on_device,
+        prompt_capacity=capacity,
+        sequences=sequences,
+        varlen_sequences=build_varlen_sequences(sequences, device) if find_flash_kernel(device, dtype) else None,
+        source_tokens=sources.to(device),
+    )
+
+
+def compute_response_bias(starts: Tensor, capacity: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Compute the bias of rows that attend to their prompt and to themselves, [B, 1, width, keys].
+
+    Args:
+        starts: [B], the lengths of the prompts.
+        capacity: The padded length of prompts.
+        width: The padded length of rows.
+        dtype: The dtype of the bias.
+    """
+    own = torch.arange(round_up(width), device=starts.device)
+    prompt_visible = torch.arange(capacity, device=starts.device) < starts[:, None]
+    own_visible = own <= own[:width, None]
+    visible = [prompt_visible[:, None].expand(-1, width, -1), own_visible.expand(len(starts), -1, -1)]
+    return make_attention_bias(torch.cat(visible, -1), dtype)
+
+
+def find_shared_prefixes(batch: Batch, prompt_of: Tensor, prompts: int) -> list[list[int]]:
+    """Return for each prompt the tokens of the prefix that all its rows begin with."""
+    first_rows = reduce_min_by_prompt(torch.arange(len(batch), device=prompt_of.device), prompt_of, prompts)
+    is_prefix, ids = batch.response_mask & ~batch.action_mask, batch.response_ids
+    is_shared = is_prefix & is_prefix[first_rows][prompt_of] & (ids == ids[first_rows][prompt_of])
+    lengths = reduce_min_by_prompt(is_shared.long().cumprod(-1).sum(-1), prompt_of, prompts)
+    return [ids[row, :length].tolist() for row, length in zip(first_rows.tolist(), lengths.tolist(), strict=True)]
+
+
+def reduce_min_by_prompt(x: Tensor, prompt_of: Tensor, prompts: int) -> Tensor:
+    """[B] -> [P]: the lowest value among the rows of each prompt."""
+    return x.new_zeros(prompts).scatter_reduce(0, prompt_of, x, "amin", include_self=False)
+
+
+def shift_rows(x: Tensor, offsets: Tensor) -> Tensor:
+    """[B, T] -> [B, T - min(offsets)]: drop the first tokens of each row, as many as offsets [B, 1]; pad with 0."""
+    indices = torch.arange(x.shape[1] - int(offsets.min()), device=x.device) + offsets
+    is_inside = indices < x.shape[1]
+    return x.gather(1, indices.clamp(max=x.shape[1] - 1)).masked_fill(~is_inside, 0)
 
 
 def apply_sliding_window(layout: BatchLayout, window: int) -> BatchLayout:
-    """The layout as a layer with a sliding window reads it."""
+    """Return the layout for a layer with a sliding window."""
     prompts, responses, starts = layout.prompts, layout.responses, layout.prompt_lengths[:, None]
     steps = torch.arange(layout.prompt_capacity, device=starts.device)[None]
 
-    def bias() -> Tensor:
+    def make_bias() -> Tensor:
         length, keys = responses.bias.shape[2:]
         own = starts + torch.arange(keys - layout.prompt_capacity, device=starts.device)  # [B, own keys]
-        return mask_beyond_window(
-            responses.bias, own[:, :length], torch.cat([steps.expand(len(own), -1), own], 1), window
-        )
+        key_positions = torch.cat([steps.expand(len(own), -1), own], 1)
+        return mask_beyond_window(responses.bias, own[:, :length], key_positions, window)
 
     return layout._replace(
         sequences=layout.sequences._replace(window=window),
         prompts=replace(prompts, make_bias=lambda: mask_beyond_window(prompts.bias, steps, steps, window)),
-        responses=replace(responses, make_bias=bias),
+        responses=replace(responses, make_bias=make_bias),
     )
+
+
+# ---------------------------------------------------------------- hidden states
 
 
 def compute_hidden_states(
     decoder: Decoder, batch: Batch, recompute: bool = False, functions: LayerFunctions = EAGER_LAYER_FUNCTIONS
 ) -> tuple[Tensor, VocabularyMatrix]:
-    """[N, D] states that predict the N scored tokens of a batch, row by row, and the head [V, D] that reads them.
+    """Compute the hidden states that predict the N scored tokens of a batch, row by row.
 
-    recompute: keep only the residual stream of each layer for the backward pass.
+    Args:
+        decoder: The decoder.
+        batch: The rollouts.
+        recompute: Whether to keep only the residual stream of each layer for the backward pass.
+        functions: The parts of a layer, eager or compiled.
+
+    Returns:
+        The states [N, D] after the last norm, and the head [V, D].
     """
     layout, shape = build_layout(batch, decoder.dtype, decoder.device), decoder.shape
-    near = apply_sliding_window(layout, shape.window) if any(shape.is_sliding) else layout
-    embedding, last, head = decoder.collect_outer_weights()
+    sliding_layout = apply_sliding_window(layout, shape.window) if any(shape.is_sliding) else layout
+    embedding, last_norm, head = decoder.collect_outer_weights()
     rotary = decoder.compute_rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
-    # A GPU would have to tell the host which rows were read.
+    # On a GPU a sparse gradient would wait for the device to return which rows there are.
     sparse = decoder.head is decoder.embedding and decoder.device.type == "cpu"
-    stream = ResidualStream(look_up_embeddings(ids, embedding, sparse).to(last.dtype))
-    for layer, slides in zip(decoder.layers, shape.is_sliding, strict=True):
-        attention = partial(attend_groups, layout=near if slides else layout)
+    stream = ResidualStream(look_up_embeddings(ids, embedding, sparse).to(last_norm.dtype))
+    for layer, is_sliding in zip(decoder.layers, shape.is_sliding, strict=True):
+        attention = partial(attend_groups, layout=sliding_layout if is_sliding else layout)
         stream = layer(stream, rotary, attention, functions, recompute)
     hidden = stream.add_pending().index_select(0, layout.source_tokens)
-    return apply_rms_norm(hidden, last, shape.eps, decoder.dtype), head
+    return apply_rms_norm(hidden, last_norm, shape.eps, decoder.dtype), head
 
 
 def attend_groups(heads: QueryKeyValue, layout: BatchLayout) -> Tensor:
-    """[N, H d]: prompts read themselves, responses their prompt and themselves."""
-    if by := find_attention_kernel(heads[0]):
-        return attend_packed(*heads, layout.sequences, by)
-    if layout.varlen_sequences and varlen.supports_flash(heads[0]):
-        kernel = varlen.find_flash_kernel(heads[0].device, heads[0].dtype)
-        assert kernel
-        return varlen.attend_varlen(kernel, *heads, layout.varlen_sequences, layout.sequences.window)
+    """Compute attention, [N, H d]: prompts attend to themselves, responses to their prompt and to themselves."""
+    if kernel := find_attention_kernel(heads[0]):
+        return attend_packed(*heads, layout.sequences, kernel)
+    if layout.varlen_sequences and supports_flash(heads[0]):
+        flash = find_flash_kernel(heads[0].device, heads[0].dtype)
+        assert flash
+        return attend_varlen(flash, *heads, layout.varlen_sequences, layout.sequences.window)
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)
     query, key, value = (pad_rows(x[:count], prompts) for x in heads)
-    read = [unpad_rows(attend(query, key, value, prompts.bias), prompts)]
+    attended = [unpad_rows(attend(query, key, value, prompts.bias), prompts)]
     if len(responses.ids):
         query, own_key, own_value = (pad_rows(x[count:], responses) for x in heads)
         key, value = concatenate_keys(key, own_key, layout), concatenate_keys(value, own_value, layout)
-        read.append(
-            unpad_rows(attend(query, key, value, responses.bias, shared_length=layout.prompt_capacity), responses)
-        )
-    return torch.cat(read)
+        out = attend(query, key, value, responses.bias, shared_length=layout.prompt_capacity)
+        attended.append(unpad_rows(out, responses))
+    return torch.cat(attended)
 
 
-def concatenate_keys(of_prompts: Tensor, own: Tensor, layout: BatchLayout) -> Tensor:
-    """[P, K, S, d] and [B, K, T, d] -> [B, K, keys, d], 0 beyond those that are read."""
-    beyond = layout.responses.bias.shape[-1] - of_prompts.shape[2] - own.shape[2]
-    of_prompts = of_prompts.index_select(0, layout.prompt_of)
-    return torch.cat([of_prompts, own, own.new_zeros(*own.shape[:2], beyond, own.shape[3])], 2)
-
-
-def pad_rows(heads: Tensor, rows: PackedRows) -> Tensor:
-    """[n, H, d] -> [rows, H, T, d], 0 where there is no token."""
-    count, length = rows.padded_shape
-    padded = heads.new_zeros(count * length, *heads.shape[1:]).index_copy(0, rows.padded_indices, heads)
-    return padded.unflatten(0, (count, length)).transpose(1, 2)
-
-
-def unpad_rows(read: Tensor, rows: PackedRows) -> Tensor:
-    """[rows, H, T, d] -> [n, H d]: the inverse."""
-    tokens = read.transpose(1, 2).flatten(2).flatten(0, 1)
-    if not torch.is_grad_enabled():
-        return tokens.index_select(0, rows.padded_indices)
-    return SelectRows.apply(tokens, rows.padded_indices)  # pyright: ignore[reportReturnType]
-
-
-class SelectRows(torch.autograd.Function):
-    """x[places] for distinct places: autograd's own backward adds rows up one by one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.rows = len(x)
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        [places] = ctx.saved_tensors
-        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy(0, places, grad), None
+def concatenate_keys(prompt_keys: Tensor, own: Tensor, layout: BatchLayout) -> Tensor:
+    """[P, K, S, d] and [B, K, T, d] -> [B, K, keys, d], padded with 0."""
+    padding = layout.responses.bias.shape[-1] - prompt_keys.shape[2] - own.shape[2]
+    prompt_keys = prompt_keys.index_select(0, layout.prompt_of)
+    return torch.cat([prompt_keys, own, own.new_zeros(*own.shape[:2], padding, own.shape[3])], 2)

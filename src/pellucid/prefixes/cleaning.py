@@ -1,4 +1,4 @@
-"""Shorten what a model wrote to its first sentences or tokens of thinking. Mathematics stays as it is."""
+"""Shorten a model's answer to its first sentences or tokens of thinking. Mathematics stays as it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LABEL = re.compile(
 )
 _CLOSING_MARKS = "\"'”’)\\]」』）》"
 # No operator may follow a boundary: "5! = 120" and "5! + 1" are one sentence each.
-# A run of points is tried at its beginning alone, or a model that writes a million of them would take hours.
+# A row of periods is tried only at its beginning, or a model that writes a million of them would take hours.
 _SENTENCE_END = re.compile(
     rf"(?<![.!?])[.!?]+[{_CLOSING_MARKS}]*(?=\s+[^\s=+*/<>^-]|\s*$)|[。！？]+[{_CLOSING_MARKS}]*"
 )
@@ -27,11 +27,11 @@ _LIST_NUMBER = re.compile(r"\s*\d+\.")
 
 
 def extract_thinking(text: str) -> str:
-    """Return the thinking before the answer, where tags separate them: a prefix must not give the answer away.
+    """Return the thinking before the answer, if tags separate them: a prefix must not give the answer away.
 
-    Where the thinking is empty, return the text behind it.
+    If the thinking is empty, return the text behind it.
 
-    Example: thinking("<think>3 and 4.</think><answer>7</answer>") == "<think>3 and 4."
+    Example: extract_thinking("<think>3 and 4.</think><answer>7</answer>") == "<think>3 and 4."
     """
     pieces = _END_OF_THINKING.split(_ANSWER_BLOCK.sub("", text))
     return next((piece for piece in pieces if clean_text(piece)), "")
@@ -40,7 +40,7 @@ def extract_thinking(text: str) -> str:
 def clean_text(text: str) -> str:
     """Return the text as one line without tags, special tokens, code fences and labels.
 
-    Example: clean("**Thinking:** <think>First,\\n 3 < 4.</think>") == "First, 3 < 4."
+    Example: clean_text("**Thinking:** <think>First,\\n 3 < 4.</think>") == "First, 3 < 4."
     """
     writable = text.encode(errors="ignore").decode()  # JSON can hold a lone surrogate, a file cannot
     unfenced = _REASONING_TAG.sub(" ", _CODE_FENCE.sub(" ", _SPECIAL_TOKEN.sub(" ", writable)))
@@ -48,11 +48,11 @@ def clean_text(text: str) -> str:
 
 
 def take_first_sentences(text: str, n: int) -> str:
-    """Return the first n sentences, or the whole text where it has no more.
+    """Return the first n sentences, or the whole text if it has no more.
 
-    Points in numbers, abbreviations and the numbers of a list end no sentence.
+    Periods in numbers, abbreviations and the numbers of a list end no sentence.
 
-    Example: first_sentences("Pi is 3.14. Square it. Done.", 2) == "Pi is 3.14. Square it."
+    Example: take_first_sentences("Pi is 3.14. Square it. Done.", 2) == "Pi is 3.14. Square it."
     """
     start = 0
     for boundary in _SENTENCE_END.finditer(text):

@@ -25,14 +25,14 @@ from pellucid.tasks.wrappers import get_innermost_task, with_seed
 from pellucid.training.evaluate import sample_held_out_prompts
 from pellucid.types import Prompt, Sampling, UserError, with_split
 from pellucid.utils.files import hold_lock
-from pellucid.utils.hardware import pause_garbage_collection
+from pellucid.utils.plugins import pause_garbage_collection
 from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS
 from pellucid.utils.text import escape_controls
 
 STUDENT_BATCH_ROWS = 64
-"""How many prefixes a student decodes between two writes to the journal."""
+"""The number of prefixes that a student decodes between two writes to the file."""
 PROGRESS_INTERVAL_SECONDS = 10
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two lines of progress if the output is no terminal."""
 MIN_VALUES = {
     "n": 1,
     "per_question": 1,
@@ -89,19 +89,19 @@ class Prefixes:
         check_options(self)
         cfg = config.load_config(config.find_recipe(self.recipe), self.settings)
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        writing = hold_lock(self.output.with_name(f".{self.output.name}.lock"), f"writes {self.output}")
+        lock = hold_lock(self.output.with_name(f".{self.output.name}.lock"), f"writes {self.output}")
         try:
-            with writing:
+            with lock:
                 return collect_prefixes(cfg, self)
         except KeyboardInterrupt:
             print(escape_controls(f"stopped; nothing is lost: the same command goes on with {self.output}"), flush=True)
-            os._exit(INTERRUPTED_EXIT_STATUS)  # a normal exit would wait for every request under way
+            os._exit(INTERRUPTED_EXIT_STATUS)  # a normal exit would wait for the requests in progress
 
 
 def check_options(options: Prefixes) -> None:
-    for name, least in MIN_VALUES.items():
-        if not least <= getattr(options, name) < float("inf"):
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
+    for name, minimum in MIN_VALUES.items():
+        if not minimum <= getattr(options, name) < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {minimum}")
     if not 0 < options.timeout < float("inf"):
         raise UserError(f"--timeout {options.timeout} must be a positive number of seconds")
     if not options.teacher and not options.student:
@@ -109,9 +109,6 @@ def check_options(options: Prefixes) -> None:
     if options.output.is_dir():
         raise UserError(f"--output {options.output} is a folder: name a file in it")
     check_base_url(options.base_url)
-
-
-# ---------------------------------------------------------------- the whole
 
 
 def collect_prefixes(cfg: Config, options: Prefixes) -> int:
@@ -137,15 +134,15 @@ def collect_prefixes(cfg: Config, options: Prefixes) -> int:
 def request_missing_prefixes(
     cfg: Config, options: Prefixes, prompts: Sequence[Prompt], journal: Journal, missing: int
 ) -> list[str]:
-    """Ask for all missing prefixes. Return why some are still missing."""
-    read = make_prefix_extractor(cfg, options)
-    # Both are made ready before either is asked: an error found later would cost the time of the first.
-    teacher = Teacher(make_endpoint(options), read) if options.teacher else None
+    """Ask for all missing prefixes. Return the reasons why some are still missing."""
+    extract_prefix = make_prefix_extractor(cfg, options)
+    # Both are prepared before either is asked, since an error found later would cost the time of the first.
+    teacher = Teacher(make_endpoint(options), extract_prefix) if options.teacher else None
     student = load_student(cfg, options) if options.student else None
     print(f"asks for {missing} prefixes of {len(prompts)} questions, {len(journal.texts)} are there", flush=True)
     with journal.open(), show_progress(missing) as advance:
         complaints = ask_teacher(teacher, options, prompts, journal, advance) if teacher else []
-        complaints += ask_student(student, options, prompts, journal, read, advance) if student else []
+        complaints += ask_student(student, options, prompts, journal, extract_prefix, advance) if student else []
     return complaints
 
 
@@ -155,9 +152,9 @@ def sample_questions(task: Any, n: int) -> list[Prompt]:
 
 
 def get_prefix_settings(cfg: Config, options: Prefixes) -> dict[str, Any]:
-    """Return the settings that decide what a prefix is.
+    """Return the settings on which the text of a prefix depends.
 
-    How many prefixes are wanted and the endpoint's address may change between two runs with the same output.
+    The number of prefixes and the endpoint's address may change between two runs with the same output.
     """
     names = ["teacher", "student", "temperature", "max_tokens", "truncate_tokens"]
     names += [] if options.truncate_tokens else ["sentences"]
@@ -180,7 +177,7 @@ def make_endpoint(options: Prefixes) -> TeacherEndpoint:
 
 
 def make_prefix_extractor(cfg: Config, options: Prefixes) -> PrefixExtractor:
-    """Return the function that makes a prefix of what a model wrote; its result is empty where there is none."""
+    """Return a function that makes a prefix of a model's answer. Its result is empty if the answer has no thinking."""
     if not options.truncate_tokens:
         return lambda text: take_first_sentences(clean_text(extract_thinking(text)), options.sentences)
     with pause_garbage_collection():
@@ -193,9 +190,6 @@ def make_prefix_extractor(cfg: Config, options: Prefixes) -> PrefixExtractor:
     return lambda text: take_first_tokens(clean_text(extract_thinking(text)), options.truncate_tokens, tokenizer)
 
 
-# ---------------------------------------------------------------- the two sources
-
-
 def ask_teacher(
     teacher: Teacher,
     options: Prefixes,
@@ -203,12 +197,12 @@ def ask_teacher(
     journal: Journal,
     advance: Callable[[], None],
 ) -> list[str]:
-    known = {prompt.key: prompt for prompt in prompts}
+    by_question = {prompt.key: prompt for prompt in prompts}
     missing, complaints = journal.list_missing(prompts, ["teacher"], options.per_question), []
 
     def ask(question: str, index: int) -> None:
-        text = teacher.ask(known[question])
-        journal.add((question, "teacher", index), known[question].answer, text)
+        text = teacher.ask(by_question[question])
+        journal.add((question, "teacher", index), by_question[question].answer, text)
 
     pool = ThreadPoolExecutor(options.workers)
     try:
@@ -226,7 +220,7 @@ def ask_teacher(
 
 def load_student(cfg: Config, options: Prefixes) -> Any:
     with pause_garbage_collection():
-        from pellucid.prefixes import student  # noqa: PLC0415 - as in reader
+        from pellucid.prefixes import student  # noqa: PLC0415 - it imports torch
 
     return student.load_student_sampler(cfg, options.student)
 
@@ -239,29 +233,29 @@ def ask_student(
     extract_prefix: PrefixExtractor,
     advance: Callable[[], None],
 ) -> list[str]:
-    """Ask the student for its missing prefixes. Return why some are still missing.
+    """Ask the student for its missing prefixes. Return the reasons why some are still missing.
 
-    A question has its own random numbers and the batches are the same in every run, so the prefixes are, too.
+    Each question has its own random numbers, and batches are the same in every run, so that the prefixes are the same.
     """
-    size = options.per_question
-    sampling = Sampling(size, options.temperature, options.max_tokens)
+    group_size = options.per_question
+    sampling = Sampling(group_size, options.temperature, options.max_tokens)
     prompts, complaints = select_fitting_prompts(student, prompts, sampling)
-    at_once = max(1, STUDENT_BATCH_ROWS // size)
-    for start in range(0, len(prompts), at_once):
-        batch = prompts[start : start + at_once]
-        asked = [replace(prompt, id=prompt.key, text=build_messages(prompt)) for prompt in batch]
+    batch_size = max(1, STUDENT_BATCH_ROWS // group_size)
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        student_prompts = [replace(prompt, id=prompt.key, text=build_messages(prompt)) for prompt in batch]
         for attempt in range(options.retries + 1):
-            missing = set(journal.list_missing(batch, ["student"], size))
+            missing = set(journal.list_missing(batch, ["student"], group_size))
             if not missing:
                 break
-            groups = student.generate(asked, replace(sampling, seed=f"prefixes/{attempt}"))
+            groups = student.generate(student_prompts, replace(sampling, seed=f"prefixes/{attempt}"))
             for prompt, group in zip(batch, groups, strict=True):
                 for index, completion in enumerate(group.completions):
-                    slot, text = (prompt.key, "student", index), extract_prefix(completion.text)
-                    if text and slot in missing:
-                        journal.add(slot, prompt.answer, text)
+                    key, text = (prompt.key, "student", index), extract_prefix(completion.text)
+                    if text and key in missing:
+                        journal.add(key, prompt.answer, text)
                         advance()
-        complaints += ["the student's answers are empty" for _ in journal.list_missing(batch, ["student"], size)]
+        complaints += ["the student's answers are empty" for _ in journal.list_missing(batch, ["student"], group_size)]
     return complaints
 
 
@@ -269,16 +263,21 @@ def select_fitting_prompts(
     student: Any, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Prompt], list[str]]:
     """Return the questions that leave the student room for an answer, and a complaint for each prefix of the others."""
-    longest = student.policy.context_length - sampling.max_tokens
+    limit = student.policy.context_length - sampling.max_tokens
     lengths = [len(student.policy.encode(replace(prompt, text=build_messages(prompt)))) for prompt in prompts]
-    fits = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= longest]
-    said = f"a question of {max(lengths)} tokens is too long for the student: lower --max-tokens, or name another"
-    return fits, [said] * (len(prompts) - len(fits)) * sampling.n
+    fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
+    complaints = [
+        f"a question of {length} tokens is too long for the student: lower --max-tokens, or name another"
+        for length in lengths
+        if length > limit
+        for _ in range(sampling.n)
+    ]
+    return fitting, complaints
 
 
 @contextmanager
 def show_progress(total: int) -> Iterator[Callable[[], None]]:
-    """Show progress, a bar on a terminal, a line now and then in a file. Yield the function that counts one prefix."""
+    """Show a bar on a terminal, or a line now and then in a file. Yield the function that counts one prefix."""
     if sys.stdout.isatty():
         with Progress() as bar:
             task = bar.add_task("prefixes", total=total)

@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible endpoint. The official client does back-off, jitter and short Retry-After."""
+"""A teacher behind an OpenAI-compatible endpoint. The official client does back-off, jitter and short waits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ INSTRUCTION = (
 )
 SETTING_NAMES = SettingNames("--base-url", "--teacher", "--key-env")
 MAX_CLIENT_WAIT_SECONDS = 120
-"""The most seconds that the official client waits; it gives up where an endpoint asks for more."""
+"""The longest wait of the official client, which gives up if an endpoint asks for a longer one."""
 MAX_WAIT_SECONDS = 600
-"""The most seconds that we wait where an endpoint asks for it with Retry-After."""
+"""The longest wait that an endpoint can ask for with Retry-After."""
 
 
 class UnansweredError(Exception):
-    """One request failed for good; others may succeed."""
+    """One request failed permanently; others may succeed."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TeacherEndpoint:
         return endpoints.is_loopback(self.base_url)
 
     def get_key(self) -> str:
-        """Return the key. UserError where there is none, except on the loopback, which needs none."""
+        """Return the key. UserError if there is none, except on the loopback, which needs none."""
         return endpoints.get_api_key(self.base_url, self.key_env)
 
 
@@ -59,13 +59,18 @@ def check_base_url(base_url: str) -> str:
 
 def build_messages(prompt: Prompt) -> tuple[Message, ...]:
     """Return the messages of a prompt, with the instruction behind the question."""
-    whole = prompt.text if not isinstance(prompt.text, str) else ({"role": "user", "content": prompt.text},)
-    *before, last = whole
-    return (*before, {**last, "content": f"{last['content']}\n\n{INSTRUCTION}"})
+    messages = prompt.text if not isinstance(prompt.text, str) else ({"role": "user", "content": prompt.text},)
+    *earlier, last = messages
+    return (*earlier, {**last, "content": f"{last['content']}\n\n{INSTRUCTION}"})
 
 
 class Teacher:
-    """A teacher for many threads. `read` makes a prefix of an answer; where it finds none, the model is asked again."""
+    """A teacher that many threads can ask.
+
+    Args:
+        endpoint: The endpoint and how to ask it.
+        extract_prefix: Makes a prefix of an answer. If it returns an empty text, the model is asked again.
+    """
 
     def __init__(self, endpoint: TeacherEndpoint, extract_prefix: Callable[[str], str]) -> None:
         self.endpoint, self.extract_prefix, self.key = endpoint, extract_prefix, endpoint.get_key()
@@ -88,7 +93,12 @@ class Teacher:
         )
 
     def ask(self, prompt: Prompt) -> str:
-        """Return a prefix. UnansweredError where this request failed for good, UserError where every request would."""
+        """Return a prefix.
+
+        Raises:
+            UnansweredError: This request failed permanently.
+            UserError: Every request would fail.
+        """
         messages, complaint = build_messages(prompt), ""
         for _ in range(self.endpoint.retries + 1):
             try:
@@ -116,13 +126,15 @@ class Teacher:
         )
         try:
             return endpoints.remove_key(endpoints.extract_message_text(answer.choices[0].message.content), self.key)
-        except (AttributeError, IndexError, KeyError, TypeError):  # the client returns whatever JSON it received
+        except (AttributeError, IndexError, KeyError, TypeError):  # the client returns any JSON that it received
             return ""
 
     def explain_status_error(self, error: Any) -> str:
-        """Return why a request failed, without the key, which endpoints quote. UserError where every request would."""
-        e = self.endpoint
-        if refusal := endpoints.find_permanent_refusal(error, e.base_url, e.model, e.key_env, SETTING_NAMES):
+        """Return why a request failed, without the key, which endpoints quote. UserError if every request would fail."""
+        endpoint = self.endpoint
+        if refusal := endpoints.find_permanent_refusal(
+            error, endpoint.base_url, endpoint.model, endpoint.key_env, SETTING_NAMES
+        ):
             raise UserError(refusal)
         return endpoints.describe_error(error, self.key)
 
@@ -131,14 +143,14 @@ class Teacher:
             return UnansweredError(f"no answer within {self.endpoint.timeout:g} s")
         cause = find_first_cause(error)
         if isinstance(cause, endpoints.RefusedAnswerError):
-            why = endpoints.redact_and_shorten(str(cause), self.key)
-            return UserError(why) if cause.is_permanent else UnansweredError(why)
+            reason = endpoints.redact_and_shorten(str(cause), self.key)
+            return UserError(reason) if cause.is_permanent else UnansweredError(reason)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
             return UserError(describe_unreachable(self.endpoint.base_url, cause, SETTING_NAMES))
         return UnansweredError("the connection was dropped")
 
     def close(self) -> None:
-        """Give up the requests that are under way."""
+        """Give up the requests in progress."""
         self.rate_limiter.stopped.set()
         self.client.close()
 
@@ -153,12 +165,12 @@ class RateLimiter:
     def wait_for_turn(self, _request: Any) -> None:
         with self.lock:
             now = time.monotonic()
-            mine = max(now, self.next_start)
-            self.next_start = mine + self.interval_seconds
-        self.wait(mine - now)
+            start = max(now, self.next_start)
+            self.next_start = start + self.interval_seconds
+        self.wait(start - now)
 
     def check_stopped(self, _response: Any) -> None:
-        """Drop an answer that comes when all is stopped: what connected meanwhile is closed by nobody else."""
+        """Drop an answer that arrives after the stop, since nothing else would close its connection."""
         if self.stopped.is_set():
             raise UnansweredError("stopped")
 

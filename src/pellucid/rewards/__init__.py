@@ -1,10 +1,8 @@
 """Rewards: how an answer becomes a number.
 
-terms.py names the terms of a reward, from exact match to a function of the user's own; answers.py, formulas.py and
-latex.py read what they compare, functions.py calls functions as TRL does, judge.py asks another model (what it is
-asked is in rubric.py, how in asking.py, and what it said is kept by judgements.py), model.py a reward model.
-graded.py is a task with its rewards, all those of a step at once: calls.py says what is computed and what becomes of
-an error, pool.py has it computed in processes that may hang or die, process.py is the handle of one, worker.py what
-runs in it. Nothing here knows where prompts come from. Nothing here but model.py needs torch, so that these processes
-start fast.
+`terms.py` names the terms of a reward, from exact match to a function of the user's own; `answers.py` and `math.py`
+read the answers that they compare, `functions.py` calls functions as TRL does, `judge.py` asks another model, and
+`reward_model.py` runs one. `grading.py` is a task whose rewards are computed all at once for a step: `pool.py` has them
+computed in worker processes, which run `worker.py`. `parts.py` is what a term says of one completion. Nothing here
+knows where prompts come from, and nothing but `reward_model.py` needs torch, so that the processes start fast.
 """

@@ -80,7 +80,7 @@ def extract_answer(text: str) -> str:
 
     A text whose thought never ends has no answer, whatever the thought contains.
 
-    Example: answered("It is 8. No: \\\\boxed{\\\\frac{7}{2}}") == "\\\\frac{7}{2}"
+    Example: extract_answer("It is 8. No: \\\\boxed{\\\\frac{7}{2}}") == "\\\\frac{7}{2}"
     """
     marked = extract_marked_answer(text)
     return strip_thought(text).strip() if marked is None else marked
@@ -89,7 +89,7 @@ def extract_answer(text: str) -> str:
 def extract_marked_answer(text: str) -> str | None:
     """Return the last box of the final `<answer>`, the content of that tag, or the last box behind `</think>`; or None.
 
-    Example: marked_answer("<answer>So \\\\boxed{7}.</answer>") == "7"; marked_answer("It is 7.") is None
+    Example: extract_marked_answer("<answer>So \\\\boxed{7}.</answer>") == "7"
     """
     inside = find_answer_tag(text)
     box = find_last_box(strip_thought(text) if inside is None else inside)
@@ -99,7 +99,7 @@ def extract_marked_answer(text: str) -> str | None:
 def split_thought(text: str) -> tuple[str, str | None]:
     """Split a text into its thought and what follows the last `</think>`; None follows a thought that never ends.
 
-    The `<think>` may be missing, as where a chat template wrote it. A text without either tag has no thought.
+    The `<think>` may be missing, since a chat template wrote it. A text without either tag has no thought.
 
     Example: split_thought("<think>3?</think> No, 4.") == ("3?", " No, 4."); split_thought("<think>3") == ("3", None)
     """
@@ -113,19 +113,19 @@ def split_thought(text: str) -> tuple[str, str | None]:
 
 
 def strip_thought(text: str) -> str:
-    """Return what follows the last `</think>`: the whole text where there is no thought, nothing where it never ends.
+    """Return what follows the last `</think>`: the whole text if there is no thought, nothing if it never ends.
 
-    Example: after_thinking("<think>Is it 3?</think> No, 4.") == " No, 4."
+    Example: strip_thought("<think>Is it 3?</think> No, 4.") == " No, 4."
     """
     return split_thought(text)[1] or ""
 
 
 def find_last_box(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}`, `\fbox{}` or `\boxed 7`; None where there is none or it stays open.
+    r"""Return the content of the last `\boxed{}`, `\fbox{}` or `\boxed 7`; None if there is none or it stays open.
 
     Braces inside may be nested.
 
-    Example: last_box("\\boxed{1}, no: \\boxed{x^{2}}") == "x^{2}"; last_box("$\\boxed 7$") == "7"
+    Example: find_last_box("\\boxed{1}, no: \\boxed{x^{2}}") == "x^{2}"; find_last_box("$\\boxed 7$") == "7"
     """
     for opened in deque(_BOX.finditer(text), maxlen=1):
         if opened["bare"]:
@@ -140,7 +140,7 @@ def find_last_box(text: str) -> str | None:
 
 
 def find_closing_brace(text: str, start: int) -> int | None:
-    """Return where the brace closes that was opened right before `start`; None where it stays open."""
+    """Return the index of the brace that closes the one right before `start`; None if it stays open."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -163,7 +163,7 @@ def find_brace_arguments(text: str, start: int) -> str:
 def extract_gold_answer(text: str) -> str:
     """Return the gold answer in a text that may be a whole solution: its last box, or what follows a final `####`.
 
-    Example: gold_in("We add. So it is $\\\\boxed{7}$.") == "7"; gold_in("3 + 4 = 7\\n#### 7") == "7"
+    Example: extract_gold_answer("So it is $\\\\boxed{7}$.") == "7"; extract_gold_answer("3 + 4 = 7\\n#### 7") == "7"
     """
     if box := find_last_box(text):
         return box
@@ -172,17 +172,17 @@ def extract_gold_answer(text: str) -> str:
 
 
 def find_last_number(text: str) -> Fraction | None:
-    """Return the last number in the text, exactly; None where there is none, or where it cannot be read.
+    """Return the last number in the text, exactly; None if there is none, or if it cannot be read.
 
     These can be read: 1,080 (also with ' or a space), .5, 1/2, 1 / 2, 1 1/2, \\frac{1}{2}, 1.5e3, 3 \\times 10^4 and
     5k, with currency signs and in full width too. These cannot: 12:30, 2^{10}, 1/2/3 and \\sqrt{2}. Powers of a unit
-    or variable are skipped: 8 m^2 is 8. Commas group thousands only where they are well placed, otherwise they
+    or variable are skipped: 8 m^2 is 8. Commas group thousands only if they are well placed, otherwise they
     separate: "1,08" and "1, 8" are two numbers each.
 
     A minus that touches a number is its sign, unless it follows a letter, a digit or a closing bracket: "7-3" ends in
     3. A minus with a space behind it is a dash after a word or number ("Total - 7"), except after "is" and the like.
 
-    Example: last_number("so $1,080.50.") == Fraction(2161, 2)
+    Example: find_last_number("so $1,080.50.") == Fraction(2161, 2)
     """
     plain = normalize_to_ascii(text)
     found = deque(find_numbers(plain), maxlen=1)
@@ -190,9 +190,9 @@ def find_last_number(text: str) -> Fraction | None:
 
 
 def parse_only_number(text: str) -> Fraction | None:
-    """Return the number of a text that holds just one, and else only a currency, a unit or words; otherwise None.
+    """Return the number of a text that holds just one, besides a currency, a unit or words; otherwise None.
 
-    Example: only_number("18 dollars") == 18; only_number("3 or 5") is None; only_number("3x") is None
+    Example: parse_only_number("18 dollars") == 18; parse_only_number("3 or 5") is None
     """
     plain = normalize_to_ascii(text)
     found = list(islice(find_numbers(plain), 2))
@@ -236,7 +236,7 @@ def remove_unit_powers(beside: str) -> str:
 
 
 def parse_number_match(number: regex.Match[str], plain: str) -> Fraction | None:
-    """Return the value of a match; None where it is part of something unreadable, far too long, or divided by 0."""
+    """Return the value of a match; None if it is part of something unreadable, far too long, or divided by 0."""
     if number["more"] or len(number[0]) > MAX_NUMBER_CHARACTERS:
         return None
     if _LARGER_EXPRESSION.search(plain[max(0, number.start() - 20) : number.start()]):
@@ -262,7 +262,7 @@ def parse_scale(written: str) -> int:
 
 
 def is_minus_sign(number: regex.Match[str], plain: str) -> bool:
-    """Whether the minus in front of a number is its sign, not a subtraction or a dash (see `last_number`)."""
+    """Return whether the minus in front of a number is its sign, no subtraction or dash (see `find_last_number`)."""
     touches = plain[number.end("minus")] not in " \t"
     before = plain[: number.start()] if touches else plain[: number.start()].rstrip(" \t")
     if touches or not before[-1:].isalnum():
@@ -277,7 +277,7 @@ def parse_decimal(digits: str) -> Fraction:
 def extract_tagged_answer(text: str) -> str | None:
     """Return the answer of a text that is only `<think>...</think> <answer>...</answer>`, each tag once; else None.
 
-    Example: tagged("<think>3 + 4</think> <answer> 7 </answer>") == "7"
+    Example: extract_tagged_answer("<think>3 + 4</think> <answer> 7 </answer>") == "7"
     """
     # If every tag is there once, the pattern has one way to match: no hostile text can make it backtrack.
     match = _TAGGED.fullmatch(text) if all(text.count(tag) == 1 for tag in _TAGS) else None
@@ -289,7 +289,7 @@ def find_answer_tag(text: str) -> str | None:
 
     Tags inside a thought do not count, and a text whose thought never ends has no answer.
 
-    Example: answer_tag("Let me see. <answer>7</answer>") == "7"
+    Example: find_answer_tag("Let me see. <answer>7</answer>") == "7"
     """
     if not text.rstrip().endswith("</answer>"):
         return None
@@ -301,8 +301,8 @@ def find_answer_tag(text: str) -> str | None:
 
 
 def split_reasoning_and_answer(text: str) -> tuple[str, str]:
-    """Return the thought of a text and the answer as graders read it; an unended thought has no answer.
+    """Return the thought of a text and the answer as graders read it; a thought that never ends has no answer.
 
-    Example: reasoning_and_answer("<think>3 + 4</think> <answer>7</answer>") == ("3 + 4", "7")
+    Example: split_reasoning_and_answer("<think>3 + 4</think> <answer>7</answer>") == ("3 + 4", "7")
     """
     return split_thought(text)[0], extract_answer(text)

@@ -2,8 +2,8 @@
 
 A function has TRL's signature and needs no change: `def reward(completions, **kwargs)`, plain or `async`, returns one
 number for each completion, or None where it does not apply. Its keywords are lists with an item for each completion:
-prompts, completions, completion_ids, and every column of the data rows except prompt, completion and completion_ids. For
-conversations with environments, `environments` has these as the conversations left them. As in TRL, prompts and
+prompts, completions, completion_ids, and every column of the data rows except prompt, completion and completion_ids.
+For conversations with environments, `environments` has these as the conversations left them. As in TRL, prompts and
 completions are strings for plain prompts, and lists of messages for conversations. `trainer_state` is a TrainerState;
 `log_extra(column, values)` adds a column to rollouts.jsonl, `log_metric(name, value)` a metric.
 (TRL 1.16, GRPOTrainer._calculate_rewards.)
@@ -57,7 +57,7 @@ class FunctionLog:
         self.metrics.setdefault(str(name), []).append(found)
 
     def build_parts(self, name: str, rewards: Iterable[Any]) -> list[RewardPart]:
-        """Return the rewards of a function with what it logged. Raises InvalidResultError for a wrong number of them."""
+        """Return the rewards of a function with what it logged. Raises InvalidResultError if their number is wrong."""
         if not isinstance(rewards, Iterable):
             raise InvalidResultError(
                 f"{name} returned {describe_value(rewards)}, where a list with a number for each is needed"
@@ -65,7 +65,8 @@ class FunctionLog:
         values = [unwrap_scalar(reward) for reward in rewards]
         if len(values) != self.completion_count:
             raise InvalidResultError(
-                f"{name} returned {len(values)} rewards for {self.completion_count} completions: it must return one for each"
+                f"{name} returned {len(values)} rewards for {self.completion_count} completions:"
+                " it must return one for each"
             )
         for column, given in self.columns.items():
             if len(given) != self.completion_count:
@@ -242,7 +243,7 @@ class TrainerState:
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
-        """The metrics of the finished steps, each with its `step`, and TRL's names beside ours. A torn line is left out."""
+        """The metrics of the finished steps, each with its `step`, and TRL's names beside ours."""
         lines = []
         with suppress(OSError):
             lines = Path(self.metrics_file).read_text(encoding="utf-8").splitlines() if self.metrics_file else []

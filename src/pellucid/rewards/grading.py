@@ -36,19 +36,23 @@ class CallExecutor(Protocol):
 
 
 class GradedTask:
-    """A task whose rewards are computed in other processes, or with `here` in this one.
+    """A task whose rewards are computed in worker processes, or with `in_process` in this one.
 
     A reward that raises, takes longer than `cfg.timeout` seconds, ends its process or is no finite number becomes
-    Reward(nan, error="what happened"). Where functions are terms of the reward, or the task has a method
+    Reward(nan, error="what happened"). If functions are terms of the reward, or the task has a method
     `rewards(prompts, completions)`, they are called once for all completions of a step, within `cfg.step_timeout`
-    seconds; where one raises, once for each group. A judge and a reward model, `graders` by their places in
-    `task.rewards`, work in threads of this process meanwhile. What rewards print in other processes is appended to the
-    file `log`, and so are tracebacks, one for each kind of error.
+    seconds; if one raises, once for each group. A judge and a reward model work in threads of this process meanwhile.
 
-    here: for rewards that exist in this process alone, as in a notebook. There is no time limit then: what hangs, hangs
-    the run, and what ends the process, ends it.
+    Args:
+        task: The task.
+        cfg: The settings `[reward]`.
+        log: The file to which worker processes append what rewards print, and the tracebacks of errors, one for each
+            kind of error.
+        graders: Judges and reward models by the indices of their terms in `task.rewards`.
+        in_process: For rewards that exist in this process alone, as in a notebook. There is no time limit then: a
+            reward that hangs, hangs the run, and one that ends the process, ends it.
 
-    Example: task = Graded(Dataset(data="train.jsonl"), RewardConfig(timeout=5.0)); test = task.with_split("test")
+    Example: task = GradedTask(Dataset(data="train.jsonl"), RewardConfig(timeout=5.0)); test = task.with_split("test")
     """
 
     def __init__(
@@ -79,15 +83,15 @@ class GradedTask:
         if not pairs:
             return []
         state = build_trainer_state(progress, getattr(self._grading_task, "question_count", None), self._metrics_file)
-        seen = [(prompt, transform_completion(self.task, prompt, completion)) for prompt, completion in pairs]
+        pairs = [(prompt, transform_completion(self.task, prompt, completion)) for prompt, completion in pairs]
         if not self._terms:
-            return self._compute_task_rewards(seen, state)
-        with ThreadPoolExecutor(len(self._graders) or 1, "grader") as beside:
-            waiting = {term: beside.submit(grader.grade, seen) for term, grader in self._graders.items()}
+            return self._compute_task_rewards(pairs, state)
+        with ThreadPoolExecutor(len(self._graders) or 1, "grader") as executor:
+            waiting = {term: executor.submit(grader.grade, pairs) for term, grader in self._graders.items()}
             try:
-                parts = self._compute_term_parts(seen, state)
+                parts = self._compute_term_parts(pairs, state)
                 parts |= {term: future.result() for term, future in waiting.items()}
-            except BaseException:  # such as Ctrl-C: nobody will read what graders are still to say
+            except BaseException:  # such as Ctrl-C: nobody will read the answers of graders
                 for grader in self._graders.values():
                     grader.stop()
                 raise
@@ -96,7 +100,7 @@ class GradedTask:
 
     @property
     def is_batch_graded(self) -> bool:
-        """Whether completions are graded together, as what compares them needs it."""
+        """Whether completions are graded together, since a term may compare them."""
         return has_batch_rewards(self._grading_task) or any(is_batch_term(term.name) for term in self._terms)
 
     def with_split(self, split: str) -> GradedTask:
@@ -118,7 +122,7 @@ class GradedTask:
         return [answers[TASK_REWARD][0] for answers in self._executor.compute(calls)]
 
     def _compute_term_parts(self, pairs: Sequence[PromptCompletion], state: TrainerState) -> dict[int, list[Any]]:
-        """Return the parts of all terms but those of graders: for one completion at a time, and for all of them at once."""
+        """Return the parts of all terms without a grader: of one completion at a time, or of all of them at once."""
         terms = {i: term for i, term in enumerate(self._terms) if i not in self._graders}
         single = {i: self._cfg.timeout for i, term in terms.items() if not is_batch_term(term.name)}
         batch = {i: term.timeout or self._cfg.step_timeout for i, term in terms.items() if is_batch_term(term.name)}
@@ -152,12 +156,12 @@ class InProcessExecutor:
 
 
 def get_grading_task(task: Any) -> Any:
-    """Return the task that grades: a wrapper with a method `seen` leaves that to the task inside."""
+    """Return the task that grades: a wrapper with `transform_completion` leaves that to the task inside."""
     return get_grading_task(task.task) if is_wrapper(task) else task
 
 
 def transform_completion(task: Any, prompt: Prompt, completion: Completion) -> Completion:
-    """Return a completion as the task that grades sees it, without what only the algorithm needs and is large."""
+    """Return a completion as the task that grades sees it, without the large fields that only the algorithm needs."""
     if is_wrapper(task):
         return transform_completion(task.task, prompt, task.transform_completion(prompt, completion))
     return replace(completion, sampling_mask=())
@@ -179,31 +183,33 @@ def check_reward(reward: Reward) -> Reward:
 
 
 def load_graders(task: Any, cache_folder: Path | None = None) -> dict[int, ModelGrader]:
-    """Return the graders of a task by their places in its `rewards`. Models are loaded: UserError as they have it.
+    """Return the judges and reward models of a task by their indices in its `rewards`; models are loaded.
 
-    answers: the folder in which judges keep their answers; without one they keep none.
+    Args:
+        task: The task.
+        cache_folder: The folder in which judges store their answers; without one they store none.
+
+    Raises:
+        UserError: if a judge cannot be reached, or a model cannot be loaded.
     """
-    judged = {place: term.judge for place, term in enumerate(get_reward_terms(get_grading_task(task))) if term.judge}
-    graders: dict[int, ModelGrader] = {place: Judge(settings, cache_folder) for place, settings in judged.items()}
-    return graders | {
-        place: RewardModel(source, settings) for place, (source, settings) in find_reward_models(task).items()
-    }
+    judged = {i: term.judge for i, term in enumerate(get_reward_terms(get_grading_task(task))) if term.judge}
+    graders: dict[int, ModelGrader] = {i: Judge(settings, cache_folder) for i, settings in judged.items()}
+    return graders | {i: RewardModel(source, settings) for i, (source, settings) in find_reward_models(task).items()}
 
 
 def collect_grader_notices(task: Any) -> list[str]:
     """Return the lines that must be shown before the graders of a task are loaded: whose code runs, what is sent."""
-    codes = [
-        note for source, settings in find_reward_models(task).values() if (note := settings.get_trust_notice(source))
-    ]
+    models = find_reward_models(task).values()
+    codes = [notice for source, settings in models if (notice := settings.get_trust_notice(source))]
     judges = [term.judge for term in get_reward_terms(get_grading_task(task)) if term.judge]
     sent = [describe_destination(judge.base_url, judge.key, "judge: prompts and completions") for judge in judges]
     return list(dict.fromkeys([*codes, *sent]))
 
 
 def find_reward_models(task: Any) -> dict[int, tuple[str, RewardModelSettings]]:
-    """Return name and settings of each reward model of a task, by its place in `rewards`."""
+    """Return name and settings of each reward model of a task, by its index in `rewards`."""
     return {
-        place: (term.name.removeprefix(REWARD_MODEL_PREFIX), term.reward_model or RewardModelSettings())
-        for place, term in enumerate(get_reward_terms(get_grading_task(task)))
+        i: (term.name.removeprefix(REWARD_MODEL_PREFIX), term.reward_model or RewardModelSettings())
+        for i, term in enumerate(get_reward_terms(get_grading_task(task)))
         if term.name.startswith(REWARD_MODEL_PREFIX)
     }

@@ -11,6 +11,7 @@ import random
 import re
 import secrets
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,6 @@ from pellucid.rewards.answers import split_thought, strip_thought
 from pellucid.rewards.parts import PromptCompletion, RewardPart
 from pellucid.rewards.settings import ENDPOINT_NAMES, JudgeSettings
 from pellucid.types import Completion, Message, Prompt
-from pellucid.utils import text as braces
 from pellucid.utils.endpoint import (
     UNCOMPRESSED_HEADERS,
     RefusedAnswerError,
@@ -41,18 +41,19 @@ from pellucid.utils.endpoint import (
     redact_and_shorten,
     remove_key,
 )
+from pellucid.utils.files import is_process_alive
 from pellucid.utils.plugins import did_you_mean, import_extra
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, fill_placeholders
 
 MAX_LOGGED_CHARACTERS = 500
 """The most characters of an answer in rollouts.jsonl."""
-POLL_INTERVAL_SECONDS = 0.02
-"""Seconds between two looks whether another process has an answer."""
+POLL_INTERVAL_SECONDS = (0.02, 0.5)
+"""The seconds before the first and the last looks whether another process has an answer."""
 
 
 @dataclass
 class JudgeRequest:
-    """A request of a step, and what has become of it."""
+    """A request of a step, and its outcome."""
 
     body: Mapping[str, Any]
     digest: str
@@ -61,7 +62,7 @@ class JudgeRequest:
     """The reward that the answer states; None if it states none."""
     error: str = ""
     faults: list[str] = field(default_factory=list)
-    """What failed before it was answered, or given up."""
+    """What failed before it was answered or given up."""
     seconds: float = 0.0
     cached: bool = False
 
@@ -69,14 +70,20 @@ class JudgeRequest:
 class Judge:
     """The judge of one term, for all completions of a step at once.
 
-    The key is read from the environment when it is used, and kept nowhere. UserError where it is missing, or where
-    nobody listens on the loopback. `cache` is the folder of the answers; None keeps them for a step.
+    The key is read from the environment variable when it is used, and stored nowhere.
+
+    Args:
+        settings: The endpoint, what it is asked, and how its answer is read.
+        cache: The folder of the answers; None keeps them for one step.
+
+    Raises:
+        UserError: if the key is missing, or nothing listens at an address of this machine.
     """
 
     def __init__(self, settings: JudgeSettings, cache: Path | None) -> None:
         self.settings = settings
         self._cancel: Callable[[], Any] = lambda: None
-        """Ends what is under way, from another thread."""
+        """Cancels the requests under way, from another thread."""
         self._openai = import_extra("openai", "teacher", 'the reward "judge"')
         self._cache = JudgeCache(cache) if cache is not None and settings.cache else None
         get_api_key(settings.base_url, settings.key)
@@ -84,22 +91,22 @@ class Judge:
             check_reachable(settings.base_url, ENDPOINT_NAMES)
 
     def grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
-        """Return the grade of each completion as a reward, in their order; a Part with an error where there is none.
+        """Return the grade of each completion as a reward, in their order, or a part with an error if there is none.
 
-        `extra` has what the judge said; `logged` has tokens, seconds, repetitions, and whether the answer was there
-        already. Equal requests are made once.
+        `extra` has the judge's answer; `logged` has tokens, seconds, retries, and whether the answer was known already.
+        Equal requests are made once.
         """
         # In a thread of its own: that of the caller may have an event loop, as in a notebook.
-        with ThreadPoolExecutor(1, "judge") as beside:
-            running = beside.submit(asyncio.run, self._grade(pairs))
+        with ThreadPoolExecutor(1, "judge") as executor:
+            future = executor.submit(asyncio.run, self._grade(pairs))
             try:
-                return running.result()
+                return future.result()
             except BaseException:  # such as Ctrl-C
                 self.stop()
                 raise
 
     def stop(self) -> None:
-        """Give up what is under way in another thread: `parts` raises there."""
+        """Give up what is under way in another thread: `grade` raises there."""
         with suppress(RuntimeError):  # it has ended by itself
             self._cancel()
 
@@ -112,18 +119,17 @@ class Judge:
         for each in requests:
             if isinstance(each, JudgeRequest):
                 first.setdefault(each.digest, each)
-        claims = self._cache.open_locks() if self._cache else nullcontext(RequestLocks(None))
         async with self._create_client() as client:
-            asking = JudgeClient(self.settings, self._openai, client)
-            with claims as held:
-                await asyncio.gather(*(self._resolve(each, asking, held) for each in first.values()))
+            judge_client = JudgeClient(self.settings, self._openai, client)
+            with self._cache.open() if self._cache else nullcontext():
+                await asyncio.gather(*(self._resolve(each, judge_client) for each in first.values()))
         return [
             each if isinstance(each, RewardPart) else self._build_part(each, first[each.digest]) for each in requests
         ]
 
     def _create_client(self) -> Any:
         s = self.settings
-        # A proxy of the environment is not asked for what is on this machine. Time limits are those of `Asking`.
+        # A proxy of the environment is not asked for what is on this machine. Time limits are those of `JudgeClient`.
         http = self._openai.DefaultAsyncHttpxClient(
             trust_env=not is_loopback(s.base_url), event_hooks={"response": [limit_answer_async]}
         )
@@ -137,7 +143,7 @@ class Judge:
         )
 
     def _build_request(self, prompt: Prompt, completion: Completion) -> JudgeRequest | RewardPart:
-        """Return what is asked about a completion, or the Part that says why it cannot be asked."""
+        """Return the request about a completion, or the part that says why there can be none."""
         s = self.settings
         known = {
             "prompt": format_question(prompt),
@@ -155,13 +161,11 @@ class Judge:
         body = {"model": s.model, "messages": messages, "temperature": 0.0, **limit, **s.body}
         return JudgeRequest(body, compute_request_digest(s.base_url, body))
 
-    async def _resolve(self, request: JudgeRequest, judge_client: JudgeClient, locks: RequestLocks) -> None:
+    async def _resolve(self, request: JudgeRequest, judge_client: JudgeClient) -> None:
         """Find the answer to a request, or ask for it, or note why there is none."""
         start = time.monotonic()
-        while not locks.acquire(request.digest) and judge_client.remaining_seconds > 0:
-            await asyncio.sleep(POLL_INTERVAL_SECONDS)
         try:
-            request.answer = self._cache.find(request.digest) if self._cache else None
+            request.answer = await self._find_or_claim(request.digest, judge_client)
             request.cached = request.answer is not None
             if request.answer is None:
                 request.answer = await judge_client.request_answer(request.body, request.faults)
@@ -171,11 +175,22 @@ class Judge:
         except (UnansweredError, SlowPatternError) as error:
             request.error = str(error)
         finally:
-            locks.release(request.digest)
+            if self._cache:
+                self._cache.release(request.digest)
             request.seconds = time.monotonic() - start
 
+    async def _find_or_claim(self, digest: str, judge_client: JudgeClient) -> JudgeAnswer | None:
+        """Return the answer to a request if there is one, also after another process asked; None if we are to ask."""
+        if not self._cache:
+            return None
+        interval = POLL_INTERVAL_SECONDS[0]
+        while (remaining := judge_client.remaining_seconds) > 0 and not self._cache.claim(digest, remaining):
+            await asyncio.sleep(interval)
+            interval = min(2 * interval, POLL_INTERVAL_SECONDS[1])
+        return self._cache.find(digest)
+
     def _build_part(self, own: JudgeRequest, first: JudgeRequest) -> RewardPart:
-        """Return the part of a completion whose request was `own`, and was made as `first`."""
+        """Return the part of a completion whose request is `own`; of equal requests only `first` was made."""
         answer, repeated = first.answer, own is not first
         cached = float(repeated or first.cached)
         logged = {
@@ -195,11 +210,11 @@ class Judge:
         if s.json_field:
             grade = parse_json_number(answer.text, s.json_field)
         else:
-            said = extract_grade(answer.text, s.pattern, answer.cut) or ""
+            text = extract_grade(answer.text, s.pattern, answer.cut) or ""
             if s.words:
                 rewards = {word.casefold(): reward for word, reward in s.words.items()}
-                return rewards.get(said.removesuffix(".").casefold())
-            grade = parse_number(said)
+                return rewards.get(text.removesuffix(".").casefold())
+            grade = parse_number(text)
         low, high = s.range
         return (grade - low) / (high - low) if grade is not None and low <= grade <= high else None
 
@@ -207,41 +222,40 @@ class Judge:
         s = self.settings
         wanted = f"none of {', '.join(s.words)}" if s.words else f"no number from {s.range[0]:g} to {s.range[1]:g}"
         line = " ".join(answer.text.split())
-        said = line if len(line) <= 60 else f"{line[:57]}..."
+        quote = line if len(line) <= 60 else f"{line[:57]}..."
         cut = f", cut at max_tokens = {s.max_tokens}" if answer.cut else ""
-        return f'{wanted} in "{said}"{cut}'
+        return f'{wanted} in "{quote}"{cut}'
 
 
 def build_extra(request: JudgeRequest) -> dict[str, Any]:
-    """Return what rollouts.jsonl has of a request: what the judge said, and what failed before."""
-    said = {"judge": request.answer.text[:MAX_LOGGED_CHARACTERS]} if request.answer else {}
-    return said | ({"judge_failures": request.faults} if request.faults else {})
+    """Return the columns of rollouts.jsonl: what the judge answered, and what failed before."""
+    answer = {"judge": request.answer.text[:MAX_LOGGED_CHARACTERS]} if request.answer else {}
+    return answer | ({"judge_failures": request.faults} if request.faults else {})
 
 
-# ---------------------------------------------------------------- asking
-# Requests to a judge: many at once, made again where a failure may pass, and no longer than a step may take.
+# ---------------------------------------------------------------- requests and retries
 
 
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0
-"""The seconds before the first repetition, doubled with each one, and the most there are."""
+"""The seconds before the first retry, which double with each one, and the most seconds before a retry."""
 MAX_RETRY_AFTER_SECONDS = 120.0
-"""The most seconds that we wait where an endpoint asks for it with Retry-After."""
+"""The most seconds that we wait if an endpoint asks for more with Retry-After."""
 TRANSIENT_STATUSES = (408, 409, 425, 429)
 """The statuses below 500 after which the same request may succeed."""
 MAX_ANSWER_CHARACTERS = 2**20
-"""The most characters of what a judge says; a longer text is no answer."""
+"""The most characters of a judge's answer; a longer text is none."""
 MAX_TOKEN_COUNT = 2**53
-"""The first number of tokens that a float64 does not hold exactly; nobody sells as many."""
+"""Numbers of tokens from here on are not exact in float64; nobody sells as many."""
 _JITTER = random.Random()
-"""Not the generator of the module, whose draws belong to the run."""
+"""Not the generator of the module `random`, whose numbers belong to the run."""
 
 
 class UnansweredError(Exception):
-    """A request has no answer, for good."""
+    """A request has no answer, and will have none."""
 
 
 class TransientError(Exception):
-    """A request has failed in a way that may pass, after `wait` seconds where the endpoint says how long it takes."""
+    """A request has failed, and may succeed later: after `wait_seconds`, if the endpoint says how long it takes."""
 
     def __init__(self, message: str, wait_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -249,22 +263,22 @@ class TransientError(Exception):
 
 
 class JudgeClient:
-    """The requests of one step, within its time limit. The client makes none again by itself: here each is counted."""
+    """The requests of one step, within its time limit. It counts each retry, so the client makes none by itself."""
 
     def __init__(self, settings: JudgeSettings, openai: Any, client: Any) -> None:
         self.settings, self._openai, self._client = settings, openai, client
         self._semaphore = asyncio.Semaphore(settings.concurrency)
         self._deadline = time.monotonic() + settings.step_timeout
         self._refusal = ""
-        """Why every request is refused, once one was."""
+        """Why one request was refused, if all others will be, too."""
 
     @property
     def remaining_seconds(self) -> float:
-        """The seconds that are left of the step's."""
+        """The seconds that are left of the step's time limit."""
         return self._deadline - time.monotonic()
 
     async def request_answer(self, body: Mapping[str, Any], faults: list[str]) -> JudgeAnswer:
-        """Return the answer to a request. UnansweredError where there is none; `faults` gets what failed on the way."""
+        """Return the answer to a request, or raise UnansweredError; `faults` gets what failed on the way."""
         while True:
             try:
                 return await self._send_once(body)
@@ -277,7 +291,7 @@ class JudgeClient:
     def compute_wait(self, fault: TransientError, failure_count: int) -> float:
         """Return the seconds to wait after the n-th failure: what the endpoint asks for, or twice as long each time.
 
-        They are a quarter more at random, so that requests which failed together do not come back together.
+        Up to a quarter is added at random, so that requests which failed together do not come back together.
         """
         asked = (
             fault.wait_seconds
@@ -344,9 +358,10 @@ class JudgeClient:
 
 
 def parse_answer(completion: Any) -> JudgeAnswer:
-    """Return the answer that a completion of the client holds. PassingError where it holds none.
+    """Return the answer in a completion of the client, which hands over whatever JSON it received.
 
-    The client hands over whatever JSON it was sent.
+    Raises:
+        TransientError: if it holds no answer.
     """
     try:
         choice = completion.choices[0]
@@ -360,7 +375,7 @@ def parse_answer(completion: Any) -> JudgeAnswer:
 
 
 def parse_retry_after(retry_after: str) -> float | None:
-    """Return the seconds of a Retry-After, which may be a date; None where it says nothing."""
+    """Return the seconds of a Retry-After, which may be a date; None if it is neither."""
     try:
         seconds = float(retry_after)
     except ValueError:
@@ -372,23 +387,12 @@ def parse_retry_after(retry_after: str) -> float | None:
     return seconds if 0 <= seconds < float("inf") else None
 
 
-# ---------------------------------------------------------------- judgements
-# The answers of a judge on disk, in a folder that the processes of a run share, so that nothing is asked twice.
-#
-# Each process appends lines to a file of its own, since not every file system lets two write one, and reads those of all.
-# A line that was torn by the end of its process is skipped. While a process asks, it holds a lock on the byte of the file
-# `claims` whose place is the digest of the request; the system frees it when the process dies.
-
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+# ---------------------------------------------------------------- the answers on disk
 
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """What a judge said to one request."""
+    """What a judge answered to one request."""
 
     text: str
     cut: bool
@@ -402,109 +406,108 @@ def compute_request_digest(base_url: str, body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([base_url, body], sort_keys=True).encode()).hexdigest()
 
 
+CACHE_SCHEMA = """
+CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, text TEXT, cut INTEGER, tokens INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS claims (
+    request TEXT PRIMARY KEY, owner TEXT, host TEXT, pid INTEGER, expires REAL
+) WITHOUT ROWID;
+"""
+CLAIM_STATEMENT = """
+INSERT INTO claims VALUES (:request, :owner, :host, :pid, :expires)
+ON CONFLICT (request) DO UPDATE
+SET owner = excluded.owner, host = excluded.host, pid = excluded.pid, expires = excluded.expires
+WHERE claims.owner = excluded.owner
+    OR claims.expires < :now
+    OR (claims.host = excluded.host AND NOT is_alive(claims.pid))
+"""
+BUSY_TIMEOUT_SECONDS = 10.0
+"""Seconds to wait while another process writes to the database."""
+
+
 class JudgeCache:
-    """The answers by the digests of their requests, in memory and in the files of a folder."""
+    """The answers by the digests of their requests, in a SQLite database that the processes of a run share.
+
+    A process claims a request before it asks, so that others wait for its answer. A claim ends with its process, if
+    that is on this machine, and in any case when the time limit of its step is over. Without a usable database the
+    answers are kept in memory alone.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._file_name = folder, f"{secrets.token_hex(4)}.jsonl"
+        self.path = folder / "answers.sqlite3"
         self._answers: dict[str, JudgeAnswer] = {}
-        self._read_bytes: dict[Path, int] = {}
-        """How many bytes of each file are known."""
+        self._owner = secrets.token_hex(8)  # two judges of one process may ask the same
+        self._connection: sqlite3.Connection | None = None
         self._is_unwritable = False
 
+    @contextmanager
+    def open(self) -> Iterator[JudgeCache]:
+        """Keep the database open in the block, for the thread that runs it. At its end all claims are released."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
+            # The system has what a killed process wrote; only a power failure can damage the file.
+            self._connection.execute("PRAGMA synchronous = OFF")
+            self._connection.create_function("is_alive", 1, lambda pid: os.name == "nt" or is_process_alive(pid))
+            self._connection.executescript(CACHE_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            self._report(error)
+        try:
+            yield self
+        finally:
+            self._write("DELETE FROM claims WHERE owner = :owner", {"owner": self._owner})
+            if self._connection:
+                self._connection.close()
+            self._connection = None
+
     def find(self, digest: str) -> JudgeAnswer | None:
-        """Return the answer to a request, also one that another process has had in the meantime."""
-        if digest not in self._answers:
-            self._read_new_answers()
+        """Return the answer to a request, even if another process got it meanwhile; None if there is none."""
+        if digest not in self._answers and self._connection:
+            with suppress(sqlite3.Error):
+                query = "SELECT text, cut, tokens FROM answers WHERE request = ?"
+                for text, cut, tokens in self._connection.execute(query, (digest,)):
+                    self._answers[digest] = JudgeAnswer(text, bool(cut), tokens)
         return self._answers.get(digest)
 
     def store(self, digest: str, answer: JudgeAnswer) -> None:
-        """Add an answer. Where the disk takes no more it is kept in memory alone, which is said once."""
+        """Add an answer. If the disk takes no more it is kept in memory alone, which is reported once."""
         self._answers.setdefault(digest, answer)
-        if self._is_unwritable:
-            return
-        line = json.dumps({"request": digest, **asdict(answer)}, ensure_ascii=False) + "\n"
-        path = self.folder / f"{os.getpid()}-{self._file_name}"  # after a fork, another file
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(line.encode(errors="replace"))
-        except OSError as error:
-            self._is_unwritable = True
-            text = f"! {path} cannot be written ({error.strerror}): the judge goes on without it"
-            print(escape_controls(text), flush=True)
+        values = {**asdict(answer), "text": answer.text.encode(errors="replace").decode(), "request": digest}
+        self._write("INSERT OR IGNORE INTO answers VALUES (:request, :text, :cut, :tokens)", values)
 
-    @contextmanager
-    def open_locks(self) -> Iterator[RequestLocks]:
-        """Yield the claims of this process, which are given up at the end."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.folder / "claims", os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:
-            yield RequestLocks(None)
-            return
-        try:
-            yield RequestLocks(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _read_new_answers(self) -> None:
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with suppress(OSError):
-                self._read_new_lines(path)
-
-    def _read_new_lines(self, path: Path) -> None:
-        start = self._read_bytes.get(path, 0)
-        if path.stat().st_size <= start:
-            return
-        with path.open("rb") as file:
-            file.seek(start)
-            whole = file.read().rpartition(b"\n")[0]
-        self._read_bytes[path] = start + len(whole) + (1 if whole else 0)
-        for line in whole.split(b"\n"):
-            with suppress(
-                ValueError, KeyError, TypeError, OverflowError, RecursionError
-            ):  # damaged: what it held is asked again
-                entry = json.loads(line)
-                answer = JudgeAnswer(str(entry["text"]), bool(entry["cut"]), int(entry["tokens"]))
-                self._answers.setdefault(entry["request"], answer)
-
-
-class RequestLocks:
-    """Which requests this process is about to make; where the file system has no locks, all that it asks for."""
-
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-
-    def acquire(self, digest: str) -> bool:
-        """Claim a request. False where another process has claimed it."""
-        if fcntl is None or self._descriptor is None:
-            return True
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, compute_lock_offset(digest))
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:
-            return True
-        return True
+    def claim(self, digest: str, seconds: float) -> bool:
+        """Claim a request for so many seconds. Returns False if another process, or another judge, has claimed it."""
+        owner = {"owner": self._owner, "host": socket.gethostname(), "pid": os.getpid()}
+        now = time.time()
+        return self._write(CLAIM_STATEMENT, {"request": digest, **owner, "now": now, "expires": now + seconds}) != 0
 
     def release(self, digest: str) -> None:
-        if fcntl is not None and self._descriptor is not None:
-            with suppress(OSError):
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, compute_lock_offset(digest))
+        values = {"request": digest, "owner": self._owner}
+        self._write("DELETE FROM claims WHERE request = :request AND owner = :owner", values)
+
+    def _write(self, statement: str, values: Mapping[str, Any]) -> int | None:
+        """Return the number of rows that a statement changed; None if nothing can be written."""
+        if not self._connection or self._is_unwritable:
+            return None
+        try:
+            return self._connection.execute(statement, values).rowcount
+        except sqlite3.Error as error:
+            self._report(error)
+            return None
+
+    def _report(self, error: Exception) -> None:
+        """Report once that the database cannot be written."""
+        if not self._is_unwritable:
+            self._is_unwritable = True
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            print(
+                escape_controls(f"! {self.path} cannot be written ({reason}): the judge goes on without it"), flush=True
+            )
 
 
-def compute_lock_offset(digest: str) -> int:
-    return int(digest[:15], 16)
-
-
-# ---------------------------------------------------------------- rubric
-# What a judge is asked, and how its answer becomes a number: strictly, or not at all.
+# ---------------------------------------------------------------- the text of a request, and the grade in an answer
 
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,15})?")
-
-
 PATTERN_TIMEOUT_SECONDS = 1.0
 """Seconds that the pattern of a recipe may take on one answer. A judge can write what makes it take hours."""
 
@@ -518,12 +521,12 @@ class UnknownPlaceholderError(Exception):
 
 
 def fill_template(template: str, values: Mapping[str, str], columns: Mapping[str, Any]) -> str:
-    """Replace each {name} by its text in `known` or in the columns of the row, and {{...}} by {...}.
+    """Replace each {name} by its text in `values` or in the columns of the row, and {{...}} by {...}.
 
-    Braces in what is put in are text. UnfilledError for a name that is in neither.
+    Braces in an inserted text are text. Raises UnknownPlaceholderError for a name that is in neither.
     """
 
-    def text_of(name: str) -> str:
+    def get_text(name: str) -> str:
         if name in values:
             return values[name]
         if name in columns:
@@ -532,7 +535,7 @@ def fill_template(template: str, values: Mapping[str, str], columns: Mapping[str
         raise UnknownPlaceholderError(f"the template has {{{name}}}, and the row has no such column{hint}")
 
     # Half a surrogate pair, which JSON can spell, is in no text that can be sent.
-    return braces.fill_placeholders(template, text_of).encode(errors="replace").decode()
+    return fill_placeholders(template, get_text).encode(errors="replace").decode()
 
 
 def format_column(value: Any) -> str:
@@ -543,16 +546,16 @@ def format_column(value: Any) -> str:
 
 
 def format_question(prompt: Prompt) -> str:
-    """Return what the policy was asked: the one message, or each message of a conversation behind its role."""
+    """Return the prompt as text: its one message, or each message of a conversation after its role."""
     if isinstance(prompt.text, str) or len(prompt.text) == 1:
         return prompt.question
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
 
 
 def format_completion(completion: Completion) -> str:
-    """Return the answer, or all that was said after the question of a conversation, each message behind its role.
+    """Return the answer, or the messages of a conversation after its prompt, each after its role.
 
-    Calls of tools are JSON objects below the message that they were made in.
+    Tool calls are JSON objects below their message.
     """
     if len(completion.messages) < 2:
         return completion.full_text
@@ -561,17 +564,17 @@ def format_completion(completion: Completion) -> str:
 
 def format_message(message: Message) -> str:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    said = "\n".join(filter(None, (message["content"], *calls)))
-    return f"{message['role']}: {said}"
+    content = "\n".join(filter(None, (message["content"], *calls)))
+    return f"{message['role']}: {content}"
 
 
 def extract_grade(answer: str, pattern: str, is_cut: bool) -> str | None:
-    """Return the first group of the last match of a pattern, or for "" the whole answer; None where there is none.
+    """Return the first group of the last match of a pattern, or for "" the whole answer; None if there is none.
 
-    Thinking does not count, nor does the end of an answer that was cut: more digits may have followed. SlowPatternError
-    if the pattern takes longer than PATTERN_SECONDS.
+    Thinking does not count, nor does the end of an answer that was cut: more digits may have followed. Raises
+    SlowPatternError if the pattern takes longer than `PATTERN_TIMEOUT_SECONDS`.
 
-    Example: stated_in("3, no: Grade: 8.", "Grade: ([0-9]+)", False) == "8"; stated_in("<think>3?</think> 8", "", False)
+    Example: extract_grade("3, no: Grade: 8.", "Grade: ([0-9]+)", False) == "8"
     """
     text = split_thought(answer)[1]
     if text is None:
@@ -582,22 +585,22 @@ def extract_grade(answer: str, pattern: str, is_cut: bool) -> str | None:
         matches = list(regex.finditer(pattern, text, timeout=PATTERN_TIMEOUT_SECONDS, concurrent=True))
     except TimeoutError:
         raise SlowPatternError(
-            f'pattern = "{pattern}" took more than {PATTERN_TIMEOUT_SECONDS:g} s on an answer of {len(text):,} characters:'
-            " write one that tries fewer ways"
+            f'pattern = "{pattern}" took more than {PATTERN_TIMEOUT_SECONDS:g} s on an answer of {len(text):,}'
+            " characters: write one that tries fewer ways"
         ) from None
     last = matches[-1] if matches else None
     return None if last is None or (is_cut and last.end(1) == len(text)) else last[1]
 
 
 def parse_number(text: str) -> float | None:
-    """Return the number that a text is, in digits; None where it is anything else, such as 7/10."""
+    """Return the number that a text is, in digits; None if it is anything else, such as 7/10."""
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
 def parse_json_number(answer: str, field: str) -> float | None:
-    """Return the number that a JSON object has under this name; None where the answer is no such object.
+    """Return the number that a JSON object has under this name; None if the answer is no such object.
 
-    Example: number_of('{"why": "polite", "score": 7}', "score") == 7.0; number_of('{"score": "7"}', "score") is None
+    Example: parse_json_number('{"why": "polite", "score": 7}', "score") == 7.0
     """
     try:
         found = json.loads(strip_thought(answer))

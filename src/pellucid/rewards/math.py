@@ -1,8 +1,8 @@
 """Decide whether a completion states the formula that is the gold answer.
 
-This file extracts the answer and refuses what would take for ever to compute. It compares words, numbers and constants
-itself, exactly, and lists, intervals and unions piece by piece. math-verify parses formulas and compares the rest:
-expressions with unknowns, equations, matrices. latex.py puts numbers, units and signs into LaTeX that it reads.
+This file extracts the answer, rewrites its numbers, units and signs in LaTeX that math-verify reads, and refuses what
+would take forever to compute. It compares words, numbers and constants itself, exactly, and lists, intervals and unions
+piece by piece. math-verify parses formulas and compares the rest: expressions with unknowns, equations, matrices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYMPY_ERRORS = (ArithmeticError, AttributeError, NotImplementedError, RecursionE
 MAX_COMPARED_PAIRS = 36
 """The most pairs of pieces of two lists that are compared by math-verify."""
 MAX_SEARCHED_CHARACTERS = 20_000
-"""How many characters at the end of a completion are searched where no answer is marked."""
+"""How many characters at the end of a completion are searched if no answer is marked."""
 MAX_ANSWER_CHARACTERS = 1000
 """The most characters of an answer."""
 
@@ -67,7 +67,7 @@ _RELATION = re.compile(r"\\(?:neq?|approx|sim|not|equiv)(?![A-Za-z])|!=|~")
 
 
 def states_formula(text: str, gold: str) -> bool | None:
-    """Whether a completion states the gold answer; None where the gold answer cannot be read.
+    """Return whether a completion states the gold answer; None if the gold answer cannot be read.
 
     Example: states_formula("So $x = \\\\frac{2}{4}$.", "0.5"); not states_formula("<answer>3x</answer>", "3")
     """
@@ -91,13 +91,13 @@ def strip_answer_sentence(gold: str) -> str:
 
 
 def is_readable(body: str) -> bool:
-    """Whether math-verify can read the formula of a gold answer, within a bounded time."""
+    """Return whether math-verify can read the formula of a gold answer, within a bounded time."""
     stray = "$" in body.replace(r"\$", "")
     return not stray and is_computable(body, allowed=body) and bool(parse_formula(body))
 
 
 def are_equal(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
-    """Whether two formulas are equal. Either may lack its unit; units that are both there must agree.
+    """Return whether two formulas are equal. Either may lack its unit; units that are both there must agree.
 
     A percentage is its amount or a hundredth of it, where only one side has the sign.
     """
@@ -128,7 +128,7 @@ def replace_body(side: NormalizedFormula, body: str) -> NormalizedFormula:
 
 
 def are_equal_without_units(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
-    """Whether two formulas without their units are equal."""
+    """Return whether two formulas without their units are equal."""
     one, other = found.body, expected.body
     if one.split() == other.split():
         return True
@@ -142,12 +142,12 @@ def are_equal_without_units(found: NormalizedFormula, expected: NormalizedFormul
 
 
 def get_first_verdict(verdicts: Iterable[bool | None]) -> bool | None:
-    """Return the first verdict that is no None; None where there is none."""
+    """Return the first verdict that is not None; None if there is none."""
     return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
 def compare_numbers(found: str, expected: str) -> bool | None:
-    """Whether two plain numbers are equal; None where either is none."""
+    """Return whether two plain numbers are equal; None if either is none."""
     x, y = parse_plain_number(found), parse_plain_number(expected)
     if x is None or y is None:
         return None
@@ -155,14 +155,14 @@ def compare_numbers(found: str, expected: str) -> bool | None:
 
 
 def compare_approximation(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
-    """Whether an answer with an approximation sign states the gold answer; None where there is no such sign."""
+    """Return whether an answer with an approximation sign states the gold answer; None if there is no such sign."""
     if not _APPROXIMATELY.search(found.body) or _APPROXIMATELY.search(expected.body):
         return None
     return approximates(found.body, expected)
 
 
 def compare_structures(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
-    """Whether two lists or sets are equal; False for formulas of different kinds, None for other formulas."""
+    """Return whether two lists or sets are equal; False for formulas of different kinds, None for other formulas."""
     return compare_pieces(found.body, expected.body) if are_same_kind(found.body, expected.body) else False
 
 
@@ -178,7 +178,7 @@ def compare_formulas(found: str, expected: str) -> bool:
 
 
 def verify_formula(found: str, expected: str) -> bool:
-    """Whether two formulas are equal: constants exactly, anything else as math-verify compares it."""
+    """Return whether two formulas are equal: constants exactly, anything else as math-verify compares it."""
     one, other = parse_formula(found), parse_formula(expected)
     if not are_comparable(one, other):
         return False
@@ -198,9 +198,9 @@ def count_compared_digits(*bodies: str) -> int:
 
 
 def compare_constants(found: str, one: Sequence[Any], expected: str, other: Sequence[Any], digits: int) -> bool | None:
-    """Whether two constants are equal; None where either is no constant.
+    """Return whether two constants are equal; None if either is no constant.
 
-    A plain decimal of SAME_PLACES places equals the number that it is rounded from.
+    A plain decimal of `MIN_ROUNDED_PLACES` places equals the number that it is rounded from.
     """
     x, y = (evaluate_constant(side) for side in (one, other))
     if x is None or y is None:
@@ -223,7 +223,7 @@ def compare_constants(found: str, one: Sequence[Any], expected: str, other: Sequ
 
 
 def is_rounded_constant(decimal: Fraction, exact: Any, places: int) -> bool:
-    """Whether a decimal is a constant of sympy rounded at so many places."""
+    """Return whether a decimal is a constant of sympy rounded at so many places."""
     sympy = import_extra("sympy", "data", 'reward "math"')
     value = sympy.N(exact, places + 30)
     if not value.is_Float:
@@ -233,7 +233,7 @@ def is_rounded_constant(decimal: Fraction, exact: Any, places: int) -> bool:
 
 
 def evaluate_constant(formula: Sequence[Any]) -> Any:
-    """Return the evaluated constant of sympy that was parsed; None where it has unknowns or is no expression."""
+    """Return the evaluated constant of sympy that was parsed; None if it has unknowns or is no expression."""
     sympy = import_extra("sympy", "data", 'reward "math"')
     if not formula or not isinstance(formula[0], sympy.Expr) or formula[0].free_symbols:
         return None
@@ -247,7 +247,7 @@ def evaluate_constant(formula: Sequence[Any]) -> Any:
 
 
 def compare_in_base(found: str, expected: str) -> bool | None:
-    """Whether numbers with a base such as 101_2 agree, of which one may lack the base; None where none has one."""
+    """Return whether numbers with a base such as 101_2 agree, of which one may lack the base; None if none has one."""
     one, other = (_NUMBER_WITH_BASE.fullmatch("".join(side.split())) for side in (found, expected))
     if one and other:
         return (one[1].lower(), one[2]) == (other[1].lower(), other[2])
@@ -265,7 +265,7 @@ def compare_in_base(found: str, expected: str) -> bool | None:
 
 
 def approximates(found: str, expected: NormalizedFormula) -> bool:
-    """Whether "x \\approx 3.14" or "\\pi \\approx 3.14" states the gold answer: by either side, where both agree."""
+    """Return whether "x \\approx 3.14" or "\\pi \\approx 3.14" states the gold answer by a side; both must agree."""
     sides = [side.strip() for side in _APPROXIMATELY.split(found)]
     if len(sides) != 2 or not all(sides):
         return False
@@ -287,9 +287,9 @@ def approximates(found: str, expected: NormalizedFormula) -> bool:
 
 
 def compare_ranges(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
-    """Whether a condition and an interval, or two conditions, hold for the same numbers.
+    """Return whether a condition and an interval, or two conditions, hold for the same numbers.
 
-    None where this does not say: neither is a condition, or a condition that must be solved first differs.
+    None if this cannot be told: neither is a condition, or a condition that must be solved first differs.
     """
     if found.range and expected.range:
         same_bounds = found.unknown == expected.unknown and bool(compare_pieces(found.range, expected.range))
@@ -323,9 +323,9 @@ class Piece(NamedTuple):
 
 
 def split_pieces(body: str) -> tuple[str, list[Piece]] | None:
-    """Return the pieces of a union of intervals, "cup", or of a list, "list"; None where it is neither.
+    """Return the pieces of a union of intervals, "cup", or of a list, "list"; None if it is neither.
 
-    Example: pieces_of("[0,1) \\cup \\{3\\}") == ("cup", [Piece("[)", ("0", "1")), Piece("{}", ("3",))])
+    Example: split_pieces("[0,1) \\cup \\{3\\}") == ("cup", [Piece("[)", ("0", "1")), Piece("{}", ("3",))])
     """
     body = body.strip()
     if r"\cup" in body or body.startswith(("(", "[", r"\{")):
@@ -338,7 +338,7 @@ def split_pieces(body: str) -> tuple[str, list[Piece]] | None:
 
 
 def parse_bracketed(part: str) -> Piece | None:
-    """Return the elements of a list in brackets that close at its end; None where they do not."""
+    """Return the elements of a list in brackets that close at its end; None if they do not."""
     opening, closing = (2 if part.startswith(r"\{") else 1), (2 if part.endswith(r"\}") else 1)
     brackets = part[:opening][-1:] + part[-1:]
     if len(part) < 3 or brackets not in ("()", "[]", "(]", "[)", "{}") or (brackets == "{}" and opening + closing != 4):
@@ -349,7 +349,7 @@ def parse_bracketed(part: str) -> Piece | None:
 
 
 def has_no_stray_bracket(body: str) -> bool:
-    """Whether no bracket in a text closes one that was opened before it."""
+    """Return whether no bracket in a text closes one that was opened before it."""
     level = 0
     for c in body:
         level += (c in "([{") - (c in ")]}")
@@ -359,15 +359,15 @@ def has_no_stray_bracket(body: str) -> bool:
 
 
 def split_at_commas(body: str) -> list[str]:
-    """Split at commas outside of brackets. Where there are commas with a space, those in 1,000 group thousands."""
+    """Split at commas outside of brackets. If there are commas with a space, those in 1,000 group thousands."""
     if ", " in body:
         body = _THOUSANDS_COMMA.sub("\0", body)
     parts, level, start = list[str](), 0, 0
-    for place, c in enumerate(body):
+    for i, c in enumerate(body):
         level += (c in "([{") - (c in ")]}")
         if c in ",;" and level <= 0:
-            parts.append(body[start:place])
-            start = place + 1
+            parts.append(body[start:i])
+            start = i + 1
     return [part.replace("\0", ",").strip() for part in (*parts, body[start:])]
 
 
@@ -380,7 +380,7 @@ def expand_plus_minus(body: str) -> str:
 
 
 def compare_pieces(found: str, expected: str) -> bool | None:
-    """Whether two lists, tuples, sets, intervals or unions have equal pieces; None where they are not of one kind."""
+    """Return whether two lists, tuples, sets, intervals or unions have equal pieces; None if their kinds differ."""
     if (
         not any(sign in found and sign in expected for sign in (",", ";", r"\{", r"\pm"))
         and r"\pm" not in found + expected
@@ -406,7 +406,7 @@ def get_elements(pieces: Sequence[Piece]) -> tuple[str, ...] | None:
 
 
 def are_equal_pieces(one: Piece, other: Piece) -> bool:
-    """Whether two bracketed lists are equal: in their order, unless they are sets."""
+    """Return whether two bracketed lists are equal: in their order, unless they are sets."""
     if one.brackets != other.brackets or len(one.parts) != len(other.parts):
         return False
     if one.brackets == "{}":
@@ -415,7 +415,7 @@ def are_equal_pieces(one: Piece, other: Piece) -> bool:
 
 
 def have_equal_elements(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two lists have the same elements, in whatever order."""
+    """Return whether two lists have the same elements, in whatever order."""
     return len(one) == len(other) and have_perfect_matching(one, other, are_equal_elements)
 
 
@@ -424,13 +424,13 @@ def are_equal_elements(one: str, other: str) -> bool:
 
 
 def have_perfect_matching(one: Sequence[Any], other: Sequence[Any], alike: Callable[[Any, Any], bool]) -> bool:
-    """Whether each element has a partner of its own. Equal texts are paired first, as comparing formulas is slow."""
+    """Return whether each element has its own partner. Equal texts are paired first: comparing formulas is slow."""
     rest = list(other)
     left = [each for each in one if not (each in rest and (rest.remove(each) is None))]
     if len(left) ** 2 > MAX_COMPARED_PAIRS:
         return False
     for each in left:
-        partner = next((place for place, candidate in enumerate(rest) if alike(each, candidate)), None)
+        partner = next((i for i, candidate in enumerate(rest) if alike(each, candidate)), None)
         if partner is None:
             return False
         del rest[partner]
@@ -438,7 +438,7 @@ def have_perfect_matching(one: Sequence[Any], other: Sequence[Any], alike: Calla
 
 
 def are_same_kind(found: str, expected: str) -> bool:
-    """Whether both or neither hold a relation such as != or ~, and `found` holds no adjacent numbers.
+    """Return whether both or neither hold a relation such as != or ~, and `found` holds no adjacent numbers.
 
     math-verify drops such relations and joins such numbers.
     """
@@ -447,7 +447,7 @@ def are_same_kind(found: str, expected: str) -> bool:
 
 
 def is_rounded_ratio(decimal: str, value: Fraction, ratio: str, exact: Fraction) -> bool:
-    """Whether a decimal of at least SAME_PLACES places is the ratio rounded at its last place."""
+    """Return whether a decimal of at least `MIN_ROUNDED_PLACES` places is the ratio rounded at its last place."""
     places = decimal.partition(".")[2]
     if not places.isdigit() or len(places) < MIN_ROUNDED_PLACES or "." in ratio:
         return False
@@ -456,7 +456,7 @@ def is_rounded_ratio(decimal: str, value: Fraction, ratio: str, exact: Fraction)
 
 
 def parse_plain_number(body: str) -> Fraction | None:
-    """Return the value of a formula that is a number alone; None where letters, brackets or signs make it more."""
+    """Return the value of a formula that is a number alone; None if letters, brackets or signs make it more."""
     letters = re.sub(r"\\(?:[dtc]?frac|times|cdot)(?![A-Za-z])", "", body)
     return None if re.search(r"[A-Za-z()\[\]|]", letters) else parse_only_number(body)
 
@@ -471,7 +471,7 @@ def divide_by_hundred(body: str) -> str:
 
 
 def states_words(text: str, marked: str | None, gold: str) -> bool:
-    """Whether a completion states these words: as its marked answer, else as its last line or the end of that."""
+    """Return whether a completion states these words: as its marked answer, else as its last line or its end."""
     expected = normalize_words(strip_to_words(gold))
     if marked is not None:
         named = re.sub(
@@ -479,14 +479,14 @@ def states_words(text: str, marked: str | None, gold: str) -> bool:
         )
         return normalize_words(strip_to_words(named)) == expected
     last = "".join(text.strip().splitlines()[-1:])[-MAX_ANSWER_CHARACTERS:]
-    said = re.split(r"(?:\b(?:is|are|on)\b|[:=])", last)[-1]
-    return expected in (normalize_words(strip_to_words(last)), normalize_words(strip_to_words(said)))
+    ending = re.split(r"(?:\b(?:is|are|on)\b|[:=])", last)[-1]
+    return expected in (normalize_words(strip_to_words(last)), normalize_words(strip_to_words(ending)))
 
 
 def extract_conclusion(text: str) -> str:
-    """Return the last formula of a text without a marked answer, between $ and $ or words; empty where it is negated.
+    """Return the last formula of a text without a marked answer, between $ and $ or words; empty if it is negated.
 
-    Example: conclusion("She makes 18 dollars") == "18"; conclusion("It is x^2 + 1.") == "x^2 + 1"
+    Example: extract_conclusion("She makes 18 dollars") == "18"; extract_conclusion("It is x^2 + 1.") == "x^2 + 1"
     """
     text = remove_emphasis(text)
     start, end, formula = find_last_delimited(text)
@@ -524,7 +524,7 @@ def find_last_span(text: str, begin: int) -> tuple[int, int] | None:
 
 
 def are_comparable(found: list[Any], expected: list[Any]) -> bool:
-    """Whether comparing is safe: expressions in different unknowns are not equal, and simplifying them may not end."""
+    """Return whether comparing is safe: with different unknowns they differ, and simplifying them may not end."""
     expression = import_extra("sympy", "data", 'reward "math"').Expr
     pair = (found[:1], expected[:1])
     if not all(formula and isinstance(formula[0], expression) for formula in pair):
@@ -555,7 +555,7 @@ def make_exact(formula: Any) -> Any:
 
 @cache
 def load_math_verify() -> tuple[Callable[[str], list[Any]], Callable[..., bool]]:
-    """Return math-verify's parse and verify, without units: it takes the ab of 2ab for one, so latex.py reads them."""
+    """Return math-verify's parse and verify. Units are split off before: it would take the ab of 2ab for one."""
     library = import_extra("math_verify", "data", 'reward "math"')
     normalization = replace(library.LatexExtractionConfig().normalization_config, units=False)
     reading = [library.LatexExtractionConfig(normalization_config=normalization), library.ExprExtractionConfig()]
@@ -565,8 +565,7 @@ def load_math_verify() -> tuple[Callable[[str], list[Any]], Callable[..., bool]]
     return partial(library.parse, extraction_config=reading, parsing_timeout=None), library.verify
 
 
-# ---------------------------------------------------------------- latex
-# Rewrite formulas, in LaTeX or not, for math-verify: numbers, units and signs. Tell words from formulas.
+# ---------------------------------------------------------------- formulas in the LaTeX that math-verify reads
 
 
 _SIGNS = {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u00d7": r"\times ", "\u00f7": r"\div ", "\u00b7": r"\cdot "}
@@ -683,9 +682,9 @@ class NormalizedFormula(NamedTuple):
     body: str
     unit: str
     has_currency: bool = False
-    """Whether it has a currency sign."""
+    """Return whether it has a currency sign."""
     range: str = ""
-    """The intervals that a condition such as -5 < x < 3 stands for; empty where it is no condition."""
+    """The intervals that a condition such as -5 < x < 3 stands for; empty if it is no condition."""
     unknown: str = ""
     """The unknown of that condition."""
 
@@ -694,7 +693,7 @@ class NormalizedFormula(NamedTuple):
 def normalize_formula(text: str) -> NormalizedFormula:
     """Return the formula and the unit of a text, in the LaTeX that math-verify reads.
 
-    Example: written("US$1,000").body == "1,000"; written("90\u00b0")[:2] == ("90", "degrees")
+    Example: normalize_formula("US$1,000").body == "1,000"; normalize_formula("90\u00b0")[:2] == ("90", "degrees")
     """
     raised = _SUPERSCRIPT.sub(
         lambda match: "^{" + "".join(str(_SUPERSCRIPT_DIGITS.index(c)) for c in match[0]) + "}",
@@ -761,9 +760,9 @@ _SET_BUILDER = re.compile(
 
 
 def parse_condition(body: str) -> tuple[str, str]:
-    """Return the unknown of a condition such as -5 < x < 3 and its intervals; empty where it is none.
+    """Return the unknown of a condition such as -5 < x < 3 and its intervals; empty if it is none.
 
-    Example: condition(r"x < 1 \\text{ or } x \\ge 2") == ("x", r"(-\\infty,1)\\cup[2,\\infty)")
+    Example: parse_condition(r"x < 1 \\text{ or } x \\ge 2") == ("x", r"(-\\infty,1)\\cup[2,\\infty)")
     """
     if not _SIGN.search(body) or "=" in body:
         return "", ""
@@ -786,7 +785,7 @@ ConditionIntervals = tuple[str, list[str]]
 
 
 def parse_simple_condition(text: str) -> ConditionIntervals | None:
-    """Return unknown and intervals of one inequality, or of a chain a < x < b; None where it is neither."""
+    """Return unknown and intervals of one inequality, or of a chain a < x < b; None if it is neither."""
     sides = [side.strip().strip("$").strip() for side in _SIGN.split(text)]
     signs = [_DIRECTIONS[sign[0].lstrip("\\")] for sign in _SIGN.finditer(text)]
     if not all(sides) or "," in text or not 2 <= len(sides) <= 3:
@@ -824,7 +823,7 @@ def parse_inequality(left: str, sign: str, right: str) -> ConditionIntervals | N
 
 
 def parse_absolute_value(unknown: str, sign: str, limit: str) -> ConditionIntervals | None:
-    """Return the intervals of |x| < a or |x| > a; None where a may be negative."""
+    """Return the intervals of |x| < a or |x| > a; None if a may be negative."""
     if sign == "!=" or limit.startswith("-"):
         return None
     opening, closing = ("[", "]") if "=" in sign else ("(", ")")
@@ -834,7 +833,7 @@ def parse_absolute_value(unknown: str, sign: str, limit: str) -> ConditionInterv
 
 
 def intersect_bounds(bounds: list[ConditionIntervals | None]) -> ConditionIntervals | None:
-    """Return the interval of "x > -5 and x < 3"; None where conditions are not one lower and one upper bound."""
+    """Return the interval of "x > -5 and x < 3"; None if conditions are not one lower and one upper bound."""
     if len(bounds) != 2 or any(bound is None or len(bound[1]) != 1 for bound in bounds):
         return None
     (one, (first,)), (other, (second,)) = (bound for bound in bounds if bound is not None)
@@ -865,7 +864,7 @@ def strip_formatting(text: str) -> str:
 
 
 def split_unit(body: str) -> tuple[str, str]:
-    """Return a formula without its unit, and the unit; empty where there is none."""
+    """Return a formula without its unit, and the unit; empty if there is none."""
     match = _UNIT.search(body)
     if match is None:
         return body, ""
@@ -929,7 +928,7 @@ def remove_emphasis(text: str) -> str:
 def normalize_words(words: str) -> str:
     """Return words as they are compared: without case, and of dates without commas, order and "th".
 
-    Example: date_key("20th of June, 2024") == date_key("June 20, 2024")
+    Example: normalize_words("20th of June, 2024") == normalize_words("June 20, 2024")
     """
     folded = " ".join(words.replace(",", " ").split()).casefold() if re.search(r"\d", words) else words.casefold()
     if not _MONTH.search(folded) or not re.search(r"\d", folded):
@@ -939,12 +938,12 @@ def normalize_words(words: str) -> str:
 
 
 def is_sentence(gold: str) -> bool:
-    """Whether a gold answer looks like a sentence from which the answer must be cut: four words or more."""
+    """Return whether a gold answer looks like a sentence from which the answer must be cut: four words or more."""
     return len(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", strip_formatting(gold))) >= 4
 
 
 def is_name_or_date(bare: str) -> bool:
-    """Whether a text with numbers is a name or a date, such as June 20 or Route 66, and no formula."""
+    """Return whether a text with numbers is a name or a date, such as June 20 or Route 66, and no formula."""
     if re.search(r"[\\^_={}+*/<>|$%]", bare) or not re.search(r"\d", bare):
         return False
     if _MONTH.search(bare) and re.fullmatch(
@@ -957,7 +956,7 @@ def is_name_or_date(bare: str) -> bool:
 
 
 def is_words(gold: str) -> bool:
-    """Whether a gold answer is text, not a formula: words, or a choice from A to H. A product such as xy is none."""
+    """Return whether a gold answer is text: words, or a choice from A to H. A product such as xy is a formula."""
     bare = strip_to_words(gold)
     if re.fullmatch(r"[A-H\u2e80-\u9fff\uac00-\ud7af]", bare) or is_name_or_date(bare):
         return True
@@ -969,7 +968,7 @@ def is_words(gold: str) -> bool:
 
 
 def is_product(word: str) -> bool:
-    """Whether letters are a product of unknowns, such as xyz and ab, and not a word or a unit."""
+    """Return whether letters are a product of unknowns, such as xyz and ab, and not a word or a unit."""
     letters = set(word)
     ordered = letters <= set("wxyz") or list(word) == sorted(letters)
     return (
@@ -988,8 +987,7 @@ def strip_to_words(text: str) -> str:
     return choice[1] if choice else " ".join(bare.split())
 
 
-# ---------------------------------------------------------------- bounds
-# Tell from the text of a formula that a model wrote whether computing it takes bounded time: 9^{9^{9^9}} does not.
+# ---------------------------------------------------------------- the cost of a formula: 9^{9^{9^9}} is too expensive
 
 
 MAX_FORMULA_SIGNS = 60
@@ -1006,13 +1004,12 @@ _CHAINED_SIGNS = [re.compile(sign) for sign in ("/", ":", r"\|", "%", r"[A-Za-z]
 _UNBOUNDED_OPERATOR = re.compile(r"\\(?:sum|prod|int|iint|iiint|oint|lim)(?![A-Za-z])")
 _SMALL_FACTORIAL = re.compile(r"(?:(?<![\d.])\d{1,3}|(?<![A-Za-z])[a-z]|\([^()!^]{1,20}\))!(?!!)")
 _LARGE_BINOMIAL = re.compile(r"\\[dt]?binom[^A-Za-z]*\d{4}")
-_LATEX_COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def is_computable(body: str, allowed: str) -> bool:
-    """Whether comparing a formula takes bounded time. Whatever the gold answer, `allowed`, has in it is accepted.
+    """Return whether comparing a formula takes bounded time. What the gold answer, `allowed`, contains is accepted.
 
-    Example: computable("2^{10}", "7"); not computable("9^{9^{9^9}}", "7"); not computable("999999!!!", "7")
+    Example: is_computable("2^{10}", "7"); not is_computable("9^{9^{9^9}}", "7"); not is_computable("999999!!!", "7")
     """
     if count_signs(body) > max(MAX_FORMULA_SIGNS, 2 * count_signs(allowed)) or measure_bracket_depth(body) > max(
         MAX_BRACKET_DEPTH, measure_bracket_depth(allowed)
@@ -1043,7 +1040,7 @@ def measure_bracket_depth(body: str) -> int:
 
 
 def has_balanced_brackets(body: str) -> bool:
-    """Whether every bracket is closed by one of any kind, as in [0, 1). `\\left.` and `\\right.` count as brackets."""
+    """Return whether every bracket is closed by one of any kind, as in [0, 1); so are `\\left.` and `\\right.`."""
     level = 0
     for c in body.replace(r"\left.", "(").replace(r"\right.", ")"):
         level += (c in "([{") - (c in ")]}")
@@ -1053,10 +1050,10 @@ def has_balanced_brackets(body: str) -> bool:
 
 
 def has_computable_powers(body: str, largest_polynomial: int) -> bool:
-    """Whether each exponent, and the product of those above 9, is small enough to compute."""
+    """Return whether each exponent, and the product of those above 9, is small enough to compute."""
     product = 1
-    for place in (i for i, c in enumerate(body) if c == "^"):
-        exponent = find_exponent(body, place + 1)
+    for position in (i for i, c in enumerate(body) if c == "^"):
+        exponent = find_exponent(body, position + 1)
         digits = re.findall(r"\d+", exponent)
         # An exponent may hold the power of a letter, which is not computed: e^{-x^2}.
         tower = re.search(r"(?<![A-Za-z])\s*\^", exponent) or (not re.search("[A-Za-z]", exponent) and "^" in exponent)
@@ -1065,8 +1062,8 @@ def has_computable_powers(body: str, largest_polynomial: int) -> bool:
         if not digits:
             continue
         largest = max(map(int, digits))
-        bracket = body[:place].rstrip()[-1:] in (")", "}", "]") and re.search(
-            "[A-Za-z]", _LATEX_COMMAND.sub("", body[:place])
+        bracket = body[:position].rstrip()[-1:] in (")", "}", "]") and re.search(
+            "[A-Za-z]", _COMMAND.sub("", body[:position])
         )
         if largest > (largest_polynomial if bracket else MAX_EXPONENT):
             return False
@@ -1081,8 +1078,8 @@ def find_exponent(body: str, start: int) -> str:
         run = re.match(r"[-+]?(?:\\[A-Za-z]+|[\w.]+)(?:\s*\^.*)?", rest)
         return run[0] if run else ""
     level = 0
-    for place, c in enumerate(rest):
+    for i, c in enumerate(rest):
         level += (c in "({") - (c in ")}")
         if level == 0:
-            return rest[1:place]
+            return rest[1:i]
     return rest

@@ -1,7 +1,7 @@
 """What one term says of one completion, and the checks that a reward of the user's own must pass.
 
-A reward has one representation on its way: a term's value is a `RewardPart`, the weighted sum of parts is a `Reward`, and
-both are JSON only in the pipe between a worker process and its parent, who runs no code of what the user returned.
+A reward has one representation on its way: the value of a term is a `RewardPart`, the weighted sum of parts a `Reward`.
+Only in the pipe between a worker process and its parent they are JSON, which can be read without running user code.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class RewardPool:
     def _receive(
         self, worker: RewardWorker, busy: dict[RewardWorker, PendingCall], waiting: Mapping[bool, deque[PendingCall]]
     ) -> None:
-        """Take the answers of a process. If it is lost, its current terms have failed, and another computes the rest."""
+        """Take the answers of a process. If it is lost, its current terms have failed; another computes the rest."""
         call = busy[worker]
         try:
             for event in worker.receive_events():

@@ -1,8 +1,8 @@
 """A reward model: a classifier of transformers reads a prompt with its completion, and its logit is the reward.
 
-It reads what its own tokenizer makes of them: a conversation through its own chat template, which writes all special
-tokens; a plain prompt and its completion as one text, with the special tokens that the tokenizer adds to any text. This
-is the only file of its room that needs torch.
+It uses its own tokenizer: a conversation goes through its own chat template, which writes all special tokens; a plain
+prompt and its completion are one text, with the special tokens that the tokenizer adds to any text. This is the only
+file of the folder that needs torch.
 """
 
 from __future__ import annotations
@@ -48,23 +48,26 @@ NO_TEMPLATE_ERROR = (
 
 
 class RewardModel:
-    """A Grader whose values are logits of a model, which is loaded when it is made.
+    """A ModelGrader whose values are logits of a model, which is loaded when the object is made.
 
-    UserError where `source` leads to no classifier of sequences, or the settings do not fit it.
+    Args:
+        source: A folder, or the id of a model on the Hub.
+        settings: Device, dtype, batch size and the like.
 
-    Example: RewardModel("some/reward-model", RewardModelSettings(batch=8)).parts([(prompt, completion)])
+    Raises:
+        UserError: if `source` is no classifier of sequences, or the settings do not fit it.
+
+    Example: RewardModel("some/reward-model", RewardModelSettings(batch=8)).grade([(prompt, completion)])
     """
 
     def __init__(self, source: str, settings: RewardModelSettings) -> None:
         self._settings = settings
         device = pick_device(settings.device, "reward_model.device")
         with explain_load_errors(source, settings):
-            config, place, how = (
-                load_reward_model_config(source, settings),
-                locate_reward_model(source, settings),
-                build_load_arguments(settings),
+            config = load_reward_model_config(source, settings)
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                locate_reward_model(source, settings), **build_load_arguments(settings)
             )
-            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **how)
             self._max_tokens = compute_max_tokens(source, settings, config, self._tokenizer)
             self._model = load_reward_model(source, settings).to(cast(Any, device)).eval()
             self._vocabulary_size = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
@@ -76,7 +79,8 @@ class RewardModel:
     def grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
         """Return one part for each completion, in their order."""
         rows = [self._tokenize(*pair) for pair in pairs]
-        # Each is read once: in another batch equal texts would differ by rounding, and a dead group would seem alive.
+        # Equal texts are read once: in another batch they would differ by rounding, and a group of equals would not
+        # have zero variance.
         distinct = sorted({row for row in rows if isinstance(row, tuple)}, key=lambda row: (len(row), row))
         graded: dict[TokenIds, RewardPart] = {}
         self._is_stopped = False
@@ -88,11 +92,11 @@ class RewardModel:
         return [row if isinstance(row, RewardPart) else graded[row] for row in rows]
 
     def stop(self) -> None:
-        """Give up the batches that have not begun in another thread: `parts` raises there."""
+        """Give up the batches that have not begun in another thread: `grade` raises there."""
         self._is_stopped = True
 
     def _tokenize(self, prompt: Prompt, completion: Completion) -> TokenIds | RewardPart:
-        """Return what the model reads of a completion; a part with an error where it cannot."""
+        """Return the tokens that the model reads, or a part with an error if it cannot read the completion."""
         if not isinstance(prompt.text, str) and not self._tokenizer.chat_template:
             return RewardPart(error=NO_TEMPLATE_ERROR)
         try:
@@ -115,31 +119,33 @@ class RewardModel:
     def _render_text(self, prompt: Prompt, completion: Completion) -> str:
         if isinstance(prompt.text, str):
             return prompt.text + completion.text
-        alone = ({"role": "assistant", "content": completion.full_text},)
-        said = completion.messages if len(completion.messages) > 1 else alone
-        # Calls of tools and their answers are written into texts where the model's template would leave them out.
-        messages, _ = prepare_messages(self._tokenizer, (*prompt.text, *said))
+        answer = ({"role": "assistant", "content": completion.full_text},)
+        added = completion.messages if len(completion.messages) > 1 else answer
+        # Tool calls and their results are written into texts if the model's template would leave them out.
+        messages, _ = prepare_messages(self._tokenizer, (*prompt.text, *added))
         return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
 
     def _grade_rows(self, rows: Sequence[TokenIds]) -> list[RewardPart]:
         """Return a part for each row of token ids.
 
-        Where they fail together, as where memory runs out, each half is tried, down to the row that fails alone.
+        If they fail together, as when memory runs out, each half is tried, down to the row that fails alone.
         """
         try:
             return [build_part(logit) for logit in self._compute_logits(rows)]
         except (MemoryError, *MODEL_ERRORS) as error:
-            told = format_error_line(error)
-        # Behind the handler: the error holds on to the tensors of the whole batch.
+            description = format_error_line(error)
+        # After the handler: the error holds on to the tensors of the whole batch.
         half = len(rows) // 2
-        return self._grade_rows(rows[:half]) + self._grade_rows(rows[half:]) if half else [RewardPart(error=told)]
+        if not half:
+            return [RewardPart(error=description)]
+        return self._grade_rows(rows[:half]) + self._grade_rows(rows[half:])
 
     @torch.inference_mode()
     def _compute_logits(self, rows: Sequence[TokenIds]) -> list[float]:
         """Return the logit of each row of token ids.
 
-        Decoders have it at the last token that is no padding. Where nothing says what pads, any token may end a row,
-        and one that ends none of these pads them.
+        Decoders have it at the last token that is no padding. If the model has no padding token, any token may end a
+        row, and one that ends none of these rows pads them.
         """
         pad = self._pad_token_id
         if pad is None or not 0 <= pad < self._vocabulary_size:
@@ -156,24 +162,24 @@ def build_part(logit: float) -> RewardPart:
     return RewardPart(logit) if math.isfinite(logit) else RewardPart(error=f"its logit is {logit}")
 
 
-# ---------------------------------------------------------------- what a name leads to
+# ---------------------------------------------------------------- loading
 
 
 def load_reward_model(source: str, settings: RewardModelSettings) -> PreTrainedModel:
-    """Return the model on the CPU. UserError where it has no weights for a classifier, which would then be random."""
-    how: Any = {"dtype": settings.dtype, "output_loading_info": True, **build_load_arguments(settings)}
-    loaded: Any = AutoModelForSequenceClassification.from_pretrained(locate_reward_model(source, settings), **how)
-    model, told = loaded
-    if missing := sorted(told["missing_keys"]):
+    """Return the model on the CPU. Raises UserError if it has no weights for a classifier, which would be random."""
+    arguments: Any = {"dtype": settings.dtype, "output_loading_info": True, **build_load_arguments(settings)}
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(locate_reward_model(source, settings), **arguments)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
         raise UserError(
-            f"{format_term_name(source)} has no weights for {missing[0]}, which {type(model).__name__} needs: give a model that"
-            " was trained and saved as one; a language model has no rewards to give"
+            f"{format_term_name(source)} has no weights for {missing[0]}, which {type(model).__name__} needs: give a"
+            " model that was trained and saved as one; a language model has no rewards to give"
         )
     return model
 
 
 def load_reward_model_config(source: str, settings: RewardModelSettings) -> PreTrainedConfig:
-    """Return the configuration. UserError where it is of no classifier, or of one without the label."""
+    """Return the configuration. Raises UserError if the model is no classifier, or one without the label."""
     config = AutoConfig.from_pretrained(locate_reward_model(source, settings), **build_load_arguments(settings))
     is_own = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_own:
@@ -190,7 +196,7 @@ def load_reward_model_config(source: str, settings: RewardModelSettings) -> PreT
 def compute_max_tokens(
     source: str, settings: RewardModelSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Return how many tokens a sequence may have. UserError where the model cannot read as many as the settings say."""
+    """Return how many tokens a sequence may have. Raises UserError if the settings ask for more than it reads."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     most = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
     if settings.max_tokens > most:
@@ -202,7 +208,7 @@ def compute_max_tokens(
 
 @cache
 def compute_weights_gb(source: str, settings: RewardModelSettings) -> float:
-    """Return the size of the weights in GB, for which the configuration is enough. UserError as when it is loaded."""
+    """Return the size of the weights in GB, from the configuration alone. Raises UserError as loading does."""
     with explain_load_errors(source, settings), torch.device("meta"):
         config = load_reward_model_config(source, settings)
         chosen = {} if settings.dtype == "auto" else {"dtype": getattr(torch, settings.dtype)}
@@ -216,19 +222,20 @@ def format_term_name(source: str) -> str:
 
 
 def build_load_arguments(settings: RewardModelSettings) -> dict[str, Any]:
-    """Return arguments of each `from_pretrained`. Left open, it would ask on the terminal whether code may run."""
+    """Return the arguments of each `from_pretrained`, which would ask on the terminal whether code may run."""
     return {"revision": settings.revision or None, "trust_remote_code": settings.trust_remote_code}
 
 
 def locate_reward_model(source: str, settings: RewardModelSettings) -> str:
-    """Return the folder, or the name itself where it must be an id of the Hub. UserError for what can be neither."""
+    """Return the folder, or the name itself if it must be an id of the Hub. Raises UserError if it can be neither."""
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"{format_term_name(source)} is a folder without config.json: name that of a saved model")
         if settings.revision:
             raise UserError(
-                f"{format_term_name(source)}: reward_model.revision = {settings.revision!r} is for models of the Hub: omit it"
+                f"{format_term_name(source)}: reward_model.revision = {settings.revision!r} is for models of the Hub:"
+                " omit it"
             )
         return str(path)
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
@@ -245,8 +252,8 @@ def explain_load_errors(source: str, settings: RewardModelSettings) -> Iterator[
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
         if not settings.trust_remote_code and "trust_remote_code" in str(error):
             raise UserError(
-                f"{format_term_name(source)} is computed by Python code in its own folder, which would run as you, with all that"
-                " you may do: read it, then set reward_model.trust_remote_code"
+                f"{format_term_name(source)} is computed by Python code in its own folder, which would run as you,"
+                " with all that you may do: read it, then set reward_model.trust_remote_code"
             ) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         mend = (

@@ -23,7 +23,7 @@ _NON_COLUMN_SIGN = re.compile("[\"':\n]")
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """`[reward]`: the processes that compute rewards, what they may take, and how long failures are borne with."""
+    """`[reward]`: the processes that compute rewards, their limits, and after how many failures a run stops."""
 
     timeout: float = 10.0
     """Seconds that one completion's reward may take. One that takes longer has failed, and its process is ended."""

@@ -1,9 +1,9 @@
 """The terms of a reward. Each `[[task.rewards]]` table names one, from exact match to a function of the user's own.
 
-`exact`, `numeric` and `math` compare the answer with the gold answers, any of which is right. answers.py says what the
-answer is: the content of an `<answer>` tag that ends the completion, otherwise what follows `</think>`, or the whole
+`exact`, `numeric` and `math` compare the answer with the gold answers, any of which is right. answers.py extracts the
+answer: the content of an `<answer>` tag that ends the completion, otherwise what follows `</think>`, or the whole
 completion; if that contains a box, the answer is the content of the last one. Functions of the user's own are called in
-functions.py; a judge is in judge.py, a reward model in model.py.
+functions.py; a judge is in judge.py, a reward model in reward_model.py.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pellucid.types import Completion, Prompt
 from pellucid.utils.plugins import did_you_mean, load_function
 
 ENVIRONMENT_TERM = "environment"
-"""The term that says what the environment of a conversation says that it was worth."""
+"""The term whose value is the reward that the environment of a conversation gives."""
 JUDGE_TERM = "judge"
-"""The term that a Judge computes."""
+"""The term that a judge computes."""
 REWARD_MODEL_PREFIX = "model:"
-"""What the name of a reward model begins with."""
+"""How the name of a reward model begins."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class RewardTerm:
         if is_function_term(self.name):
             load_function(self.name, "reward")
         elif self.name == REWARD_MODEL_PREFIX or not (self.name in named or is_model):
-            known = f'{", ".join(named)}, "{REWARD_MODEL_PREFIX}FOLDER_OR_HUB_ID", or your own as "path/to/file.py:function"'
+            others = f'"{REWARD_MODEL_PREFIX}FOLDER_OR_HUB_ID", or your own as "path/to/file.py:function"'
+            known = f"{', '.join(named)}, {others}"
             raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, named)}; there are {known}')
         if bool(self.pattern) != (self.name == "regex"):
             raise ValueError(f'reward "{self.name}" has pattern = "{self.pattern}": regex needs one, no other has one')
@@ -89,9 +90,9 @@ class RewardTerm:
 
 
 def compute_term_parts(term: RewardTerm, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[RewardPart]:
-    """Return what a term says of each completion. Raises what the user's function raises.
+    """Return the parts of a term, one for each completion. Raises what the user's function raises.
 
-    A judge and a reward model say nothing here: they are with the processes of a run, see Graded.
+    The terms of a judge and of a reward model fail here: GradedTask computes them in the process of the run.
     """
     if is_function_term(term.name):
         return functions.call_function(term.name, pairs, state)
@@ -103,14 +104,14 @@ def compute_term_parts(term: RewardTerm, pairs: Sequence[PromptCompletion], stat
 
 
 def build_environment_part(completion: Completion) -> RewardPart:
-    """Return what the environment says that a conversation was worth; where none was held, no value."""
+    """Return the reward that the environment gives; no value if there was no conversation."""
     return RewardPart(get_environment_reward(completion), completion.outcome.error if completion.outcome else "")
 
 
 def get_reward_terms(task: Any) -> Sequence[RewardTerm]:
-    """Return the terms whose sum is the reward of a task, by its method `total`; nothing where it grades by itself.
+    """Return the terms whose weighted sum is the reward of a task with `combine_parts`; else nothing.
 
-    A class that has a `reward` of its own below that of the class with `total` grades by itself.
+    A subclass that overrides `reward` of the class with `combine_parts` grades by itself.
     """
     owner = next((cls for cls in type(task).__mro__ if callable(vars(cls).get("combine_parts"))), None)
     terms = getattr(task, "rewards", None)
@@ -143,19 +144,17 @@ BUILTIN_TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None
     "length": lambda term, _, completion: grade_length(completion.length, term.limit),
     "environment": lambda _term, _prompt, completion: get_environment_reward(completion),
 }
-GOLD_TERMS = ("exact", "numeric", "math")
-"""The terms that compare an answer with the gold answer. Each is a function below of the same name."""
 
 
 def grade_best_gold(grade: Callable[[str, str], float | None], text: str, golds: Sequence[str]) -> float | None:
-    """Return the highest grade of a text over several gold answers; None where none of them can be read."""
+    """Return the highest grade of a text over several gold answers; None if none of them can be read."""
     if len(golds) == 1:
         return grade(text, golds[0])
     return max((value for gold in golds if (value := grade(text, gold)) is not None), default=None)
 
 
 def get_environment_reward(completion: Completion) -> float | None:
-    """Return what the environment of a conversation says that it was worth, by get_reward(); else None."""
+    """Return the reward of a conversation as the environment's get_reward() gives it; else None."""
     return completion.outcome.reward if completion.outcome else None
 
 
@@ -171,7 +170,7 @@ def grade_numeric(text: str, gold: str) -> float:
 
 
 def grade_math(text: str, gold: str) -> float | None:
-    """Return 1 if the answer states the gold formula or words, else 0; None where the gold answer cannot be read."""
+    """Return 1 if the answer states the gold formula or words, else 0; None if the gold answer cannot be read."""
     stated = states_formula(text, gold)
     return None if stated is None else float(stated)
 
@@ -183,7 +182,7 @@ def find_gold_fault(name: str, gold: str) -> str | None:
     The term must read the gold answer, credit it in a box, and refuse another number where the gold answer is a number.
     The reason is a clause that follows "the answer ...".
 
-    Example: gold_fault("numeric", "1,080") is None; gold_fault("numeric", "seven")[:15] == "holds no number"
+    Example: find_gold_fault("numeric", "1,080") is None; find_gold_fault("numeric", "seven")[:15] == "holds no number"
     """
     number = parse_only_number(extract_gold_answer(gold))
     if name == "numeric" and number is None:
@@ -208,6 +207,8 @@ GOLD_GRADERS: dict[str, Callable[[str, str], float | None]] = {
     "numeric": grade_numeric,
     "math": grade_math,
 }
+GOLD_TERMS = tuple(GOLD_GRADERS)
+"""The terms that compare an answer with the gold answer."""
 
 
 def grade_tags(text: str) -> float:
@@ -241,7 +242,7 @@ def label_terms(terms: Sequence[RewardTerm]) -> list[str]:
     """Return the names under which terms are logged. Functions and models go by their own names, without a folder;
     repeated names are numbered.
 
-    Example: labels of regex, regex and rewards.py:brevity == ["regex", "regex-2", "brevity"]
+    Example: the labels of regex, regex and rewards.py:brevity are ["regex", "regex-2", "brevity"]
     """
     names = [Path(term.name.rpartition(":")[2]).name for term in terms]
     counts = [names[: i + 1].count(name) for i, name in enumerate(names)]

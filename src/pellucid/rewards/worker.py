@@ -72,7 +72,7 @@ CallEvent = TermsStarted | TermAnswered
 
 
 def load_task(task: bytes) -> Callable[[Connection], None]:
-    """Return what serves calls of a pickled task, with the files of its functions imported: calls need not wait for it."""
+    """Return what serves calls of a pickled task. The files of its functions are imported before a call is timed."""
     loaded = pickle.loads(task)
     for term in get_reward_terms(loaded):
         if is_function_term(term.name):

@@ -54,8 +54,8 @@ SampleTokens = Callable[[Sequence[RowT], Tensor, Tensor], tuple[Tensor, Tensor, 
 """(rows, logits [n, V], uniforms [n]) -> tokens [n], their log-probs [n], and something more for each row, or nothing:
 sampling masks, or the likeliest tokens."""
 AppendTokens = Callable[[RowT, list[int], list[float], list[Any]], RowState]
-"""(row, tokens, log-probs, what `SampleTokens` returned besides) -> what the row does next. It ignores tokens behind the
-end of the row."""
+"""(row, tokens, log-probs, what `SampleTokens` returned besides) -> what the row does next. Tokens behind the end of a
+row are to be ignored."""
 
 
 class Request(NamedTuple, Generic[RowT]):

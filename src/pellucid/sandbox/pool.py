@@ -1,8 +1,8 @@
 """Worker processes as their parent sees them: started, asked within a time limit, killed and replaced.
 
 User code runs in processes because code that hangs can only be stopped from outside. `signal.alarm` works in the main
-thread alone, and neither it nor a thread interrupts a runaway regular expression. This is no security boundary: a worker
-runs as this user, with this user's files and network.
+thread alone, and neither it nor a thread interrupts a runaway regular expression. This is no security boundary: a
+worker runs as this user, with this user's files and network.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Worker:
     def terminate(self) -> None:
         """End the process and everything that it has started.
 
-        The connection of a spawned process is left open, since another thread may wait on it: it ends as the process does.
+        The connection of a spawned process stays open, since another thread may wait on it: it ends with the process.
         """
         if not self.pid:
             with suppress(EOFError, OSError, ValueError, RecursionError):

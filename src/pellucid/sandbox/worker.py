@@ -64,12 +64,12 @@ class ErrorLog:
         if description in self._descriptions or len(self._descriptions) >= MAX_LOGGED_TRACEBACKS:
             return
         self._descriptions.add(description)
-        if self._path:
-            with open(self._path, "a", encoding="utf-8") as file:
+        with suppress(OSError, ValueError):  # a full disk, or a stream that user code has closed
+            if not self._path:
+                traceback.print_exception(error)
+                return
+            with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 traceback.print_exception(error, file=file)
-            return
-        with suppress(OSError, ValueError):  # user code has closed it
-            traceback.print_exception(error)
 
 
 ErrorLogger = Callable[[str, BaseException], None]
@@ -96,7 +96,7 @@ def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader,
     send_report(connection, {"pid": os.getpid()})
     try:
         serve = load(payload)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is reported
         log_error(describe_error(error), error)
         send_report(connection, {"error": describe_error(error)})
         exit_with_children()
@@ -165,7 +165,7 @@ def stop_watchdog() -> None:
 
 
 def isolate_process(config: WorkerConfig) -> None:
-    """Ignore signals, redirect output, set limits, and begin a session, so that the children of user code end with it."""
+    """Ignore signals, redirect output, set limits, and begin a session, so that all children end with this process."""
     # Ctrl-C reaches every process of the terminal, and a supervisor's SIGTERM every one of the service. The parent
     # decides what they mean, and may need this process to finish its step.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):

@@ -1,7 +1,7 @@
-"""What agents ask of a rollout's endpoint, and what they are answered, in OpenAI's form.
+"""The HTTP endpoint for agents in training: each rollout has its own address, `/rollout/ID/v1`, in OpenAI's form.
 
-Fields that say how the policy is to be sampled are ignored, since it is as in training; what could not be answered as
-it is meant is refused.
+The server runs in a thread and queues requests. `AgentPool` takes them as replies of an environment, and answers them
+with the turns of the policy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import socket
 import threading
 import time
-import uuid
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,12 +21,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -37,16 +36,43 @@ from pellucid.environments.worker import WorkerAnswer
 from pellucid.policy.chat_template import TEMPLATE_ERRORS, encode_bridge
 from pellucid.policy.tool_calls import parse_function
 from pellucid.sandbox.pool import WorkerLimits, WorkerLostError, build_worker_config
-from pellucid.serve.api import format_event
+from pellucid.serve.api import STREAM_END, build_response_head, format_event
 from pellucid.serve.command import LISTEN_BACKLOG, open_listening_socket
 from pellucid.serve.middleware import RequestError, RequestLimitsMiddleware, install_error_handlers, make_error_response
-from pellucid.serve.schemas import NonEmptyText, NullDroppingModel, StreamOptions, Text, TokenCount
+from pellucid.serve.schemas import (
+    CONTENT_KINDS,
+    NonEmptyText,
+    NullDroppingModel,
+    StreamOptions,
+    Text,
+    TokenCount,
+    get_content_kind,
+)
 from pellucid.types import ConversationOutcome, EnvironmentReply, Message, PolicyTurn, Prompt, UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
+
+# ---------------------------------------------------------------- requests and answers
+#
+# Fields about sampling are ignored, since the policy samples as in training. A request with a field that would change
+# the meaning of the answer is refused.
+
+
+MODEL_NAME = "policy"
+"""The name of the model in answers, if a request names none."""
 
 
 class TextPart(NullDroppingModel):
     type: Literal["text"]
     text: Text
+
+
+Content = Annotated[
+    Annotated[Text, Tag(CONTENT_KINDS[0])] | Annotated[list[TextPart], Tag(CONTENT_KINDS[1])],
+    Discriminator(get_content_kind),
+]
 
 
 class AgentToolCall(NullDroppingModel):
@@ -57,14 +83,14 @@ class AgentToolCall(NullDroppingModel):
 
 class AgentMessage(NullDroppingModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Content | None = None
     tool_calls: list[AgentToolCall] | None = None
     tool_call_id: Text = ""
     name: Text | None = None
 
     @property
     def text(self) -> str:
-        """What it says, without its calls."""
+        """The content as one text, without tool calls."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
@@ -96,93 +122,272 @@ class AgentRequest(NullDroppingModel):
 
     @property
     def tool_schemas(self) -> tuple[dict[str, Any], ...]:
-        """The tools, as they were given."""
+        """The tools, with all the fields that the agent sent."""
         return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())
 
     def build_history(self) -> tuple[Message, ...]:
-        """Return the messages as chat templates take them. RequestError for a call whose arguments are no object."""
+        """Return the messages for a chat template. Raises RequestError for arguments of a call that are no object."""
         names: dict[str, str] = {}
-        found: list[Message] = []
-        for place, message in enumerate(self.messages):
-            calls = [parse_tool_call(call, f"messages.{place}.tool_calls") for call in message.tool_calls or ()]
+        history: list[Message] = []
+        for i, message in enumerate(self.messages):
+            calls = [parse_tool_call(call, f"messages.{i}.tool_calls") for call in message.tool_calls or ()]
             names |= {call["id"]: call["function"]["name"] for call in calls}
             role = "system" if message.role == "developer" else message.role
             name = {"name": names.get(message.tool_call_id) or message.name or "tool"} if role == "tool" else {}
-            ours = {"tool_calls": calls} if calls and role == "assistant" else {}
-            found.append({"role": role, **name, "content": message.text, **ours})
-        return tuple(found)
+            own_calls = {"tool_calls": calls} if calls and role == "assistant" else {}
+            history.append({"role": role, **name, "content": message.text, **own_calls})
+        return tuple(history)
 
 
-def parse_tool_call(call: AgentToolCall, place: str) -> dict[str, Any]:
+def parse_tool_call(call: AgentToolCall, location: str) -> dict[str, Any]:
     try:
         return {"id": call.id, "type": "function", "function": parse_function(call.function)}
     except ValueError as error:
-        raise RequestError(400, f"{place}: {error}") from error
+        raise RequestError(400, f"{location}: {error}") from error
 
 
-def build_response(request: AgentRequest, said: PolicyTurn) -> dict[str, Any]:
-    """Return what the policy has said as a chat completion."""
-    body = {"object": "chat.completion", "usage": build_agent_usage(said)}
-    return (
-        build_response_head(request)
-        | body
-        | {"choices": [build_choice({"message": build_message(said)}, get_finish_reason(said))]}
-    )
+def build_response(request: AgentRequest, turn: PolicyTurn) -> dict[str, Any]:
+    """Return a turn of the policy as a chat completion."""
+    head = build_response_head("chatcmpl", request.model or MODEL_NAME)
+    choice = build_choice({"message": build_message(turn)}, turn)
+    return head | {"object": "chat.completion", "usage": build_agent_usage(turn), "choices": [choice]}
 
 
-def stream_response(request: AgentRequest, said: PolicyTurn) -> Iterator[str]:
-    """Yield the same as server-sent events, all that was said in one."""
-    first = build_response_head(request) | {"object": "chat.completion.chunk"}
-    delta = build_message(said)
+def stream_response(request: AgentRequest, turn: PolicyTurn) -> Iterator[str]:
+    """Yield a turn of the policy as server-sent events, with all of its text in the first."""
+    head = build_response_head("chatcmpl", request.model or MODEL_NAME) | {"object": "chat.completion.chunk"}
+    delta = build_message(turn)
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    yield format_event(first | {"choices": [build_choice({"delta": delta}, get_finish_reason(said))]})
+    yield format_event(head | {"choices": [build_choice({"delta": delta}, turn)]})
     if request.stream_options and request.stream_options.include_usage:
-        yield format_event(first | {"choices": [], "usage": build_agent_usage(said)})
-    yield "data: [DONE]\n\n"
+        yield format_event(head | {"choices": [], "usage": build_agent_usage(turn)})
+    yield STREAM_END
 
 
-def build_choice(body: dict[str, Any], reason: str) -> dict[str, Any]:
+def build_choice(body: dict[str, Any], turn: PolicyTurn) -> dict[str, Any]:
+    reason = "length" if turn.is_truncated else "tool_calls" if turn.message.get("tool_calls") else "stop"
     return {"index": 0, "finish_reason": reason, "logprobs": None} | body
 
 
-def build_response_head(request: AgentRequest) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model or "policy"}
-
-
-def build_message(said: PolicyTurn) -> dict[str, Any]:
+def build_message(turn: PolicyTurn) -> dict[str, Any]:
+    content = turn.message["content"]
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in said.message.get("tool_calls", ())
+        for call in turn.message.get("tool_calls", ())
     ]
-    content = said.message["content"]
-    return {"role": "assistant", "content": content or None if calls else content} | (
-        {"tool_calls": calls} if calls else {}
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+def build_agent_usage(turn: PolicyTurn) -> dict[str, int]:
+    prompt, completion = turn.token_counts
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+# ---------------------------------------------------------------- the server
+
+
+MAX_BODY_BYTES = 50_000_000
+TRANSFER_TIMEOUT_SECONDS = 60.0
+"""How long a client may take to send a body, and to receive a piece of an answer."""
+MAX_WAITING_REQUESTS = 64
+"""How many requests of a rollout may wait at a time."""
+KEEP_ALIVE_SECONDS = 10**8
+"""Seconds that the connection of an agent may be silent. It ends with the process of the agent."""
+MAX_UNKNOWN_CONNECTIONS = 256
+"""How many connections may be open without a request for a known rollout; beyond that, the oldest one is closed."""
+UNKNOWN_CONNECTION_TIMEOUT_SECONDS = 10.0
+"""Seconds after which a connection without a request for a known rollout is closed."""
+ACCEPT_BATCH = 64
+"""The most connections that are accepted at a time."""
+BODY_DISCARD_SECONDS = 1.0
+"""Seconds in which the body of a request for an unknown rollout is read and discarded. A client that is still sending
+when its connection is closed cannot read the answer."""
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request that waits for the policy."""
+
+    rollout_name: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int = 0
+    response: Future[PolicyTurn] = field(default_factory=Future)
+    arrived_at: float = field(default_factory=time.monotonic)
+    """The time of its arrival, by `time.monotonic`."""
+
+
+class AgentEndpoint:
+    """The HTTP server, in a thread."""
+
+    def __init__(self) -> None:
+        self.rollout_numbers: dict[str, int] = {}
+        """The numbers of conversations by the names of rollouts, which are in their addresses."""
+        self.wakeup, self._wakeup_sender = Pipe(duplex=False)
+        """A connection to wait on. It can be read when there are new requests."""
+        self._requests: deque[PendingRequest] = deque()
+        self._waiting_counts: dict[str, int] = {}
+        self._socket = open_listening_socket(LOOPBACK_HOST, 0)
+        self._port = int(self._socket.getsockname()[1])
+        settings = uvicorn.Config(
+            make_agent_app(self),
+            http=make_protocol(self),
+            log_level="warning",
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            backlog=ACCEPT_BATCH,
+            timeout_notify=0,
+            callback_notify=self._close_unknown,
+        )
+        settings.timeout_graceful_shutdown = 1
+        self._server = uvicorn.Server(settings)
+        run: dict[str, list[socket.socket]] = {"sockets": [self._socket]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=run, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def make_rollout_url(self, name: str) -> str:
+        """Return the base URL of a rollout."""
+        return f"http://{LOOPBACK_HOST}:{self._port}/rollout/{name}/v1"
+
+    def take_requests(self) -> list[PendingRequest]:
+        """Return the requests since the last call whose clients are still connected."""
+        while self.wakeup.poll():
+            self.wakeup.recv_bytes()
+        requests: list[PendingRequest] = []
+        while self._requests:
+            request = self._requests.popleft()
+            if request.response.set_running_or_notify_cancel():
+                requests.append(request)
+        return requests
+
+    async def wait_for_answer(self, request: PendingRequest) -> PolicyTurn:
+        """Queue a request, and return the turn of the policy. Raises RequestError if there will be none."""
+        name = request.rollout_name
+        if name not in self.rollout_numbers:
+            raise make_no_rollout_error(name)
+        if self._waiting_counts.get(name, 0) >= MAX_WAITING_REQUESTS:
+            raise RequestError(400, f"{MAX_WAITING_REQUESTS} requests of this rollout wait already", "too_many")
+        self._waiting_counts[name] = self._waiting_counts.get(name, 0) + 1
+        try:
+            self._requests.append(request)
+            self._wakeup_sender.send_bytes(b"")
+            return await asyncio.wrap_future(request.response)
+        finally:
+            self._waiting_counts[name] -= 1
+            if not self._waiting_counts[name]:
+                del self._waiting_counts[name]
+
+    def is_known(self, connection: Any) -> bool:
+        """Return whether the last request of a connection was for a known rollout."""
+        return (
+            connection.cycle is not None and parse_rollout_name(connection.cycle.scope["path"]) in self.rollout_numbers
+        )
+
+    async def _close_unknown(self) -> None:
+        """Close the connections without a request for a known rollout in time. Uvicorn calls this once a second."""
+        self._socket.listen(LISTEN_BACKLOG)  # asyncio has set it to ACCEPT_BATCH
+        now = time.monotonic()
+        connections: set[Any] = set(self._server.server_state.connections)
+        for connection in connections:
+            if self.is_known(connection):
+                connection.since = now
+            elif now - connection.since > UNKNOWN_CONNECTION_TIMEOUT_SECONDS:
+                connection.transport.abort()
+
+    def close(self) -> None:
+        """Refuse the requests without an answer, and stop the server."""
+        self.rollout_numbers.clear()
+        for request in self.take_requests():
+            request.response.set_exception(make_no_rollout_error(request.rollout_name))
+        self._server.should_exit = True
+        self._thread.join(5.0)
+
+
+def make_no_rollout_error(name: str) -> RequestError:
+    return RequestError(404, f"there is no rollout {name}: it has ended, or has never been", "no_rollout")
+
+
+def parse_rollout_name(path: str) -> str:
+    """Return the name of the rollout in a path; empty if there is none."""
+    _, *parts = path.split("/")
+    return parts[1] if len(parts) > 1 and parts[0] == "rollout" else ""
+
+
+def make_protocol(endpoint: AgentEndpoint) -> type[H11Protocol]:
+    """Return uvicorn's protocol with a bound on connections without a request for a known rollout."""
+
+    class BoundedProtocol(H11Protocol):
+        since = 0.0
+        """When it was opened, or its last request for a known rollout was last seen."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's own
+            super().connection_made(transport)
+            self.since = time.monotonic()
+            unknown = [
+                each
+                for each in self.connections
+                if isinstance(each, BoundedProtocol) and not each.transport.is_closing() and not endpoint.is_known(each)
+            ]
+            if len(unknown) > MAX_UNKNOWN_CONNECTIONS:
+                min(unknown, key=lambda each: each.since).transport.abort()
+
+    return BoundedProtocol
+
+
+class KnownRolloutMiddleware:
+    """ASGI middleware that refuses requests for unknown rollouts without storing their bodies."""
+
+    def __init__(self, app: ASGIApp, endpoint: AgentEndpoint) -> None:
+        self.app, self.endpoint = app, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (name := parse_rollout_name(scope["path"])) in self.endpoint.rollout_numbers:
+            await self.app(scope, receive, send)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BODY_DISCARD_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+        response = make_error_response(make_no_rollout_error(name))
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
+
+
+def make_agent_app(endpoint: AgentEndpoint) -> ASGIApp:
+    app = FastAPI(title="pellucid", docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+
+    @app.get("/rollout/{name}/v1/models")
+    async def models(name: str) -> dict[str, Any]:
+        if name not in endpoint.rollout_numbers:
+            raise make_no_rollout_error(name)
+        return {"object": "list", "data": [{"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "pellucid"}]}
+
+    @app.post("/rollout/{name}/v1/chat/completions")
+    async def chat(name: str, request: AgentRequest) -> Response:
+        limit = request.max_completion_tokens or request.max_tokens or 0
+        turn = await endpoint.wait_for_answer(
+            PendingRequest(name, request.build_history(), request.tool_schemas, limit)
+        )
+        if request.stream:
+            return StreamingResponse(stream_response(request, turn), media_type="text/event-stream")
+        return JSONResponse(build_response(request, turn))
+
+    return KnownRolloutMiddleware(
+        RequestLimitsMiddleware(app, MAX_BODY_BYTES, TRANSFER_TIMEOUT_SECONDS, TRANSFER_TIMEOUT_SECONDS), endpoint
     )
 
 
-def get_finish_reason(said: PolicyTurn) -> str:
-    return "length" if said.is_truncated else "tool_calls" if said.message.get("tool_calls") else "stop"
+# ---------------------------------------------------------------- the agents
 
-
-def build_agent_usage(said: PolicyTurn) -> dict[str, int]:
-    read, sampled = said.token_counts
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
-
-
-# ---------------------------------------------------------------- rollouts
-# The World of agents: what one asks is a reply of the world, and what the policy says to it is what it is answered.
-#
-# A request that goes on from what was said is heard in the same sequence. Any other begins a sequence of its own.
-
-
-if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
 
 AGENT_GRACE_SECONDS = 10.0
-"""Seconds that an agent has to end when the policy says nothing more."""
+"""Seconds that an agent has to end after the last turn of the policy."""
 EMPTY_ANSWER = PolicyTurn({"role": "assistant", "content": ""}, is_truncated=True)
-"""What is answered where the limits of a conversation leave no token, as a service does whose context is full."""
+"""The answer when the limits of a conversation leave no token, as from a service whose context is full."""
 CONVERSATION_OVER_ERROR = "the conversation is over: sampler.turns or sampler.max_tokens is reached"
 AGENT_NOT_ENDED_ERROR = f"{CONVERSATION_OVER_ERROR}, and the agent has not come to its end"
 NO_REQUEST_ERROR = "the agent has asked the policy nothing"
@@ -190,7 +395,7 @@ NO_REQUEST_ERROR = "the agent has asked the policy nothing"
 
 @dataclass(eq=False)
 class AgentRollout:
-    """An agent at work: what it has asked, and what was said in the sequence that it is in."""
+    """A running agent, with its requests and the history of its present branch."""
 
     name: str
     prompt: Prompt
@@ -198,17 +403,17 @@ class AgentRollout:
     history: list[Message] = field(default_factory=list)
     tools: tuple[Mapping[str, Any], ...] = ()
     pending: deque[PendingRequest] = field(default_factory=deque)
-    """Its open requests. While there is one, its time does not pass."""
+    """Its open requests. Its clock stops while there is one."""
     remaining_seconds: float = 0.0
-    """How many seconds it had left when its time stopped."""
+    """How many seconds it had left when its clock stopped."""
     turns: int = 0
     events: Counter[str] = field(default_factory=Counter)
     is_generating: bool = False
-    """Whether the first of its requests is with the policy."""
+    """Whether the policy is answering the first of its requests."""
     is_over: bool = False
-    """Whether the policy says nothing more."""
+    """Whether the policy takes no more turns."""
     outcome: ConversationOutcome | None = None
-    """Of an agent that has ended while the policy speaks."""
+    """The outcome of an agent that ended while the policy was generating."""
 
     def add_request(self, request: PendingRequest) -> None:
         if not self.pending:
@@ -216,19 +421,22 @@ class AgentRollout:
         self.pending.append(request)
 
     def pop_request(self) -> PendingRequest:
-        """Return the first request, which no longer waits. Where it was the only one, time passes again."""
-        asked = self.pending.popleft()
+        """Remove and return the first request. If it was the only one, the clock of the agent runs again."""
+        request = self.pending.popleft()
         if not self.pending:
             self.worker.deadline = time.monotonic() + self.remaining_seconds
-        return asked
+        return request
 
     def make_reply(self, request: PendingRequest) -> EnvironmentReply:
-        """Return a request as what the world says: what it adds, or a history from its beginning."""
-        said, added = request.messages[: len(self.history)], request.messages[len(self.history) :]
-        goes_on = added and all(message["role"] != "assistant" for message in added)
-        if self.history and goes_on and request.tools == self.tools and have_same_content(said, self.history):
+        """Return a request as a reply of the environment.
+
+        If it continues the history, the reply holds the added messages. Any other request begins a branch.
+        """
+        old, added = request.messages[: len(self.history)], request.messages[len(self.history) :]
+        continues = added and all(message["role"] != "assistant" for message in added)
+        if self.history and continues and request.tools == self.tools and have_same_content(old, self.history):
             return EnvironmentReply(added, max_tokens=request.max_tokens)
-        asks = replace(
+        prompt = replace(
             self.prompt,
             text=request.messages,
             tools=request.tools,
@@ -236,25 +444,34 @@ class AgentRollout:
             prefix="",
             prefix_is_complete=False,
         )
-        return EnvironmentReply(prompt=asks, max_tokens=request.max_tokens)
+        return EnvironmentReply(prompt=prompt, max_tokens=request.max_tokens)
 
 
 class AgentPool:
-    """Agents in processes of their own, which print into the file `log`, and the policy that they talk with."""
+    """Agents in processes of their own: an AsyncEnvironments whose replies are the requests of the agents."""
 
     def __init__(
-        self, talk: AgentSpec, policy: Policy, cfg: WorkerLimits, log: Path | None = None, seed: int = 0
+        self, spec: AgentSpec, policy: Policy, cfg: WorkerLimits, log: Path | None = None, seed: int = 0
     ) -> None:
-        self._talk, self._policy, self._seed = talk, policy, seed
-        self._factory = WorkerFactory(talk, build_worker_config(cfg, log))
+        """Prepare agents.
+
+        Args:
+            spec: The user's agent.
+            policy: The policy that answers them.
+            cfg: Limits of their processes.
+            log: The file for what they print.
+            seed: The seed of their random numbers.
+        """
+        self._spec, self._policy, self._seed = spec, policy, seed
+        self._factory = WorkerFactory(spec, build_worker_config(cfg, log))
         self._rollouts: dict[int, AgentRollout] = {}
         self._endpoints: list[AgentEndpoint] = []
         self._ready_replies: deque[tuple[int, EnvironmentReply]] = deque()
         Finalize(self, end_all_rollouts, [self._rollouts, self._factory, self._endpoints], exitpriority=0)
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
-        """Let an agent begin with a row; its first request is the question."""
-        if number in self._rollouts:  # it was left, as by an interrupt
+        """Start an agent with a row of the task. Its first request is the first prompt."""
+        if number in self._rollouts:  # an interrupt left it
             self._close_rollout(number)
         if not self._endpoints:
             self._endpoints.append(AgentEndpoint())
@@ -266,13 +483,13 @@ class AgentPool:
         try:
             rollout.worker.send_request(
                 SolveRequest(make_data_row(prompt), self._endpoints[0].make_rollout_url(rollout.name), seed),
-                self._talk.timeout,
+                self._spec.timeout,
             )
         except WorkerLostError as error:
             self._handle_exit(number, WorkerAnswer([], {}, error=str(error)))
 
     def send_turn(self, number: int, turn: PolicyTurn) -> None:
-        """Answer the request that the policy was asked."""
+        """Answer the first request of an agent with a turn of the policy."""
         rollout = self._rollouts[number]
         calls = turn.message.get("tool_calls", ())
         numbered = [{**call, "id": f"call_{rollout.turns}_{i}"} for i, call in enumerate(calls)]
@@ -284,74 +501,74 @@ class AgentPool:
         )
 
     def end_conversation(self, number: int) -> None:
-        """Answer that the policy says nothing more, to the last of the requests that counts, and refuse the others."""
+        """Answer the first request with an empty turn, and refuse all later ones."""
         rollout = self._rollouts[number]
         rollout.is_over, rollout.remaining_seconds = True, min(rollout.remaining_seconds, AGENT_GRACE_SECONDS)
         self._answer_request(number, EMPTY_ANSWER)
 
     def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:
-        """Return what agents have asked, and the outcomes of those that have ended; wait so long for the first."""
-        until = time.monotonic() + seconds
+        """Return new requests and outcomes of agents. Wait at most so many seconds for the first."""
+        end = time.monotonic() + seconds
         while True:
             self._poll_agents()
-            found = list(self._ready_replies)
+            replies = list(self._ready_replies)
             self._ready_replies.clear()
-            left = until - time.monotonic()
-            at_work = [rollout.worker for rollout in self._rollouts.values() if not rollout.outcome]
-            if found or left <= 0 or not at_work:
-                return found
-            first = min(player.deadline for player in at_work) - time.monotonic()
-            bells = [recorder.wakeup for recorder in self._endpoints]
-            wait([*bells, *(player.connection for player in at_work)], max(0.0, min(left, first)))
+            remaining = end - time.monotonic()
+            workers = [rollout.worker for rollout in self._rollouts.values() if not rollout.outcome]
+            if replies or remaining <= 0 or not workers:
+                return replies
+            until_deadline = min(worker.deadline for worker in workers) - time.monotonic()
+            wakeups = [endpoint.wakeup for endpoint in self._endpoints]
+            wait([*wakeups, *(worker.connection for worker in workers)], max(0.0, min(remaining, until_deadline)))
 
     def close(self) -> None:
-        """End the agents, whatever they are doing, and the endpoint; the next conversation starts new ones."""
+        """End all agents and the endpoint. The next conversation starts new ones."""
         end_all_rollouts(self._rollouts, self._factory, self._endpoints)
         self._ready_replies.clear()
 
     def _poll_agents(self) -> None:
-        """Take what was asked, then see who has ended or is late: while an agent waits it is not."""
-        for recorder in self._endpoints:
-            for asked in recorder.take_requests():
-                number = recorder.rollout_numbers.get(asked.rollout_name)
+        """Take new requests, then find agents that have ended or are late. An agent that waits is not late."""
+        for endpoint in self._endpoints:
+            for request in endpoint.take_requests():
+                number = endpoint.rollout_numbers.get(request.rollout_name)
                 if number is None:
-                    asked.response.set_exception(make_no_rollout_error(asked.rollout_name))
+                    request.response.set_exception(make_no_rollout_error(request.rollout_name))
                 else:
-                    self._rollouts[number].add_request(asked)
+                    self._rollouts[number].add_request(request)
                     self._submit_next(number)
         for number, rollout in list(self._rollouts.items()):
             if rollout.outcome:
                 continue
             try:
-                answered = rollout.worker.receive_answer()
+                answer = rollout.worker.receive_answer()
             except WorkerLostError as error:
-                answered = WorkerAnswer([], {}, error=AGENT_NOT_ENDED_ERROR if rollout.is_over else str(error))
-            if answered:
-                self._handle_exit(number, answered)
+                answer = WorkerAnswer([], {}, error=AGENT_NOT_ENDED_ERROR if rollout.is_over else str(error))
+            if answer:
+                self._handle_exit(number, answer)
 
     def _submit_next(self, number: int) -> None:
-        """Ask the policy what is first in line, and refuse what it cannot be asked."""
+        """Hand the first request that the policy can answer to the policy, and refuse those before it."""
         rollout = self._rollouts[number]
         while rollout.pending and not rollout.is_generating:
-            asked = rollout.pending[0]
-            reply = rollout.make_reply(asked)
+            request = rollout.pending[0]
+            reply = rollout.make_reply(request)
             if fault := CONVERSATION_OVER_ERROR if rollout.is_over else self._find_fault(reply):
                 rollout.pop_request().response.set_exception(RequestError(400, fault))
                 continue
-            rollout.history, rollout.tools, rollout.is_generating = list(asked.messages), asked.tools, True
+            rollout.history, rollout.tools, rollout.is_generating = list(request.messages), request.tools, True
             self._ready_replies.append((number, reply))
 
-    def _answer_request(self, number: int, said: PolicyTurn) -> None:
+    def _answer_request(self, number: int, turn: PolicyTurn) -> None:
         rollout = self._rollouts[number]
         rollout.is_generating = False
-        rollout.pop_request().response.set_result(said)
+        rollout.pop_request().response.set_result(turn)
         if rollout.outcome:
             self._finish(number, rollout.outcome)
         else:
             self._submit_next(number)
 
     def _find_fault(self, reply: EnvironmentReply) -> str:
-        """Return why the policy cannot be asked this, as its chat template has it; empty where it can."""
+        """Return why the chat template refuses these messages; empty if it accepts them."""
         try:
             if reply.prompt:
                 self._policy.encode_question(reply.prompt)
@@ -381,7 +598,7 @@ class AgentPool:
 
 
 def have_same_content(one: Sequence[Message], other: Sequence[Message]) -> bool:
-    """Return whether messages say the same; how calls are numbered does not count."""
+    """Return whether messages have the same content. The ids of tool calls do not count."""
     return list(map(make_message_key, one)) == list(map(make_message_key, other))
 
 
@@ -391,15 +608,15 @@ def make_message_key(message: Message) -> tuple[Any, ...]:
 
 
 def make_data_row(prompt: Prompt) -> dict[str, Any]:
-    """Return the row of a prompt, with its gold answer as `answer`."""
+    """Return the data row of a prompt, with its gold answer as `answer`."""
     return {**prompt.columns, **({"answer": prompt.answer} if prompt.answer else {})}
 
 
 def end_rollout(rollout: AgentRollout) -> None:
-    """End an agent with all that it has started, and refuse what it has asked."""
+    """End an agent with all of its child processes, and refuse its requests."""
     rollout.worker.terminate()
-    for asked in rollout.pending:
-        asked.response.set_exception(make_no_rollout_error(rollout.name))
+    for request in rollout.pending:
+        request.response.set_exception(make_no_rollout_error(rollout.name))
 
 
 def end_all_rollouts(rollouts: dict[int, AgentRollout], factory: WorkerFactory, endpoints: list[AgentEndpoint]) -> None:
@@ -409,203 +626,3 @@ def end_all_rollouts(rollouts: dict[int, AgentRollout], factory: WorkerFactory, 
     factory.close()
     while endpoints:
         endpoints.pop().close()
-
-
-# ---------------------------------------------------------------- recorder
-# The endpoint of agents that are trained: each rollout has an address of its own, `/rollout/ID/v1`.
-#
-# It runs in a thread, takes what is asked, and waits for the answer; who answers is in rollouts.py.
-
-
-MAX_BODY_BYTES = 50_000_000
-TRANSFER_TIMEOUT_SECONDS = 60.0
-"""How long a body may take to come, and a piece of an answer to be read."""
-MAX_WAITING_REQUESTS = 64
-"""How many requests of a rollout may wait at a time."""
-KEEP_ALIVE_SECONDS = 10**8
-"""Seconds that the connection of an agent may be silent: it ends with the process of the agent."""
-MAX_UNKNOWN_CONNECTIONS = 256
-"""How many connections may be open that have not asked for a rollout which there is; the oldest makes room for more."""
-UNKNOWN_CONNECTION_TIMEOUT_SECONDS = 10.0
-"""Seconds that such a connection has to ask for one."""
-ACCEPT_BATCH = 64
-"""The most connections that are accepted at a time, before the oldest are closed."""
-BODY_DISCARD_SECONDS = 1.0
-"""Seconds in which the body of a request for an unknown rollout is read and discarded. A client that sends it in that
-time reads the answer; a connection that is closed on it would not."""
-
-
-@dataclass(eq=False)
-class PendingRequest:
-    """A request on its way to the policy."""
-
-    rollout_name: str
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    max_tokens: int = 0
-    response: Future[PolicyTurn] = field(default_factory=Future)
-    arrived_at: float = field(default_factory=time.monotonic)
-    """When it came, by the monotonic clock."""
-
-
-class AgentEndpoint:
-    """The HTTP server. `rollouts` are the numbers of conversations by the names in their addresses.
-
-    bell: what to wait on; it can be read when something was asked.
-    """
-
-    def __init__(self) -> None:
-        self.rollout_numbers: dict[str, int] = {}
-        self.wakeup, self._wakeup_sender = Pipe(duplex=False)
-        self._requests: deque[PendingRequest] = deque()
-        self._waiting_counts: dict[str, int] = {}
-        taken = open_listening_socket(LOOPBACK_HOST, 0)
-        self._port = int(taken.getsockname()[1])
-        settings = uvicorn.Config(
-            make_agent_app(self),
-            http=make_protocol(self),
-            log_level="warning",
-            lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            backlog=ACCEPT_BATCH,
-            timeout_notify=0,
-            callback_notify=self._close_unknown,
-        )
-        settings.timeout_graceful_shutdown = 1
-        self._socket = taken
-        self._server = uvicorn.Server(settings)
-        run: dict[str, list[socket.socket]] = {"sockets": [taken]}
-        self._thread = threading.Thread(target=self._server.run, kwargs=run, name="rollouts", daemon=True)
-        self._thread.start()
-
-    def make_rollout_url(self, name: str) -> str:
-        """Return the base URL of a rollout."""
-        return f"http://{LOOPBACK_HOST}:{self._port}/rollout/{name}/v1"
-
-    def take_requests(self) -> list[PendingRequest]:
-        """Return what was asked since the last time, of clients that are still there."""
-        while self.wakeup.poll():
-            self.wakeup.recv_bytes()
-        found: list[PendingRequest] = []
-        while self._requests:
-            asked = self._requests.popleft()
-            if asked.response.set_running_or_notify_cancel():
-                found.append(asked)
-        return found
-
-    async def wait_for_answer(self, request: PendingRequest) -> PolicyTurn:
-        """Return what the policy says to a request. RequestError where it does not."""
-        name = request.rollout_name
-        if name not in self.rollout_numbers:
-            raise make_no_rollout_error(name)
-        if self._waiting_counts.get(name, 0) >= MAX_WAITING_REQUESTS:
-            raise RequestError(400, f"{MAX_WAITING_REQUESTS} requests of this rollout wait already", "too_many")
-        self._waiting_counts[name] = self._waiting_counts.get(name, 0) + 1
-        try:
-            self._requests.append(request)
-            self._wakeup_sender.send_bytes(b"")
-            return await asyncio.wrap_future(request.response)
-        finally:
-            self._waiting_counts[name] -= 1
-            if not self._waiting_counts[name]:
-                del self._waiting_counts[name]
-
-    def is_known(self, connection: Any) -> bool:
-        """Return whether the last request of a connection was for a rollout that there is."""
-        return (
-            connection.cycle is not None and parse_rollout_name(connection.cycle.scope["path"]) in self.rollout_numbers
-        )
-
-    async def _close_unknown(self) -> None:
-        """Close the connections that have not asked for a rollout in time. Called once a second."""
-        self._socket.listen(LISTEN_BACKLOG)  # asyncio has set it to how many it accepts at a time
-        now = time.monotonic()
-        connections: set[Any] = set(self._server.server_state.connections)
-        for connection in connections:
-            if self.is_known(connection):
-                connection.since = now
-            elif now - connection.since > UNKNOWN_CONNECTION_TIMEOUT_SECONDS:
-                connection.transport.abort()
-
-    def close(self) -> None:
-        """Refuse what has not been answered, and stop the server."""
-        self.rollout_numbers.clear()
-        for asked in self.take_requests():
-            asked.response.set_exception(make_no_rollout_error(asked.rollout_name))
-        self._server.should_exit = True
-        self._thread.join(5.0)
-
-
-def make_no_rollout_error(name: str) -> RequestError:
-    return RequestError(404, f"there is no rollout {name}: it has ended, or has never been", "no_rollout")
-
-
-def parse_rollout_name(path: str) -> str:
-    """Return the name of the rollout in a path; empty where there is none."""
-    _, *parts = path.split("/")
-    return parts[1] if len(parts) > 1 and parts[0] == "rollout" else ""
-
-
-def make_protocol(recorder: AgentEndpoint) -> type[H11Protocol]:
-    """Return the protocol of the server, which bounds the connections that have not asked for a rollout."""
-
-    class Bounded(H11Protocol):
-        since = 0.0
-        """When it was opened, or was last seen to have asked for a rollout."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's own
-            super().connection_made(transport)
-            self.since = time.monotonic()
-            strangers = [
-                each
-                for each in self.connections
-                if isinstance(each, Bounded) and not each.transport.is_closing() and not recorder.is_known(each)
-            ]
-            if len(strangers) > MAX_UNKNOWN_CONNECTIONS:
-                min(strangers, key=lambda each: each.since).transport.abort()
-
-    return Bounded
-
-
-class KnownRolloutMiddleware:
-    """ASGI middleware that answers requests for unknown rollouts before their bodies are kept."""
-
-    def __init__(self, app: ASGIApp, recorder: AgentEndpoint) -> None:
-        self.app, self.recorder = app, recorder
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (name := parse_rollout_name(scope["path"])) in self.recorder.rollout_numbers:
-            await self.app(scope, receive, send)
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(BODY_DISCARD_SECONDS):
-                while (await receive()).get("more_body", False):
-                    pass
-        answer = make_error_response(make_no_rollout_error(name))
-        answer.headers["Connection"] = "close"
-        await answer(scope, receive, send)
-
-
-def make_agent_app(recorder: AgentEndpoint) -> ASGIApp:
-    app = FastAPI(title="pellucid", docs_url=None, redoc_url=None, openapi_url=None)
-    install_error_handlers(app)
-
-    @app.get("/rollout/{name}/v1/models")
-    async def models(name: str) -> dict[str, Any]:
-        if name not in recorder.rollout_numbers:
-            raise make_no_rollout_error(name)
-        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "pellucid"}]}
-
-    @app.post("/rollout/{name}/v1/chat/completions")
-    async def chat(name: str, request: AgentRequest) -> Response:
-        limit = request.max_completion_tokens or request.max_tokens or 0
-        said = await recorder.wait_for_answer(
-            PendingRequest(name, request.build_history(), request.tool_schemas, limit)
-        )
-        if request.stream:
-            return StreamingResponse(stream_response(request, said), media_type="text/event-stream")
-        return JSONResponse(build_response(request, said))
-
-    return KnownRolloutMiddleware(
-        RequestLimitsMiddleware(app, MAX_BODY_BYTES, TRANSFER_TIMEOUT_SECONDS, TRANSFER_TIMEOUT_SECONDS), recorder
-    )

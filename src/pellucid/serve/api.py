@@ -1,4 +1,8 @@
-"""The HTTP application: OpenAI's completions, `/solve_question`, and `/group`, completions with their advantages."""
+"""The HTTP application of `pellucid serve`, and how the model for it is loaded.
+
+Its endpoints are OpenAI's completions, `/solve_question`, and `/group`, which returns completions with their rewards
+and advantages.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +32,8 @@ from pellucid.algorithm.batch import collect_grades
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
 from pellucid.models import hf_decode
-from pellucid.policy import policy
 from pellucid.policy.access import ModelAccess
+from pellucid.policy.policy import Policy, load_frozen_policy
 from pellucid.reporting import run_files
 from pellucid.rewards.answers import split_reasoning_and_answer
 from pellucid.rewards.grading import GradedTask, collect_grader_notices, load_graders
@@ -54,6 +57,7 @@ from pellucid.serve.middleware import (
     AccessMiddleware,
     RequestError,
     RequestLimitsMiddleware,
+    build_error_body,
     install_error_handlers,
 )
 from pellucid.serve.schemas import ChatRequest, CompletionRequest, GroupRequest, QuestionRequest, SamplingParams
@@ -64,35 +68,37 @@ from pellucid.utils.plugins import ObjectNotInProcessError
 from pellucid.utils.text import escape_controls
 
 PAGE_PATH = Path(__file__).with_name("page.html")
+STREAM_END = "data: [DONE]\n\n"
 
 
 async def open_cleanup_stack() -> AsyncIterator[ExitStack]:
-    """Yield a stack of clean-ups, which run when the answer is sent or its client has left."""
-    with ExitStack() as leaving:
-        yield leaving
+    """Yield a stack whose callbacks run when the answer is sent or its client has left."""
+    with ExitStack() as cleanup:
+        yield cleanup
 
 
 CleanupStack = Annotated[ExitStack, Depends(open_cleanup_stack)]
 
 
 def make_app(served: ServedModel) -> ASGIApp:
+    """Return the application that answers requests to a model."""
     app = FastAPI(title="pellucid", docs_url="/docs", redoc_url=None)
     started = time.time()
-    exchanges = RequestLimitsMiddleware(app, served.body_bytes, served.body_seconds, served.send_seconds)
+    limited_app = RequestLimitsMiddleware(app, served.body_bytes, served.body_seconds, served.send_seconds)
 
     install_error_handlers(app)
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        ending = served.engine.closed
-        facts = {
-            "status": "ending" if ending else "ok",
+        is_ending = served.engine.closed
+        state = {
+            "status": "ending" if is_ending else "ok",
             "model": served.name,
             "instance": served.instance,
             "seconds": round(time.time() - started),
-            "requests": exchanges.request_count,
+            "requests": limited_app.request_count,
         }
-        return JSONResponse(facts | served.engine.describe_state(), 503 if ending else 200)
+        return JSONResponse(state | served.engine.describe_state(), 503 if is_ending else 200)
 
     card = {"id": served.name, "object": "model", "created": int(started), "owned_by": "pellucid"}
 
@@ -107,35 +113,120 @@ def make_app(served: ServedModel) -> ASGIApp:
         return card
 
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatRequest, leaving: CleanupStack) -> Response:
+    async def chat(request: ChatRequest, cleanup: CleanupStack) -> Response:
         limit = request.max_completion_tokens or request.max_tokens
-        return await create_completion(served, request, request.prompt, True, limit, leaving)
+        return await create_completion(served, request, request.prompt, True, limit, cleanup)
 
     @app.post("/v1/completions")
-    async def completions(request: CompletionRequest, leaving: CleanupStack) -> Response:
+    async def completions(request: CompletionRequest, cleanup: CleanupStack) -> Response:
         prompt = Prompt("text", request.prompt) if isinstance(request.prompt, str) else request.prompt
-        return await create_completion(served, request, prompt, False, request.max_tokens, leaving)
+        return await create_completion(served, request, prompt, False, request.max_tokens, cleanup)
 
     @app.post("/solve_question")
     async def solve_question(request: QuestionRequest) -> dict[str, Any]:
         return await answer_question(served, request.question)
 
     @app.post("/group")
-    async def draw_group(request: GroupRequest) -> dict[str, Any]:
+    async def group(request: GroupRequest) -> dict[str, Any]:
         return await generate_group(served, request)
 
     @app.get("/")
     async def page() -> HTMLResponse:
         return HTMLResponse(PAGE_PATH.read_text().replace("{{model}}", html.escape(served.name)))
 
-    return AccessMiddleware(exchanges, served.hosts, served.token)
+    return AccessMiddleware(limited_app, served.hosts, served.token)
+
+
+# ---------------------------------------------------------------- OpenAI's completions
+
+
+def make_unknown_model_error(served: ServedModel, name: str) -> RequestError:
+    return RequestError(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
+
+
+async def create_completion(
+    served: ServedModel,
+    request: SamplingParams,
+    prompt: Prompt | Sequence[int],
+    is_chat: bool,
+    max_tokens: int | None,
+    cleanup: ExitStack,
+) -> Response:
+    """Return the completions of a prompt, as JSON or as a stream of events.
+
+    Args:
+        served: The model.
+        request: How completions are sampled.
+        prompt: A prompt, or its token ids.
+        is_chat: Answer in the form of chats.
+        max_tokens: The longest completion, in tokens.
+        cleanup: Cancels the decoding when the answer is sent or the client has left, even before a stream begins.
+
+    Raises:
+        RequestError: The request cannot be answered.
+    """
+    if request.model not in ("", served.name):
+        raise make_unknown_model_error(served, request.model)
+    decoding = await start_generation(served, prompt, request, max_tokens)
+    cleanup.callback(decoding.cancel)
+    tools = prompt.tools if isinstance(prompt, Prompt) else ()
+    choices = ChoiceFormatter(decoding, is_chat, tools, request.top_logprob_count is not None, request.return_token_ids)
+    head = build_response_head("chatcmpl" if is_chat else "cmpl", served.name)
+    if request.stream:
+        with_usage = request.stream_options is not None and request.stream_options.include_usage
+        return StreamingResponse(stream_completion(choices, head, with_usage), media_type="text/event-stream")
+    answers = await decoding.collect_completions()
+    usage = build_usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))
+    body = {"object": "chat.completion" if is_chat else "text_completion", "usage": usage}
+    return JSONResponse(
+        head | choices.build_head() | body | {"choices": list(starmap(choices.build_choice, enumerate(answers)))}
+    )
+
+
+async def stream_completion(choices: ChoiceFormatter, head: dict[str, Any], with_usage: bool) -> AsyncIterator[str]:
+    """Yield the answer as server-sent events. An error is an event, too, since the status has been sent by then."""
+    decoding, first_only = choices.stream, choices.build_head()
+    head |= {"object": "chat.completion.chunk" if choices.is_chat else "text_completion"}
+    answers = [ServedCompletion() for _ in range(decoding.request.n)]
+    if choices.is_chat:
+        for i in range(decoding.request.n):
+            yield format_event(head | first_only | {"choices": [choices.build_opening_chunk(i)]})
+            first_only = {}
+    try:
+        async for piece in decoding:
+            row = piece.row_index
+            answers[row].append_chunk(piece)
+            if choices.tools and not piece.finish_reason:
+                continue
+            choice = choices.build_final_chunk(row, answers[row]) if choices.tools else choices.build_chunk(piece)
+            yield format_event(head | first_only | {"choices": [choice]})
+            first_only = {}
+    except RequestError as refusal:
+        yield format_event(build_error_body(refusal))
+    if with_usage:
+        yield format_event(
+            head | {"choices": [], "usage": build_usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))}
+        )
+    yield STREAM_END
+
+
+def build_response_head(kind: str, model: str) -> dict[str, Any]:
+    """Return the fields that every answer begins with."""
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+
+def format_event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+# ---------------------------------------------------------------- /solve_question and /group
 
 
 async def answer_question(served: ServedModel, question: str) -> dict[str, Any]:
-    """Answer a question by greedy decoding, without random numbers.
+    """Answer a question by greedy decoding.
 
-    The answer does not depend on the other requests with `serve --batch-invariant`, or where the processor computes
-    that way by itself.
+    The answer does not depend on other requests with `serve --batch-invariant`, or on processors that compute that way
+    anyway.
     """
     start = time.perf_counter()
     decoding = await start_generation(
@@ -154,82 +245,8 @@ async def answer_question(served: ServedModel, question: str) -> dict[str, Any]:
     return {"code": 0, "elapsed_milliseconds": elapsed, "data": data, "message": "success"}
 
 
-# ---------------------------------------------------------------- completions
-# OpenAI's completions, whole or as a stream of events.
-
-
-def make_unknown_model_error(served: ServedModel, name: str) -> RequestError:
-    return RequestError(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
-
-
-async def create_completion(
-    served: ServedModel,
-    request: SamplingParams,
-    prompt: Prompt | Sequence[int],
-    is_chat: bool,
-    max_tokens: int | None,
-    cleanup: ExitStack,
-) -> Response:
-    """Return the completions of a prompt, at most `limit` tokens each. RequestError where they cannot be made.
-
-    `leaving` cancels the decoding when the answer is sent or the client has left, even where a stream has not begun.
-    """
-    if request.model not in ("", served.name):
-        raise make_unknown_model_error(served, request.model)
-    decoding = await start_generation(served, prompt, request, max_tokens)
-    cleanup.callback(decoding.cancel)
-    tools = prompt.tools if isinstance(prompt, Prompt) else ()
-    choices = ChoiceFormatter(decoding, is_chat, tools, request.top_logprob_count is not None, request.return_token_ids)
-    id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-    head = {"id": id, "created": int(time.time()), "model": served.name}
-    if request.stream:
-        with_usage = request.stream_options is not None and request.stream_options.include_usage
-        return StreamingResponse(stream_completion(choices, head, with_usage), media_type="text/event-stream")
-    answers = await decoding.collect_completions()
-    used = build_usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))
-    told = {"object": "chat.completion" if is_chat else "text_completion", "usage": used}
-    return JSONResponse(
-        head | choices.build_head() | told | {"choices": list(starmap(choices.build_choice, enumerate(answers)))}
-    )
-
-
-async def stream_completion(choices: ChoiceFormatter, head: dict[str, Any], with_usage: bool) -> AsyncIterator[str]:
-    """Yield the answer as server-sent events. An error is an event, too, since the status has been sent by then."""
-    decoding, once = choices.stream, choices.build_head()
-    head |= {"object": "chat.completion.chunk" if choices.is_chat else "text_completion"}
-    answers = [ServedCompletion() for _ in range(decoding.request.n)]
-    if choices.is_chat:
-        for i in range(decoding.request.n):
-            yield format_event(head | once | {"choices": [choices.build_opening_chunk(i)]})
-            once = {}
-    try:
-        async for piece in decoding:
-            row = piece.row_index
-            answers[row].append_chunk(piece)
-            if choices.tools and not piece.finish_reason:
-                continue
-            choice = choices.build_final_chunk(row, answers[row]) if choices.tools else choices.build_chunk(piece)
-            yield format_event(head | once | {"choices": [choice]})
-            once = {}
-    except RequestError as refusal:
-        yield format_event({"error": {"message": str(refusal), "type": refusal.code, "code": refusal.code}})
-    if with_usage:
-        yield format_event(
-            head | {"choices": [], "usage": build_usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))}
-        )
-    yield "data: [DONE]\n\n"
-
-
-def format_event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-# ---------------------------------------------------------------- group
-# `/group`: a group as training would see it, G completions of one prompt with their rewards and advantages.
-
-
 async def generate_group(served: ServedModel, request: GroupRequest) -> dict[str, Any]:
-    """Return G completions of one prompt, with rewards and advantages where they can be graded."""
+    """Return G completions of one prompt, with rewards and advantages if they can be graded."""
     prompt = make_group_prompt(served, request)
     settings = SamplingParams(n=request.group_size, temperature=request.temperature, seed=request.seed)
     decoding = await start_generation(served, prompt, settings, request.max_tokens, served.group_tokens)
@@ -240,8 +257,8 @@ async def generate_group(served: ServedModel, request: GroupRequest) -> dict[str
     ]
     async with enforce_deadline(served, decoding.deadline):
         rewards = await grade_completions(served, prompt, completions) if can_grade(served, request) else []
-    record = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
-    compared = compute_group_advantages(served.algorithm, record) if rewards else [None] * len(answers)
+    group = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
+    advantages = compute_group_advantages(served.algorithm, group) if rewards else [None] * len(answers)
     return {
         "question": prompt.question,
         "answer": prompt.answer,
@@ -254,7 +271,7 @@ async def generate_group(served: ServedModel, request: GroupRequest) -> dict[str
                 "logprob": sum(a.logprobs),
                 "reward": rewards[i].value if rewards and not rewards[i].failed else None,
                 "parts": dict(rewards[i].parts) if rewards and not rewards[i].failed else {},
-                "advantage": compared[i],
+                "advantage": advantages[i],
             }
             for i, a in enumerate(answers)
         ],
@@ -266,23 +283,23 @@ def can_grade(served: ServedModel, request: GroupRequest) -> bool:
 
 
 async def grade_completions(served: ServedModel, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Reward]:
-    """Return the rewards of siblings. Where the client leaves, grading ends after the reward in progress."""
+    """Return the rewards of the completions of a group. If the client leaves, grading ends after the current reward."""
     assert served.task is not None
-    left, steps = threading.Event(), served.algorithm.steps
+    client_left, steps = threading.Event(), served.algorithm.steps
     group = Group(prompt, (), tuple(completions))
-    grading = partial(
-        compute_rewards, served.task, group, Progress(steps, steps, served.algorithm.prompts_per_step), left
-    )
+    progress = Progress(steps, steps, served.algorithm.prompts_per_step)
     try:
-        return await asyncio.get_running_loop().run_in_executor(served.grading_pool, grading)
+        return await asyncio.get_running_loop().run_in_executor(
+            served.grading_pool, compute_rewards, served.task, group, progress, client_left
+        )
     finally:
-        left.set()
+        client_left.set()
 
 
-def compute_rewards(task: Task, group: Group, progress: Progress, left: threading.Event) -> Sequence[Reward]:
+def compute_rewards(task: Task, group: Group, progress: Progress, client_left: threading.Event) -> Sequence[Reward]:
     if isinstance(task, GradedTask) and task.is_batch_graded:
         return grade_groups(task, [group], progress)[0].rewards
-    return [task.reward(group.prompt, completion) for completion in group.completions if not left.is_set()]
+    return [task.reward(group.prompt, completion) for completion in group.completions if not client_left.is_set()]
 
 
 def make_group_prompt(served: ServedModel, request: GroupRequest) -> Prompt:
@@ -298,17 +315,16 @@ def compute_group_advantages(cfg: GRPOConfig, group: Group) -> list[float]:
     return compute_advantages_from_grades(grades, grades.rewards, cfg)[0].tolist()
 
 
-# ---------------------------------------------------------------- host
-# Load a model, or that of a run, and serve it until told to stop.
+# ---------------------------------------------------------------- loading and serving
 
 
 def serve_model(options: ServeCommand, listening: socket.socket) -> None:
-    """Serve until told to stop, by the options of the command."""
+    """Serve a model until SIGINT or SIGTERM, by the options of the command."""
     served = load_served_model(options)
     print(escape_controls(f"{served.name} on {make_url(*listening.getsockname()[:2])}, Ctrl-C ends it"), flush=True)
     server = middleware.make_server(make_app(served))
 
-    def answer() -> None:
+    def run_server() -> None:
         try:
             server.run(sockets=[listening])
         finally:
@@ -316,7 +332,7 @@ def serve_model(options: ServeCommand, listening: socket.socket) -> None:
 
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, middleware.make_stop_handler(server, served.engine.close))
-    threading.Thread(target=answer, name="http").start()
+    threading.Thread(target=run_server, name="http").start()
     try:
         served.engine.run()
     finally:
@@ -324,35 +340,16 @@ def serve_model(options: ServeCommand, listening: socket.socket) -> None:
 
 
 def load_served_model(options: ServeCommand) -> ServedModel:
-    """Return the policy to be served; from a run also its task, on held-out questions, and its algorithm's settings."""
+    """Load the policy to be served; from a run also its task, on held-out questions, and its algorithm's settings."""
     hardware.keep_freed_memory()
-    if options.batch_invariant:
-        hf_decode.disable_amx()
     run = run_files.find_run_dir(options.model)
     settings = load_run_config(run) if run else None
-    model = str(run_files.get_model_dir(run)) if run else options.model
-    device = hardware.pick_device(options.device)
-    trusted = options.trust_remote_code or (run is not None and run_files.trusts_remote_code(run))
-    access = ModelAccess(options.revision, trusted, "give --trust-remote-code")
-    for note in filter(
-        None, (access.format_warning(options.model), *(collect_grader_notices(settings.task) if settings else ()))
-    ):
-        print(escape_controls(f"! {note}"), flush=True)
-    asked = options.dtype
-    if run and run_files.has_merged_adapter(run):
-        asked = "float32" if asked == "auto" else asked
-        run_files.warn_about_rounding(asked)
-    dtype = hardware.pick_dtype(asked, device)
-    frozen = policy.load_frozen_policy(model, device, dtype, temperature=1.0, access=access)
-    if fault := find_decode_fault(frozen):
-        kind = type(frozen.model).__name__
-        raise UserError(f"{options.model}: {kind} cannot be served, since rows come and go beside one another: {fault}")
-    if options.batch_invariant:
-        hf_decode.check_batch_invariance(frozen, options.rows)
+    policy = load_served_policy(options, run, settings)
+    hosts = [name.strip() for name in options.allowed_hosts.split(",")]
     return ServedModel(
         name=options.name or get_model_name(options.model),
-        policy=frozen,
-        engine=ServingEngine(frozen, options.rows),
+        policy=policy,
+        engine=ServingEngine(policy, options.rows),
         task=make_graded_task(settings) if settings else None,
         algorithm=settings.algorithm if settings else GRPOConfig(),
         system=SYSTEM_MESSAGES["en"],
@@ -360,14 +357,39 @@ def load_served_model(options: ServeCommand) -> ServedModel:
         group_tokens=settings.sampler.max_tokens if settings else 0,
         timeout=options.timeout,
         body_bytes=options.body_bytes,
-        hosts=(*LOOPBACK_HOSTS, options.host, *split_host_names(options.allowed_hosts)),
+        hosts=(*LOOPBACK_HOSTS, options.host, *filter(None, hosts)),
         token=options.token,
         instance=os.environ.get(INSTANCE_VARIABLE, ""),
     )
 
 
+def load_served_policy(options: ServeCommand, run: Path | None, settings: Config | None) -> Policy:
+    """Load the policy, and print notes about it. Raises UserError if it cannot be served."""
+    if options.batch_invariant:
+        hf_decode.disable_amx()
+    model = str(run_files.get_model_dir(run)) if run else options.model
+    device = hardware.pick_device(options.device)
+    trusted = options.trust_remote_code or (run is not None and run_files.trusts_remote_code(run))
+    access = ModelAccess(options.revision, trusted, "give --trust-remote-code")
+    notes = (access.format_warning(options.model), *(collect_grader_notices(settings.task) if settings else ()))
+    for note in filter(None, notes):
+        print(escape_controls(f"! {note}"), flush=True)
+    dtype_name = options.dtype
+    if run and run_files.has_merged_adapter(run):
+        dtype_name = "float32" if dtype_name == "auto" else dtype_name
+        run_files.warn_about_rounding(dtype_name)
+    dtype = hardware.pick_dtype(dtype_name, device)
+    policy = load_frozen_policy(model, device, dtype, temperature=1.0, access=access)
+    if fault := find_decode_fault(policy):
+        kind = type(policy.model).__name__
+        raise UserError(f"{options.model}: {kind} cannot be served, since rows come and go beside one another: {fault}")
+    if options.batch_invariant:
+        hf_decode.check_batch_invariance(policy, options.rows)
+    return policy
+
+
 def get_model_name(model: str) -> str:
-    """Return the name by which clients call a model: the last part of its path or of its Hub id."""
+    """Return the name of a model for clients: the last part of its path or of its Hub id."""
     name = Path(model).name
     return Path(model).resolve().name if name in ("", "..") else name
 
@@ -377,12 +399,8 @@ def make_graded_task(settings: Config) -> GradedTask:
     return GradedTask(with_split(settings.task, "test"), settings.reward, graders=load_graders(settings.task))
 
 
-def split_host_names(listed: str) -> list[str]:
-    return [name.strip() for name in listed.split(",") if name.strip()]
-
-
 def load_run_config(run: Path) -> Config | None:
-    """Return the settings of a run; None, and a line, where its rewards were functions of another process."""
+    """Return the settings of a run; None, with a printed note, if its rewards were functions of another process."""
     path = run / "config.json"
     config.check_key_variables(
         config.read_settings(path), (), path, f"serve its model alone: pellucid serve {run / 'model'}"

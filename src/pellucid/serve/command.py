@@ -1,4 +1,4 @@
-"""`pellucid serve`: the command line."""
+"""The command `pellucid serve`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from tyro.conf import Positional, arg
 from pellucid import config
 from pellucid.serve import daemon
 from pellucid.types import UserError
-from pellucid.utils.hardware import pause_garbage_collection
-from pellucid.utils.plugins import did_you_mean, import_extra
+from pellucid.utils.plugins import did_you_mean, import_extra, pause_garbage_collection
 
 DAEMON_ACTIONS = {"stop": daemon.stop_daemon, "status": daemon.print_status, "restart": daemon.restart_daemon}
 LISTEN_BACKLOG = 1024
-"""How many connections may wait to be accepted."""
+"""The most connections that wait to be accepted."""
 USAGE = "[start] MODEL_OR_RUN | stop | status | restart"
 
 
@@ -74,10 +73,11 @@ class ServeCommand:
             raise UserError(f"serve takes {USAGE}, got {' '.join(self.words) or 'nothing'}")
         if not action and (close := did_you_mean(first, ("start", *DAEMON_ACTIONS))) and not Path(first).exists():
             raise UserError(f"serve takes {USAGE}, got {first}{close}")
-        if action not in DAEMON_ACTIONS:
-            config.refuse_recipe_as_run(self.model, "pellucid train {} makes one; serve takes a run or a model")
         if action in DAEMON_ACTIONS:
             return DAEMON_ACTIONS[action](self.folder)
+        config.refuse_recipe_as_run(self.model, "pellucid train {} makes one; serve takes a run or a model")
+        if action and not self.port:
+            raise UserError("serve start --port 0: a service in the background needs a port that is known; name one")
         for library in ("fastapi", "uvicorn"):
             import_extra(library, "serve", "pellucid serve")
         from pellucid.serve import middleware  # noqa: PLC0415 - it imports the libraries checked above
@@ -90,7 +90,7 @@ class ServeCommand:
         return serve_in_foreground(guarded)
 
     def build_arguments(self) -> list[str]:
-        """Return the words of a command line that serves the same."""
+        """Return the words of a command line for the same service."""
         words = [self.model]
         for option in fields(self)[1:]:
             value = getattr(self, option.name)
@@ -101,26 +101,27 @@ class ServeCommand:
 
 
 def serve_in_foreground(options: ServeCommand) -> int:
-    with open_listening_socket(options.host, options.port) as free:
+    with open_listening_socket(options.host, options.port) as listening:
         with pause_garbage_collection():
             from pellucid.serve.api import serve_model  # noqa: PLC0415 - torch takes seconds, and the port may be taken
 
-        serve_model(options, free)
+        serve_model(options, listening)
     return 0
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket. UserError where the address cannot be used.
+    """Return a listening socket, so that clients may connect while the model is loaded.
 
-    It is taken before the model is loaded, so that clients which connect meanwhile wait.
+    Raises:
+        UserError: The address cannot be used.
     """
-    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        taken.bind((host, port))
-        taken.listen(LISTEN_BACKLOG)
+        listening.bind((host, port))
+        listening.listen(LISTEN_BACKLOG)
     except (OSError, OverflowError) as error:
-        taken.close()
+        listening.close()
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{host}:{port} cannot be listened on ({reason}): name another --port or --host") from error
-    return taken
+    return listening

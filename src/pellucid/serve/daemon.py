@@ -1,4 +1,4 @@
-"""`pellucid serve start | stop | status | restart`: the service in the background, known by its pid file."""
+"""`pellucid serve start | stop | status | restart`: the service in the background, which has a pid file."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ from pellucid.utils.signals import handle_stop_signals
 from pellucid.utils.text import escape_controls
 
 STOP_TIMEOUT_SECONDS = 30.0
-"""How many seconds a service has to end after it was asked to; it has ten times as many to answer after its start."""
+"""Seconds that a service has to end after SIGTERM. It has ten times as many to answer after its start."""
 INSTANCE_VARIABLE = "PELLUCID_INSTANCE"
-"""The environment variable with the random number by which a service, at /health, is told from others on its port."""
+"""The environment variable with a random number, which /health shows: it identifies the service on its port."""
 START_TIME_TOLERANCE_SECONDS = 2.0
-"""Start times that differ by less count as equal: they are counted from the boot, whose time is known to a second."""
+"""Start times that differ by less count as equal: they are relative to the boot time, which is known to a second."""
 PROXYLESS_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""An opener without the proxies of the environment: a proxy would answer in place of a service that is not there."""
+"""An opener that ignores proxies: a proxy would answer in place of a service that is not running."""
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """A service as its pid file describes it."""
+    """A service, as its pid file describes it."""
 
     pid: Annotated[int, Field(gt=0, lt=2**31)]
     started: float
-    """When the process started, in seconds since 1970: another process can have the same pid later."""
+    """The start time of the process in seconds since 1970: another process can have the same pid later."""
     url: str
     instance: str
     arguments: list[str]
     """The arguments of `pellucid serve`, to start it again."""
 
     def is_alive(self) -> bool:
-        """Return whether the process runs, and is the one that was started."""
+        """Return whether the process runs, and is not another one with the same pid."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < START_TIME_TOLERANCE_SECONDS
-            return same and process.status() != psutil.STATUS_ZOMBIE
+            is_same = abs(process.create_time() - self.started) < START_TIME_TOLERANCE_SECONDS
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
     def is_answering(self) -> bool:
-        """Return whether it is this service that answers at its address."""
+        """Return whether this service, and no other, answers at its address."""
         return fetch_health(self.url).get("instance") == self.instance
 
 
 def fetch_health(url: str) -> dict[str, object]:
-    """Return the health report of the service at an address; empty where none answers."""
+    """Return the health report of the service at an address; empty if none answers."""
     try:
         with PROXYLESS_OPENER.open(f"{url}/health", timeout=2) as response:
             facts = json.loads(response.read(100_000))
@@ -72,7 +72,7 @@ def fetch_health(url: str) -> dict[str, object]:
 
 
 def read_pid_file(folder: Path) -> Daemon | None:
-    """Return the service that was started last, whether it runs or not. UserError for a damaged pid file."""
+    """Return the service that was started last, running or not. Raises UserError for a damaged pid file."""
     path = folder / "serve.pid"
     if not path.exists():
         return None
@@ -84,13 +84,13 @@ def read_pid_file(folder: Path) -> Daemon | None:
 
 
 def find_running_daemon(folder: Path) -> Daemon | None:
-    """Return the service that runs; None where none does, even if a pid file is left."""
-    found = read_pid_file(folder)
-    return found if found and found.is_alive() else None
+    """Return the running service; None if there is none, even if a pid file is left."""
+    daemon = read_pid_file(folder)
+    return daemon if daemon and daemon.is_alive() else None
 
 
 def make_url(host: str, port: int) -> str:
-    """Return the address for a client on this machine. Example: url_of("::1", 8000) == "http://[::1]:8000" """
+    """Return the address for a client on this machine. Example: make_url("::1", 8000) == "http://[::1]:8000" """
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -102,13 +102,11 @@ def start_daemon(folder: Path, url: str, arguments: Sequence[str]) -> int:
             raise UserError(
                 f"a service runs already: {running.url}, pid {running.pid}; stop it, or name another --folder"
             )
-        asked_to_stop: list[int] = []
-        with handle_stop_signals(
-            lambda number, _: asked_to_stop.append(number)
-        ):  # without a pid file nobody could end it
+        signals: list[int] = []
+        with handle_stop_signals(lambda number, _: signals.append(number)):  # no stop before there is a pid file
             process, service = launch_daemon(folder, url, arguments)
         try:
-            if asked_to_stop:
+            if signals:
                 raise KeyboardInterrupt
             wait_for_answer(process, service, folder / "serve.log")
         except BaseException:
@@ -120,7 +118,7 @@ def start_daemon(folder: Path, url: str, arguments: Sequence[str]) -> int:
 
 
 def launch_daemon(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], Daemon]:
-    """Start the process, write its pid file at once, and return both."""
+    """Start the process, and write its pid file at once."""
     command = [sys.executable, "-P", "-m", "pellucid", "serve", *arguments]
     instance = secrets.token_hex(8)
     with (folder / "serve.log").open("a") as log:
@@ -133,18 +131,18 @@ def launch_daemon(folder: Path, url: str, arguments: Sequence[str]) -> tuple[sub
             env=os.environ | {INSTANCE_VARIABLE: instance},
         )
     service = Daemon(process.pid, psutil.Process(process.pid).create_time(), url, instance, list(arguments))
-    # For its owner alone: a token may be among the arguments.
+    # Readable by its owner alone: a token may be among the arguments.
     write_file_atomically(folder / "serve.pid", json.dumps(asdict(service)) + "\n", 0o600)
     return process, service
 
 
 def wait_for_answer(process: subprocess.Popen[bytes], service: Daemon, log: Path) -> None:
-    """Wait until the service answers. UserError where it ends, or does not answer in time."""
+    """Wait until the service answers. Raises UserError if it ends, or does not answer in time."""
     deadline = time.monotonic() + 10 * STOP_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            raise UserError(f"the service ended at once: {last[0]} (more in {log})")
+            [last_line] = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+            raise UserError(f"the service ended at once: {last_line} (more in {log})")
         if service.is_answering():
             return
         time.sleep(0.2)
@@ -180,18 +178,18 @@ def stop_daemon(folder: Path) -> int:
 
 
 def print_status(folder: Path) -> int:
-    """Print the state. Return 0 where the service answers, 1 where it runs and does not answer, 3 where none runs."""
+    """Print the state. Return 0 if the service answers, 1 if it runs and does not answer, 3 if none runs."""
     running = find_running_daemon(folder)
     if running is None:
         print("nothing runs")
         return 3
-    answers = running.is_answering()
-    print(f"{running.url}, pid {running.pid}, {'answers' if answers else 'does not answer'}")
-    return 0 if answers else 1
+    is_answering = running.is_answering()
+    print(f"{running.url}, pid {running.pid}, {'answers' if is_answering else 'does not answer'}")
+    return 0 if is_answering else 1
 
 
 def restart_daemon(folder: Path) -> int:
-    """Start again with the arguments of the last start, whether that service still runs or not."""
+    """Start again with the arguments of the last start, whether that service runs or not."""
     last = read_pid_file(folder)
     if last is None:
         raise UserError(f"{folder / 'serve.pid'}: nothing was started here")

@@ -1,9 +1,4 @@
-"""Which requests are let in: by their Host and Origin headers, and by a token.
-
-Every page in the user's browser can reach a service on the loopback. A page of another site may post to it: the browser
-hides the answer from that page, but the work is done. A page whose host name is made to resolve to 127.0.0.1 (DNS
-rebinding) even counts as the same site. The first is recognized by its Origin, the second by its Host.
-"""
+"""The HTTP server and the middleware around its applications: access, limits for slow clients, errors, shutdown."""
 
 from __future__ import annotations
 
@@ -30,21 +25,28 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pellucid.serve.schemas import NEUTRAL_VALUES, PROMPT_KINDS
+from pellucid.serve.schemas import NEUTRAL_VALUES, UNION_TAGS
 from pellucid.types import UserError
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 PUBLIC_PATHS = ("/", "/health")
-"""Paths that need no token: the page asks the user for it, and whoever watches over the service needs none."""
+"""Paths that need no token: the page, which asks the user for it, and the health check."""
 TOKEN_VARIABLE = "PELLUCID_TOKEN"
 """The environment variable of the token: a command line can be read by every user of the machine."""
 
 
-class AccessMiddleware:
-    """ASGI middleware that refuses the requests for which `check` raises.
+# ---------------------------------------------------------------- access
+#
+# Every page in the user's browser can reach a service on the loopback. A page of another site may post to it: the
+# browser hides the answer from that page, but the work is done. A page whose host name is made to resolve to 127.0.0.1
+# (DNS rebinding) even counts as the same site. The first is recognized by its Origin header, the second by its Host.
 
-    starlette's TrustedHostMiddleware would not tell clients why they are refused, and would refuse IP addresses,
-    which, unlike a name, nobody can make to lead elsewhere.
+
+class AccessMiddleware:
+    """ASGI middleware that checks the Host and Origin headers and the token of each request.
+
+    TrustedHostMiddleware of starlette would not tell clients why they are refused, and would refuse IP addresses, which
+    are safe: nobody can make them resolve to another machine.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str] = LOOPBACK_HOSTS, token: str = "") -> None:
@@ -60,7 +62,7 @@ class AccessMiddleware:
             await self.app(scope, receive, send)
 
     def check_access(self, path: str, headers: Headers) -> None:
-        """Raise RequestError for a request that is not let in."""
+        """Raise RequestError if a request must be refused."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if not is_trusted_host(name := parse_host_name(host), self.allowed_hosts):
             raise RequestError(
@@ -74,13 +76,13 @@ class AccessMiddleware:
             raise RequestError(401, "this service needs its token, as: Authorization: Bearer TOKEN", "invalid_api_key")
 
     def is_authorized(self, authorization: str) -> bool:
-        """Return whether the token is right, in a time that does not depend on how much of it is."""
+        """Return whether the token is right, in a time that does not depend on how many characters are."""
         scheme, _, token = authorization.partition(" ")
         return scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), self.token.encode())
 
 
 def parse_host_name(host: str) -> str:
-    """Return the name in a Host header, empty where there is none. Example: name_of("[::1]:8000") == "::1" """
+    """Return the name in a Host header; empty if there is none. Example: parse_host_name("[::1]:8000") == "::1" """
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -90,7 +92,7 @@ def parse_host_name(host: str) -> str:
 def is_trusted_host(name: str, hosts: Sequence[str]) -> bool:
     """Return whether a name is an IP address or matches one of the hosts.
 
-    Example: trusted("a.example.org", ["*.example.org"]); trusted("10.0.0.7", [])
+    Example: is_trusted_host("a.example.org", ["*.example.org"]) and is_trusted_host("10.0.0.7", [])
     """
     return bool(name) and (is_ip_address(name) or any(matches_pattern(name, host.lower()) for host in hosts))
 
@@ -112,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(option: str) -> str:
-    """Return the token of the options or of the environment; empty for none. UserError where no header can hold it."""
+    """Return the token of the options or of the environment, or "". Raises UserError if no header can hold it."""
     token = option or os.environ.get(TOKEN_VARIABLE, "")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise UserError("the token must be letters, digits and signs of ASCII, without spaces")
@@ -120,30 +122,38 @@ def read_token(option: str) -> str:
 
 
 def make_access_warning(host: str, port: int, token: str) -> str:
-    """Return a warning that everybody gets in; empty where only this machine does, or only those with the token."""
+    """Return a warning if everyone who reaches this machine may use the service; else an empty text."""
     if token or is_loopback(host):
         return ""
     return f"{host}:{port} is open to everyone who can reach it: set {TOKEN_VARIABLE}, or give --token"
 
 
-# ---------------------------------------------------------------- exchange
-# ASGI middleware around every request: it bounds the size and the time of the body, ends the work for a client that
-# has hung up, and answers every client that has not.
+# ---------------------------------------------------------------- limits of requests
 
 
 BODY_DISCARD_FACTOR = 100
-"""A body is read up to this many times its limit; beyond that the connection is closed."""
+"""A body is read up to this many times its limit, and not stored. Beyond that the connection is closed."""
 
 
 class ClientDisconnectedError(Exception):
-    """The client has hung up."""
+    """The client has closed the connection."""
 
 
 class RequestLimitsMiddleware:
-    """ASGI middleware that reads the whole body of a request before the application is called."""
+    """ASGI middleware that reads the body of a request before it calls the application, with limits of size and time.
+
+    It cancels the application when the client disconnects, and answers every client that stays.
+    """
 
     def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, send_seconds: float) -> None:
-        """Set the bounds: bytes and seconds for a body, and seconds for a client to take a piece of its answer."""
+        """Set the limits.
+
+        Args:
+            app: The application.
+            body_bytes: The largest body.
+            body_seconds: Seconds to receive a body.
+            send_seconds: Seconds for a client to receive a piece of the answer.
+        """
         self.app, self.body_bytes, self.body_seconds = app, body_bytes, body_seconds
         self.send_seconds, self.request_count = send_seconds, 0
 
@@ -173,9 +183,9 @@ class RequestLimitsMiddleware:
 
 
 class ShutdownMiddleware:
-    """ASGI middleware for applications that read bodies themselves: requests that the ending server cancels get a 503.
+    """ASGI middleware that answers requests with 503 if the server cancels them at its end.
 
-    Without it uvicorn would log a traceback for each of them.
+    Without it uvicorn would log a traceback for each of them. RequestLimitsMiddleware does this by itself.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -184,20 +194,20 @@ class ShutdownMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def noted(message: Message) -> None:
+        async def send_noted(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, send_noted)
         except asyncio.CancelledError:
             if not started:
                 await make_error_response(SHUTDOWN_ERROR)(scope, receive, send)
 
 
 class HTTPExchange:
-    """One request whose body has arrived, and its answer."""
+    """A request whose body has been received, and its answer."""
 
     def __init__(
         self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, body: bytes, send_seconds: float
@@ -205,20 +215,23 @@ class HTTPExchange:
         self.app, self.scope, self.receive, self.send, self.send_seconds = app, scope, receive, send, send_seconds
         self.pending_messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         self.ended = asyncio.Event()
-        """Set when the application has answered, or the client has hung up or takes nothing more."""
+        """Set when the application has answered, or the client has disconnected or receives nothing more."""
         self.response_started = False
 
     async def run(self) -> None:
-        answering, listening = asyncio.create_task(self._run_app()), asyncio.create_task(self._wait_for_disconnect())
+        app_task, disconnect_task = (
+            asyncio.create_task(self._run_app()),
+            asyncio.create_task(self._wait_for_disconnect()),
+        )
         try:
             await self.ended.wait()
-            await (answering if answering.done() else cancel_task(answering))
+            await (app_task if app_task.done() else cancel_task(app_task))
         except asyncio.CancelledError:  # by the server, which is ending and waits no longer
-            await cancel_task(answering)
+            await cancel_task(app_task)
             if not self.response_started:
                 await make_error_response(SHUTDOWN_ERROR)(self.scope, self.receive, self.send)
         finally:
-            await cancel_task(listening)
+            await cancel_task(disconnect_task)
 
     async def _run_app(self) -> None:
         try:
@@ -232,7 +245,7 @@ class HTTPExchange:
         self.ended.set()
 
     async def _receive(self) -> Message:
-        """Return what the application receives: first the body, then that the client has gone, once it has."""
+        """Return the body at first, and later, when the client has disconnected, that it has."""
         if self.pending_messages:
             return self.pending_messages.pop()
         await self.ended.wait()
@@ -249,9 +262,13 @@ class HTTPExchange:
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """Return the body. RequestError where it is above the limit, GoneError where the client hangs up.
+    """Return the body.
 
-    What is above the limit is read and not kept: a client that cannot finish sending would not read the answer.
+    Bytes above the limit are read and not stored: a client that cannot finish sending would not read the answer.
+
+    Raises:
+        RequestError: The body is larger than `limit` bytes.
+        ClientDisconnectedError: The client has disconnected.
     """
     body, size = bytearray(), 0
     more = True
@@ -269,14 +286,13 @@ async def read_body(receive: Receive, limit: int) -> bytes:
 
 
 async def cancel_task(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end."""
+    """Cancel a task, and wait for its end."""
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
 
 
 # ---------------------------------------------------------------- errors
-# A request that is not served, in OpenAI's form of an error.
 
 
 STATUS_HEADERS = {
@@ -287,7 +303,7 @@ STATUS_HEADERS = {
 
 
 class RequestError(Exception):
-    """A request that is not served, and why."""
+    """A request that is refused, with an HTTP status and a code for programs."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -297,18 +313,22 @@ class RequestError(Exception):
 SHUTDOWN_ERROR = RequestError(503, "the service is ending", "ending")
 
 
-def make_error_response(refusal: RequestError) -> JSONResponse:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    message = str(refusal).encode(errors="backslashreplace").decode()  # a lone surrogate cannot be sent
-    body = {"error": {"message": message, "type": kind, "code": refusal.code, "param": None}}
-    return JSONResponse(body, refusal.status, STATUS_HEADERS.get(refusal.status))
+def build_error_body(error: RequestError) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    message = str(error).encode(errors="backslashreplace").decode()  # a lone surrogate cannot be sent
+    return {"error": {"message": message, "type": kind, "code": error.code, "param": None}}
+
+
+def make_error_response(error: RequestError) -> JSONResponse:
+    return JSONResponse(build_error_body(error), error.status, STATUS_HEADERS.get(error.status))
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Have an application answer in this form whatever goes wrong in it."""
+    """Let an application answer every error in OpenAI's form."""
 
     @app.exception_handler(RequestError)
-    async def refusal(_: Request, error: RequestError) -> JSONResponse:
+    async def refused(_: Request, error: RequestError) -> JSONResponse:
         return make_error_response(error)
 
     @app.exception_handler(RequestValidationError)
@@ -329,44 +349,49 @@ def format_validation_error(error: dict[str, Any]) -> str:
 
     Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"
     """
-    place = ".".join(str(part) for part in error["loc"] if part not in ("body", *PROMPT_KINDS))
+    field = ".".join(str(part) for part in error["loc"] if part not in ("body", *UNION_TAGS))
     if error["type"] == "extra_forbidden":
         neutral = " or ".join(map(json.dumps, NEUTRAL_VALUES.get(str(error["loc"][-1]), ())))
-        return f"{place}: not supported here: leave it out{f', or send {neutral}' if neutral else ''}"
-    return f"{place}: {error['msg']}" if place else str(error["msg"])
+        return f"{field}: not supported here: leave it out{f', or send {neutral}' if neutral else ''}"
+    return f"{field}: {error['msg']}" if field else str(error["msg"])
 
 
-# ---------------------------------------------------------------- connections
-# The HTTP server, which closes the connections of clients that keep it waiting.
+# ---------------------------------------------------------------- the server
 #
-# uvicorn itself closes a connection that stays silent after an answer. It would keep for ever a connection whose client
-# never finishes the headers of a request, or the body of one that has been answered, or never reads its last answer.
+# uvicorn closes a connection that stays silent after an answer. It would keep a connection forever if the client never
+# finished the headers of a request, or the body of an answered request, or never read its last answer.
 
 
 SHUTDOWN_GRACE_SECONDS = 10.0
-"""How many seconds requests have to end when the service is stopped."""
+"""Seconds that requests have to end after the service was told to stop."""
 HEADER_TIMEOUT_SECONDS = 10.0
-"""How many seconds a client has to send headers, counted from its connection or from the last answer."""
+"""Seconds that a client has to send headers, from its connection or from the last answer."""
 
 
 def make_server(
     app: ASGIApp, header_timeout: float = HEADER_TIMEOUT_SECONDS, grace: float = SHUTDOWN_GRACE_SECONDS
 ) -> uvicorn.Server:
-    """Return the HTTP server, to be run with a listening socket."""
+    """Return an HTTP server for a listening socket.
+
+    Args:
+        app: The application.
+        header_timeout: Seconds that a client has to send headers.
+        grace: Seconds that requests have to end.
+    """
     settings = uvicorn.Config(app, http="h11", log_level="warning", timeout_notify=0)
     # After `grace` seconds the engine refuses all requests that are left; uvicorn cancels what remains 2 seconds later.
     settings.timeout_graceful_shutdown = round(grace) + 2
-    made = uvicorn.Server(settings)
-    settings.callback_notify = ConnectionWatcher(made, header_timeout).close_late
-    return made
+    server = uvicorn.Server(settings)
+    settings.callback_notify = ConnectionWatcher(server, header_timeout).close_late
+    return server
 
 
 def make_stop_handler(
     server: uvicorn.Server, close: Callable[[], None], grace: float = SHUTDOWN_GRACE_SECONDS
 ) -> Callable[[int, Any], None]:
-    """Return a signal handler that lets no more connections in, and calls `close` after `grace` seconds.
+    """Return a signal handler that stops accepting connections, and calls `close` after `grace` seconds.
 
-    Requests that are being answered have that time to end.
+    Current requests have that time to end.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -380,7 +405,7 @@ def make_stop_handler(
 
 @dataclass
 class ConnectionWatcher:
-    """Check the connections of a server once a second, and close those whose client has kept it waiting too long."""
+    """Checks the connections of a server once a second, and closes those that wait for their client too long."""
 
     server: uvicorn.Server
     header_timeout: float
@@ -396,15 +421,15 @@ class ConnectionWatcher:
                 connection.transport.abort()
 
     def _get_waiting_since(self, connection: Any, now: float) -> tuple[Any, float]:
-        behind, start = self.waiting_since.get(connection, (connection.cycle, now))
-        return (behind, start) if behind is connection.cycle else (connection.cycle, now)
+        request, start = self.waiting_since.get(connection, (connection.cycle, now))
+        return (request, start) if request is connection.cycle else (connection.cycle, now)
 
 
 def is_waiting_for_client(connection: Any) -> bool:
-    """Return whether it is the client's turn: to send headers or the rest of a body, or to take the last answer."""
-    http, unread = connection.conn, (h11.DONE, h11.MUST_CLOSE)
+    """Return whether a client has to send headers or the rest of a body, or to receive the last answer."""
+    http, answered = connection.conn, (h11.DONE, h11.MUST_CLOSE)
     return (
         connection.transport.is_closing()
         or http.their_state is h11.IDLE
-        or (http.their_state is h11.SEND_BODY and http.our_state in unread)
+        or (http.their_state is h11.SEND_BODY and http.our_state in answered)
     )

@@ -1,7 +1,7 @@
-"""The bodies of requests: the part of OpenAI's API that a small model can honor. Other fields are refused by name.
+"""The bodies of requests: the part of OpenAI's API that is supported. Other fields are refused by name.
 
-Clients send fields that they were not asked to send. A field that is null, or that has the value which changes nothing,
-is left out before a body is checked. Every other field is bounded, so that no value can do harm in the code behind.
+Clients send fields that are not supported. A field that is null, or has a value that changes nothing, is dropped before
+a body is checked. Every other field has bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ differ at all, and where a vocabulary has less than a million tokens, the likeli
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 MAX_TOOLS, MAX_TOP_LOGPROBS = 128, 20
 PROMPT_KINDS = ("a text", "token ids")
-"""What a prompt may be; pydantic has these words among the places of its errors."""
+"""What a prompt may be."""
+CONTENT_KINDS = ("a text", "parts")
+"""What the content of a message may be."""
+UNION_TAGS = {*PROMPT_KINDS, *CONTENT_KINDS}
+"""Names of alternatives, which pydantic has in the locations of its errors beside the fields."""
 MAX_INTEGER = 2**31 - 1
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -75,7 +79,7 @@ IGNORED_FIELDS = {
 
 
 def check_unicode(value: Any) -> Any:
-    """Return the value. ValueError for text with a lone surrogate, which JSON can spell and no file or answer can."""
+    """Return the value. Raises ValueError for text with a lone surrogate, which no file or answer can hold."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -98,13 +102,13 @@ def check_temperature(temperature: float) -> float:
 
 
 def check_object(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an object of JSON. ValueError where `whole` would find fault with a text in it."""
+    """Return an object of JSON. Raises ValueError if a text in it has a lone surrogate."""
     check_unicode(json.dumps(value, ensure_ascii=False))
     return value
 
 
 def parse_arguments(value: Any) -> Any:
-    """Return arguments, which OpenAI has as a text of JSON; an empty text has none. ValueError for other texts."""
+    """Return arguments, which OpenAI sends as a text of JSON. An empty text has none. Raises ValueError for others."""
     try:
         return json.loads(value.strip() or "{}") if isinstance(value, str) else value
     except RecursionError as error:
@@ -112,12 +116,12 @@ def parse_arguments(value: Any) -> Any:
 
 
 def join_text_parts(content: Any) -> Any:
-    """Return the text of a message that was sent in parts. ValueError where a part is not text."""
+    """Return the text of a message that was sent in parts. Raises ValueError if a part is not text."""
     if not isinstance(content, list):
         return content
-    for place, part in enumerate(content):
+    for i, part in enumerate(content):
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise ValueError(f'part {place} is not of the form {{"type": "text", "text": "..."}}: send text alone')
+            raise ValueError(f'part {i} is not of the form {{"type": "text", "text": "..."}}: send text alone')
     return "".join(part["text"] for part in content)
 
 
@@ -128,7 +132,7 @@ def unwrap_single_prompt(prompts: Any) -> Any:
 
 
 def normalize_top_k(top_k: Any) -> Any:
-    """Return 0 for the -1 by which vLLM says that there is no limit."""
+    """Return 0 for -1, which means no limit in vLLM."""
     return 0 if top_k == -1 else top_k
 
 
@@ -138,6 +142,10 @@ def normalize_logprobs(logprobs: Any) -> Any:
 
 def get_prompt_kind(prompt: Any) -> str:
     return PROMPT_KINDS[isinstance(prompt, list)]
+
+
+def get_content_kind(content: Any) -> str:
+    return CONTENT_KINDS[isinstance(content, list)]
 
 
 Text = Annotated[str, BeforeValidator(check_unicode)]
@@ -169,7 +177,7 @@ class NullDroppingModel(BaseModel):
 
 
 class RequestBody(NullDroppingModel):
-    """The same, without neutral fields either. Fields that are not its own are refused."""
+    """An object in a body without null and neutral fields. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -182,7 +190,7 @@ class RequestBody(NullDroppingModel):
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Return whether a field that is not supported can be left out without a difference to the answer."""
+    """Return whether a field that is not supported can be dropped without changing the answer."""
     return name in IGNORED_FIELDS or value in NEUTRAL_VALUES.get(name, ())
 
 
@@ -202,7 +210,7 @@ class ChatMessage(RequestBody):
     content: Annotated[Text | None, BeforeValidator(join_text_parts)] = None
     tool_calls: list[ToolCall] | None = None
     name: ShortText | None = None
-    """Who speaks, for templates that show it. For a tool that gives none, the name in the call with its id."""
+    """The name of the speaker, for templates that show it. A tool without one has the name in the call with its id."""
     tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
@@ -233,7 +241,7 @@ class StreamOptions(RequestBody):
 
 
 class SamplingParams(RequestBody):
-    """The fields that both kinds of completion share."""
+    """The fields of chat completions and of text completions."""
 
     model: ShortText = ""
     """The name of the model; empty for the one that is served."""
@@ -250,11 +258,11 @@ class SamplingParams(RequestBody):
     user: ShortText = ""
     """Whose request it is; ignored."""
     return_token_ids: bool = False
-    """Whether the answer has the token ids of the prompt and of each choice, as vLLM gives them."""
+    """Whether the answer has the token ids of the prompt and of each choice, as in vLLM."""
 
     @property
     def top_logprob_count(self) -> int | None:
-        """How many of the likeliest tokens are told beside each; None where no log-probs are."""
+        """How many of the likeliest tokens are listed for each token; None without log-probs."""
         return None
 
 
@@ -291,7 +299,7 @@ class ChatRequest(SamplingParams):
 
 
 def build_role_field(message: ChatMessage) -> dict[str, str]:
-    """Chat templates know the newer name of the system role only as the older one."""
+    """Return the system role in place of `developer`, which chat templates do not know."""
     return {"role": "system"} if message.role == "developer" else {}
 
 

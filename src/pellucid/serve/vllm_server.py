@@ -1,8 +1,8 @@
-"""The HTTP application of a sampler server: one engine, the weights that trainers push to it, and its rows.
+"""The HTTP application of a sampler server, `pellucid sampler`: one engine of vLLM, to which trainers push weights.
 
-A trainer describes its model, pushes weights by a version of its own making, and reads them back; then it asks for
-rows, again and again, and each time takes what was sampled meanwhile. A push of others' weights, or a request for other
-weights than those that are here, is refused: every answer says with which it was computed.
+A trainer describes its model, pushes weights under a version of its own, and reads them back. Then it requests rows
+again and again, and each time receives what was sampled meanwhile. Requests for other weights than the present ones are
+refused, and every answer names the version of its weights.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from pellucid.serve.middleware import (
     AccessMiddleware,
     RequestError,
     ShutdownMiddleware,
+    format_validation_error,
     install_error_handlers,
     is_loopback,
 )
@@ -53,7 +54,7 @@ from pellucid.types import UserError
 from pellucid.utils import hardware
 
 CLOSE_TIMEOUT_SECONDS = 10.0
-"""Seconds that the engine has to end with what it does."""
+"""Seconds that the engine has to finish its work at the end."""
 
 
 class ModelDescription(BaseModel):
@@ -63,7 +64,7 @@ class ModelDescription(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"]
     ends: list[int]
     adapter: AdapterShape | None = None
-    """Of an adapter that is pushed by itself."""
+    """The shape of an adapter that is pushed by itself."""
 
 
 VersionHeader = Annotated[str, Header(alias=VERSION_HEADER)]
@@ -71,7 +72,7 @@ VersionHeader = Annotated[str, Header(alias=VERSION_HEADER)]
 
 @dataclass
 class WeightlessPolicy:
-    """What an engine is made for: a policy without its weights."""
+    """A policy without its weights, for which an engine is made."""
 
     config: Mapping[str, Any]
     device: torch.device
@@ -82,16 +83,16 @@ class WeightlessPolicy:
 
 
 class PendingWeights(NamedTuple):
-    """Weights of which the rest is still to come."""
+    """Weights of which some parts have arrived."""
 
     version: str
     parts: list[bytes]
     base_version: str = ""
-    """The version of the weights that an adapter is pushed to alone; empty where all weights come."""
+    """The version of the base weights below a pushed adapter; empty if all weights are pushed."""
 
 
 class EngineHost:
-    """One engine, which one thread works with: what is asked of it in others waits for its turn between two steps."""
+    """One engine and the thread that uses it. Requests of other threads are handled between its steps."""
 
     def __init__(self, make_engine: Callable[[ModelDescription], Any]) -> None:
         self.make_engine = make_engine
@@ -109,53 +110,72 @@ class EngineHost:
         return {"model": self.model_digest, "version": self.version, "longest": longest, "block": block, "refusal": ""}
 
     def load_model(self, body: bytes) -> dict[str, Any]:
-        """Make an engine for this model, where there is none; it has no weights yet. Where none with its adapter can be
-        made, say why.
+        """Make an engine for a model, unless there is one. It has no weights yet.
+
+        Args:
+            body: A ModelDescription as JSON.
+
+        Returns:
+            The state, with a reason as `refusal` if vLLM cannot serve the adapter by itself.
+
+        Raises:
+            RequestError: The description is malformed, or vLLM does not run the model.
         """
         try:
             model = ModelDescription.model_validate_json(body)
             return self.executor.submit(self._load_engine, model, hash_model(body)).result()
         except AdapterRefusedError as error:
             return {**self.describe_state(), "refusal": str(error)}
-        except (ValidationError, UserError) as error:
+        except ValidationError as error:
+            raise RequestError(422, "; ".join(map(format_validation_error, error.errors()))) from error
+        except UserError as error:
             raise RequestError(422, str(error)) from error
 
     def receive_weights(
         self, version: str, part_index: int, part_count: int, part: bytes, base_version: str = ""
     ) -> None:
-        """Take part i of the weights of this version; with the last of them the engine has these and no other, or these
-        and the weights below the adapter of the version `onto`.
+        """Take a part of the weights of a version. With the last part, the engine loads them.
+
+        Args:
+            version: The name of the weights.
+            part_index: The index of the part.
+            part_count: The number of parts.
+            part: Tensors in the format of safetensors.
+            base_version: The version of the base weights, if these are an adapter's.
+
+        Raises:
+            RequestError: Another trainer has pushed weights in between.
         """
         if part_index == 0:
             self.pending = PendingWeights(version, [], base_version)
-        coming = self.pending
-        if coming.version != version or len(coming.parts) != part_index or not self.engine:
+        pending = self.pending
+        if pending.version != version or len(pending.parts) != part_index or not self.engine:
             raise RequestError(409, "other weights have come in between")
-        coming.parts.append(part)
+        pending.parts.append(part)
         if part_index + 1 == part_count:
             self.pending = PendingWeights("", [])
-            self.executor.submit(self._push_weights, coming).result()
+            self.executor.submit(self._push_weights, pending).result()
 
     def run_at_version(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
-        """Return what the engine answers with the weights of this version, behind the version that it has."""
+        """Return the version of the weights, and the result of `work`. Raises RequestError for another version."""
         return self.executor.submit(self._run_at_version, version, work).result()
 
     def sample_rows(self, version: str, rows: Sequence[SampleRequest]) -> tuple[str, Any]:
-        """As `do`: ask for these rows, and return what is sampled; wait a moment for the first of it."""
+        """Request rows, wait a moment, and return the version with all that was sampled since the last call."""
         self.run_at_version(version, lambda: self._submit_rows(rows))
         with self.rows_arrived:
             self.rows_arrived.wait_for(lambda: self.finished_rows, POLL_SECONDS)
         return self.run_at_version(version, self._take_rows)
 
     def close(self) -> None:
-        """End the engine. TimeoutError where it does not come to an end with what it does."""
+        """End the engine. Raises TimeoutError if it does not finish its work in time."""
         self.executor.submit(lambda: self.engine and self.engine.close()).result(CLOSE_TIMEOUT_SECONDS)
         self.executor.shutdown()
 
     # ------------------------------------------------------------ in the thread of the engine
 
     def _load_engine(self, model: ModelDescription, name: str) -> dict[str, Any]:
-        if self.model_digest != name:  # it may have been asked for again while it was made
+        if self.model_digest != name:  # a second request may have come while it was made
             self._reset()
             if self.engine:
                 self.engine.close()
@@ -191,15 +211,15 @@ class EngineHost:
             raise RequestError(409, "these are other weights here")
 
     def _guard_engine(self, work: Callable[[], Any]) -> Any:
-        """Where this fails, the engine is broken, and a new one is made for whoever asks."""
-        with ExitStack() as failing:
-            failing.callback(setattr, self, "model_digest", "")
-            done = work()
-            failing.pop_all()
-        return done
+        """Run work with the engine. If it fails, the engine counts as broken, and the next request makes a new one."""
+        try:
+            return work()
+        except BaseException:
+            self.model_digest = ""
+            raise
 
     def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
-        """Read a text; rows that somebody was not told of would be answered with it."""
+        """Score a text. Rows of the engine are dropped first, or their results would be mixed with it."""
         self.engine.abort_all()
         self.finished_rows = []
         return self.engine.score_tokens(ids)
@@ -211,73 +231,86 @@ class EngineHost:
             self.step_future = self.executor.submit(self._run_step)
 
     def _run_step(self) -> None:
-        said = self._guard_engine(self.engine.step) if self.engine and self.engine.unfinished else []
+        finished = self._guard_engine(self.engine.step) if self.engine and self.engine.unfinished else []
         self.steps += 1
         with self.rows_arrived:
-            self.finished_rows += said
+            self.finished_rows += finished
             self.rows_arrived.notify_all()
         self.step_future = self.executor.submit(self._run_step) if self.engine and self.engine.unfinished else None
 
     def _take_rows(self) -> dict[str, Any]:
         if self.step_future and self.step_future.done():
-            self.step_future.result()  # it has failed
-        said, self.finished_rows = self.finished_rows, []
-        return {"steps": self.steps, "said": [tuple(answer) for answer in said]}
+            self.step_future.result()  # raises the error that ended the steps
+        finished, self.finished_rows = self.finished_rows, []
+        return {"steps": self.steps, "said": [tuple(row) for row in finished]}
 
 
-def make_sampler_app(held: EngineHost, hosts: Sequence[str], secret: str) -> ASGIApp:
+def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASGIApp:
     app = FastAPI(title="pellucid sampler", docs_url=None, redoc_url=None)
     install_error_handlers(app)
 
     @app.get("/state")
     async def state() -> dict[str, Any]:
-        return held.describe_state()
+        return host.describe_state()
 
     @app.put("/model")
     async def model(request: Request) -> dict[str, Any]:
-        return await run_in_threadpool(held.load_model, await request.body())
+        return await run_in_threadpool(host.load_model, await request.body())
 
     @app.put("/weights/{version}/{i}/{of}")
     async def weights(version: str, i: int, of: int, request: Request, onto: str = "") -> dict[str, Any]:
-        await run_in_threadpool(held.receive_weights, version, i, of, await request.body(), onto)
+        await run_in_threadpool(host.receive_weights, version, i, of, await request.body(), onto)
         return {}
 
     @app.post("/read")
     def read(version: VersionHeader, ids: Annotated[list[int], Body(embed=True)]) -> Response:
-        here, (logprobs, cached) = held.run_at_version(version, lambda: held.score_tokens(ids))
-        return make_tensor_response(here, {"logprobs": logprobs, "cached": torch.tensor(cached)})
+        found_version, (logprobs, cached) = host.run_at_version(version, lambda: host.score_tokens(ids))
+        return make_tensor_response(found_version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
 
     @app.post("/columns")
-    def columns(version: VersionHeader, name: Annotated[str, Body()], at: Annotated[list[int], Body()]) -> Response:
+    def read_columns(
+        version: VersionHeader, name: Annotated[str, Body()], at: Annotated[list[int], Body()]
+    ) -> Response:
         try:
-            here, found = held.run_at_version(version, lambda: held.engine.read_columns(name, at))
+            found_version, columns = host.run_at_version(version, lambda: host.engine.read_columns(name, at))
         except UserError as error:
             raise RequestError(422, str(error)) from error
-        return make_tensor_response(here, {str(i): column for i, column in enumerate(found)})
+        return make_tensor_response(found_version, {str(i): column for i, column in enumerate(columns)})
 
     @app.post("/step")
     def step(version: VersionHeader, rows: Annotated[list[SampleRequest], Body()]) -> Response:
-        here, answers = held.sample_rows(version, rows)
-        return JSONResponse(answers, headers={VERSION_HEADER: here})
+        found_version, answers = host.sample_rows(version, rows)
+        return JSONResponse(answers, headers={VERSION_HEADER: found_version})
 
     return AccessMiddleware(ShutdownMiddleware(app), hosts, secret)
 
 
-def make_tensor_response(version: str, found: Mapping[str, Tensor]) -> Response:
-    body = safetensors.torch.save({name: x.detach().cpu().contiguous() for name, x in found.items()})
+def make_tensor_response(version: str, tensors: Mapping[str, Tensor]) -> Response:
+    body = safetensors.torch.save({name: x.detach().cpu().contiguous() for name, x in tensors.items()})
     return Response(body, media_type="application/octet-stream", headers={VERSION_HEADER: version})
 
 
 def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, device: str, hosts: Sequence[str]) -> None:
-    """Sample for whoever asks until told to stop. UserError where vLLM is missing."""
+    """Serve rows until Ctrl-C.
+
+    Args:
+        listening: A listening socket.
+        rows: Completions that are decoded at once.
+        cache_gb: The size of the KV cache.
+        device: The device of the model.
+        hosts: Host names of this machine for clients.
+
+    Raises:
+        UserError: vLLM is not installed.
+    """
     check_vllm_installed()
     secret, (address, port) = get_secret(), listening.getsockname()[:2]
     with ExitStack() as running:
         if not secret and is_loopback(address):
             secret = running.enter_context(publish_secret(port))
             print(
-                f"its secret is in {get_secret_path(port)}: your own runs on this machine read it there; others need it in"
-                f" {SECRET_VARIABLE}",
+                f"its secret is in {get_secret_path(port)}: your own runs on this machine read it there; others need it"
+                f" in {SECRET_VARIABLE}",
                 flush=True,
             )
         elif not secret:
@@ -292,20 +325,20 @@ def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, dev
 def serve_sampler(
     listening: socket.socket, rows: int, cache_gb: float, device: str, hosts: Sequence[str], secret: str
 ) -> None:
-    """Sample for those who know the secret, or for everyone where it is empty, until told to stop."""
+    """Serve rows to clients with the secret, or to everyone if it is empty, until Ctrl-C."""
     address, port = listening.getsockname()[:2]
-    place = hardware.pick_device(device)
+    torch_device = hardware.pick_device(device)
 
-    def made(model: ModelDescription) -> VLLMEngine:
-        described = WeightlessPolicy(model.config, place, model.ends)
-        return VLLMEngine(described, getattr(torch, model.dtype), rows, cache_gb, model.adapter)
+    def make_engine(model: ModelDescription) -> VLLMEngine:
+        policy = WeightlessPolicy(model.config, torch_device, model.ends)
+        return VLLMEngine(policy, getattr(torch, model.dtype), rows, cache_gb, model.adapter)
 
-    held = EngineHost(made)
+    host = EngineHost(make_engine)
     print(f"sampler on {make_url(address, port)}, Ctrl-C ends it", flush=True)
     try:
-        middleware.make_server(make_sampler_app(held, (*LOOPBACK_HOSTS, *hosts), secret)).run(sockets=[listening])
+        middleware.make_server(make_sampler_app(host, (*LOOPBACK_HOSTS, *hosts), secret)).run(sockets=[listening])
     finally:
         try:
-            held.close()
+            host.close()
         except TimeoutError:
             os._exit(1)  # Python would wait for the thread of the engine

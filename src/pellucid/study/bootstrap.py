@@ -1,6 +1,6 @@
-"""How far two policies are apart on the same questions, and how sure that is: by resampling, for any distribution.
+"""The difference of two policies on the same questions, with a bootstrap interval that fits any distribution.
 
-A table has a row for each seed and in it a number for each question: 1 or 0 for right or wrong, or the difference of
+A table has a row for each seed and a number for each question in it: 1 or 0 for right or wrong, or the difference of
 two such numbers.
 """
 
@@ -19,12 +19,18 @@ Table = Sequence[Sequence[float]]
 def estimate_interval(table: Table, same_questions: bool = False, seed: int = 0) -> Estimate:
     """Return the mean over seeds of the mean over questions, with its 95% bootstrap interval.
 
-    Seeds are drawn with replacement, then questions within each drawn seed, since runs of two seeds differ by more than
-    their questions account for. `shared`: all seeds asked the same questions, column by column. A second seed then adds
-    no questions, so that one draw of questions serves all drawn seeds (Owen 2007, the pigeonhole bootstrap, doi
-    10.1214/07-AOAS122; somewhat too wide). With one seed, only the questions vary.
+    Seeds are sampled with replacement, then questions within each sampled seed, since runs of two seeds differ by more
+    than their questions account for. With one seed, only the questions vary. With few seeds the interval can be too
+    narrow: see `compute_false_positive_odds`.
 
-    With few seeds the interval can be too narrow: see `wrong_at_worst`.
+    Args:
+        table: A row for each seed, in it a number for each question.
+        same_questions: Whether all seeds have the same questions, column by column. A second seed then adds no
+            questions, so that one sample of questions serves all sampled seeds.
+        seed: The seed of the random numbers.
+
+    Source:
+        Owen 2007, the pigeonhole bootstrap, doi 10.1214/07-AOAS122, for `same_questions`; it is somewhat too wide.
     """
     rng = np.random.default_rng(seed)
     means = resample_shared_questions(table, rng) if same_questions else resample_means(table, rng)
@@ -38,7 +44,7 @@ def round_mean(mean: float) -> float:
 
 
 def compute_false_positive_odds(seeds: int) -> int:
-    """Return N where one of N comparisons between equal variants looks apart, at worst.
+    """Return N such that at worst one of N comparisons between equal variants looks like a difference.
 
     The worst case is that runs of different seeds differ by far more than their questions account for. With two or
     three seeds the interval then ends at the lowest and the highest of them: it lies on one side of 0 in
@@ -48,9 +54,9 @@ def compute_false_positive_odds(seeds: int) -> int:
 
 
 def resample_shared_questions(table: Table, rng: np.random.Generator) -> np.ndarray:
-    """Return means [RESAMPLES] as `resampled` does, but with one draw of questions for all seeds.
+    """Return means [RESAMPLE_COUNT] as `resample_means` does, but with one sample of questions for all seeds.
 
-    Questions with the same numbers in every seed are drawn as one, as often as any of them.
+    Questions with the same numbers in every seed are sampled as one, as often as any of them.
     """
     patterns, counts = np.unique(np.asarray(table, dtype=float), axis=1, return_counts=True)
     seeds = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLE_COUNT) / len(table)
@@ -59,7 +65,7 @@ def resample_shared_questions(table: Table, rng: np.random.Generator) -> np.ndar
 
 
 def resample_means(table: Table, rng: np.random.Generator) -> np.ndarray:
-    """Return the means [RESAMPLES] of tables that are drawn from this one: seeds, then questions within each seed."""
+    """Return the means [RESAMPLE_COUNT] of resampled tables: seeds are sampled, then questions within each seed."""
     seeds = rng.integers(len(table), size=(RESAMPLE_COUNT, len(table)))
     means = np.empty(seeds.shape)
     for i, row in enumerate(table):
@@ -68,16 +74,16 @@ def resample_means(table: Table, rng: np.random.Generator) -> np.ndarray:
 
 
 def resample_row_means(row: Sequence[float], times: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the means [times] of draws of as many questions as the row has.
+    """Return the means [times] of samples of as many questions as the row has.
 
-    Only how often each value is drawn matters, so that one multinomial draw is enough.
+    A mean depends only on how often each value is sampled, so that one multinomial sample is enough.
     """
     values, counts = np.unique(np.asarray(row, dtype=float), return_counts=True)
     return rng.multinomial(len(row), counts / len(row), size=times) @ values / len(row)
 
 
 def compute_answer_differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the differences question by question: 1 where only we are right, -1 where only they are."""
+    """Return the differences question by question: 1 if only ours is right, -1 if only theirs is right."""
     return [float(mine - other) for mine, other in zip(ours, theirs, strict=True)]
 
 

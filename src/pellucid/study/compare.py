@@ -14,8 +14,12 @@ import rich.box
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid.reporting.eval_metrics import HEADLINE_LABELS, MIN_INTERVAL_PROMPTS, parse_estimate
-from pellucid.reporting.eval_metrics import get_zero_variance_share as dead_groups
+from pellucid.reporting.eval_metrics import (
+    HEADLINE_LABELS,
+    MIN_INTERVAL_PROMPTS,
+    get_zero_variance_share,
+    parse_estimate,
+)
 from pellucid.reporting.loggers import replace_non_finite
 from pellucid.reporting.report import sum_metric
 from pellucid.reporting.run_files import Record
@@ -33,9 +37,9 @@ from pellucid.utils.text import escape_controls
 RELIABLE_SEED_COUNT = 10
 """With this many seeds an interval needs no warning."""
 PER_ANSWER_KEYS = {"greedy": "right", "reward": "rewards"}
-"""By measure, under which name an evaluation keeps it answer by answer."""
+"""For each measure, the key of an evaluation that holds it answer by answer."""
 VARIANT_METRIC_PREFIXES = ("effect/", "curriculum/", "prefix/", "groups/drawn")
-"""Beginnings of the names of metrics that tell whether a variant did anything at all."""
+"""Prefixes of the names of metrics that show whether a variant did anything at all."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class VariantSummary:
     dead: float | None = None
     """The share of dead groups among those drawn, the mean over the steps of all runs."""
     own: Mapping[str, float] | None = None
-    """Its metrics that OWN_METRICS names, each the mean over the steps of all runs."""
+    """Its metrics with a prefix in VARIANT_METRIC_PREFIXES, each the mean over the steps of all runs."""
 
     @property
     def compared_estimate(self) -> Estimate | None:
@@ -133,7 +137,7 @@ def pair_answers(ours: Sequence[float | None], theirs: Sequence[float | None]) -
 
 
 def explain_unpaired(run: ComparedRun, baseline: ComparedRun | None, measure: str = "greedy") -> str:
-    """Return why two runs cannot be compared question by question; empty where they can."""
+    """Return why two runs cannot be compared question by question; empty if they can."""
     if not baseline:
         return "the baseline has no finished run"
     if not run.last_evaluation.get(PER_ANSWER_KEYS[measure]) or not baseline.last_evaluation.get(
@@ -152,7 +156,7 @@ def explain_unpaired(run: ComparedRun, baseline: ComparedRun | None, measure: st
 def estimate_measure(lasts: Sequence[Record], name: str) -> Estimate | None:
     """Return greedy accuracy, or the reward of greedy answers, with its interval.
 
-    None where one of several runs has not kept it answer by answer: a mean without an interval would mislead.
+    None if one of several runs has not recorded it answer by answer, since a mean without an interval would mislead.
     """
     if len(lasts) == 1:
         return parse_estimate(lasts[0][name]) if lasts[0].get(name) else None
@@ -161,11 +165,12 @@ def estimate_measure(lasts: Sequence[Record], name: str) -> Estimate | None:
 
 
 def estimate_over_seeds(table: Sequence[Sequence[float]], lasts: Sequence[Record]) -> Estimate:
-    """Return the mean of a table with a row for each seed, with its interval. Where rewards failed, rows are shorter,
-    and columns no longer those of the same questions.
+    """Return the mean of a table with a row for each seed, with its interval.
+
+    If rewards failed, rows are shorter, and a column is no longer one question.
     """
-    whole = all(len(row) == len(last.get("right") or row) for row, last in zip(table, lasts, strict=True))
-    return estimate_interval(table, whole and have_same_questions(lasts))
+    is_complete = all(len(row) == len(last.get("right") or row) for row, last in zip(table, lasts, strict=True))
+    return estimate_interval(table, is_complete and have_same_questions(lasts))
 
 
 def have_same_questions(lasts: Sequence[Record]) -> bool:
@@ -173,11 +178,11 @@ def have_same_questions(lasts: Sequence[Record]) -> bool:
 
 
 def get_drawn_dead_share(step: Record) -> float | None:
-    """Return the share of dead groups among all that were drawn, with those that dynamic sampling left out.
+    """Return the share of zero-variance groups among all sampled groups, with those that dynamic sampling left out.
 
-    None where the step has no such metric.
+    None if the step has no such metric.
     """
-    dead = dead_groups(step)
+    dead = get_zero_variance_share(step)
     return None if dead is None else step.get("groups/drawn_dead", dead)
 
 
@@ -225,14 +230,12 @@ def list_seed_caveats(rows: Sequence[VariantSummary]) -> list[str]:
     return []
 
 
-# ---------------------------------------------------------------- on the screen
+# ---------------------------------------------------------------- the table in the terminal
 
 
 def print_table(comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
-    what = HEADLINE_LABELS[comparison.measure]
-    title = (
-        f"held-out {what} and its difference from {escape(escape_controls(comparison.baseline))}, with 95% intervals"
-    )
+    baseline = escape(escape_controls(comparison.baseline))
+    title = f"held-out {HEADLINE_LABELS[comparison.measure]} and its difference from {baseline}, with 95% intervals"
     table = Table(box=rich.box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("variant", overflow="fold")
     for name in ("runs", "accuracy" if comparison.measure == "greedy" else "reward", "difference", "conclusion"):

@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file without script and network. `shown` escapes every string of a run."""
+"""The page of a comparison: one HTML file without script and network. `escape_text` escapes every string of a run."""
 
 from __future__ import annotations
 
@@ -75,24 +75,22 @@ def build_comparison_page(comparison: Comparison, rows: Sequence[VariantSummary]
 
 
 def write_lede(rows: Sequence[VariantSummary]) -> str:
-    """Return a few sentences on what the intervals allow to say."""
+    """Return a few sentences with the conclusions that the intervals allow."""
     baseline, *others = rows
     if not others:
         return f"There is only {escape_text(baseline.variant)}: nothing to compare it with."
-    found = {
+    by_conclusion = {
         name: [escape_text(row.variant) for row in others if row.conclusion == name] for name in CONCLUSION_CSS_CLASSES
     }
-    said = [f"{join_names(found[name])} {name}" for name in ("above", "below") if found[name]]
-    apart = (
-        f"{'; '.join(said)} {escape_text(baseline.variant)} in held-out {HEADLINE_LABELS[baseline.measure]}."
-        if said
-        else ""
+    clear = [f"{join_names(by_conclusion[name])} {name}" for name in ("above", "below") if by_conclusion[name]]
+    measure = HEADLINE_LABELS[baseline.measure]
+    conclusions = f"{'; '.join(clear)} {escape_text(baseline.variant)} in held-out {measure}." if clear else ""
+    unclear = describe_unclear(
+        len(by_conclusion["cannot tell"]), len(others), escape_text(baseline.variant), has_conclusions=bool(clear)
     )
-    unsure = describe_unclear(
-        len(found["cannot tell"]), len(others), escape_text(baseline.variant), has_conclusions=bool(said)
-    )
-    unmeasured = f"{format_count(len(found['']), 'variant')} could not be paired with it." if found[""] else ""
-    return " ".join(part for part in (apart, unsure, unmeasured) if part)
+    count = len(by_conclusion[""])
+    unpaired = f"{format_count(count, 'variant')} could not be paired with it." if count else ""
+    return " ".join(part for part in (conclusions, unclear, unpaired) if part)
 
 
 def describe_unclear(unclear: int, others: int, baseline: str, has_conclusions: bool) -> str:
@@ -111,7 +109,7 @@ def describe_unclear(unclear: int, others: int, baseline: str, has_conclusions: 
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Return names as the subject of a sentence. Example: listed(["a", "b", "c"]) == "a, b and c are"."""
+    """Return names as the subject of a sentence. Example: join_names(["a", "b", "c"]) == "a, b and c are"."""
     *first, last = names
     return f"{', '.join(first)} and {last} are" if first else f"{last} is"
 
@@ -135,7 +133,7 @@ def build_facts(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
 
 
 def build_table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table. Its cells are HTML; the first of a row is its heading."""
+    """Return an HTML table. Its cells are HTML; the first cell of a row is its heading."""
     head = "".join(f"<th scope=col>{name}</th>" for name in heads)
     body = "\n".join(
         f"<tr><th scope=row>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for first, *cells in rows
@@ -148,8 +146,8 @@ def build_table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Se
 
 def build_result_table(rows: Sequence[VariantSummary]) -> str:
     ks, is_reward = sorted({row.k for row in rows if row.k}), rows[0].measure == "reward"
-    what = "reward after training" if is_reward else "accuracy after training in percent"
-    caption = f"Held-out {what}, and its difference from the baseline on the same questions"
+    measure = "reward after training" if is_reward else "accuracy after training in percent"
+    caption = f"Held-out {measure}, and its difference from the baseline on the same questions"
     mean_at_k = escape_text(f"mean@{' or '.join(map(str, ks))}") if ks and not is_reward else ""
     heads = ["Variant", "Conclusion", "Difference", "", "By seed", "Greedy", mean_at_k, "Runs"]
     if is_reward or rewards_differ(rows):
@@ -161,7 +159,7 @@ def build_result_table(rows: Sequence[VariantSummary]) -> str:
 
 
 def rewards_differ(rows: Sequence[VariantSummary]) -> bool:
-    """Return whether rewards say anything else than accuracies do."""
+    """Whether rewards differ from accuracies."""
     return any(row.greedy and row.reward and abs(row.reward.value - row.greedy.value) > 1e-9 for row in rows)
 
 
@@ -193,7 +191,7 @@ def get_interval_ends(estimate: Estimate) -> tuple[float, float]:
 
 
 def draw_interval(row: VariantSummary, reach: float) -> str:
-    """Return the interval of a difference as an SVG bar with 0 in the middle, on the scale that all variants share."""
+    """Return the interval of a difference as an SVG bar with 0 in the middle, on a scale that all variants share."""
     difference = row.difference or Estimate()
     low, value, high = (100 + 94 * x / reach for x in (difference.low, difference.value, difference.high))
     about = format_estimate(difference, "+", row.measure)
@@ -205,9 +203,9 @@ def draw_interval(row: VariantSummary, reach: float) -> str:
 
 
 def build_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
-    """Return a list in HTML: what the table rests on, and what it does not show."""
+    """Return a list in HTML on how the table was computed, and on what it does not show."""
     comparisons = sum(bool(row.difference) for row in rows)
-    said = [
+    notes = [
         f"A difference is taken question by question between runs of the same seed. Its interval comes from "
         f"{RESAMPLE_COUNT:,} resamples: seeds with replacement, then questions within a seed, or one draw of questions for "
         f"all seeds where these asked the same. A variant is above or below only where the interval excludes 0.",
@@ -215,10 +213,10 @@ def build_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
         f"equals, one in twenty is expected to look apart by chance.",
         *list_caveats(rows),
     ]
-    said += [f"{escape_text(row.variant)}, {reason}: not paired." for row in rows for reason in row.unpaired]
-    said += [f"{escape_text(run.name)} is unfinished and left out." for run in comparison.unfinished]
-    said += [f"{escape_text(variant)} seed {seed} is missing." for variant, seed in comparison.missing]
-    return f'\n<ul class="notes">{"".join(f"<li>{note}</li>" for note in said)}</ul>'
+    notes += [f"{escape_text(row.variant)}, {reason}: not paired." for row in rows for reason in row.unpaired]
+    notes += [f"{escape_text(run.name)} is unfinished and left out." for run in comparison.unfinished]
+    notes += [f"{escape_text(variant)} seed {seed} is missing." for variant, seed in comparison.missing]
+    return f'\n<ul class="notes">{"".join(f"<li>{note}</li>" for note in notes)}</ul>'
 
 
 def build_cost_table(rows: Sequence[VariantSummary]) -> str:
@@ -266,7 +264,7 @@ def build_command_list(comparison: Comparison) -> str:
 
 
 def draw_variant_curves(variant: str, comparison: Comparison) -> str:
-    """Return a row of charts, each of the variant in front of the baseline, on scales that all rows share."""
+    """Return a row of charts that show the variant in front of the baseline, on scales that all rows share."""
     seeds = len(comparison.finished[variant])
     around = f"mean of {format_count(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
     charts = [
@@ -289,9 +287,9 @@ def draw_variant_curves(variant: str, comparison: Comparison) -> str:
             "Dead groups", f"share of those drawn; {around}", variant, comparison, get_dead_share_points, (0, 1)
         ),
     ]
-    drawn = "\n".join(svg for svg in charts if svg)
-    note = "" if drawn else '<p class="soft">No finished run yet.</p>'
-    return f'<h3>{escape_text(variant)}</h3>\n{note}<div class="row">\n{drawn}\n</div>'
+    pictures = "\n".join(svg for svg in charts if svg)
+    note = "" if pictures else '<p class="soft">No finished run yet.</p>'
+    return f'<h3>{escape_text(variant)}</h3>\n{note}<div class="row">\n{pictures}\n</div>'
 
 
 PointsFunction = Callable[[ComparedRun], list[Point]]

@@ -1,4 +1,4 @@
-"""A study, variants of a base recipe with several seeds each: read its TOML file and list the runs that it asks for."""
+"""A study, variants of a base recipe with several seeds each: read its TOML file and list its runs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class StudyRun:
     seed: int
 
     @property
+    def name(self) -> str:
+        return f"{self.variant} seed {self.seed}"
+
+    @property
     def recipe_path(self) -> Path:
         return self.study_dir / self.variant / "recipe.json"
 
@@ -57,7 +61,7 @@ class Study:
     def list_runs(self, study_dir: Path, only: Sequence[str] = ()) -> list[StudyRun]:
         """Return all runs, or those of the variants in `only`. UserError for a name that is no variant.
 
-        The first seed of every variant comes before any second one, so that a study cut short compares all variants.
+        The first seed of every variant comes before any second seed, so that a study cut short compares all variants.
         """
         for name in only:
             if name not in self.variants:
@@ -95,14 +99,14 @@ def read_study(path: Path) -> Study:
 
 
 def read_base_recipe(recipe_path: Path) -> Record:
-    config.load_config(recipe_path)  # else a mistake in it would be told as one of the first variant
+    config.load_config(recipe_path)  # otherwise a mistake in it would be reported for the first variant
     recipe = config.read_settings(recipe_path)
     return {**recipe, "task": {"name": config.Config.task_names[0], **recipe.get("task", {})}}
 
 
 def parse_seeds(path: Path, value: Any) -> tuple[int, ...]:
-    whole = isinstance(value, list) and all(type(seed) is int for seed in value)
-    if not whole or not value or len(set(value)) < len(value):
+    is_integer_list = isinstance(value, list) and all(type(seed) is int for seed in value)
+    if not is_integer_list or not value or len(set(value)) < len(value):
         raise UserError(f"{path}: seeds must be a list of different whole numbers: seeds = [0, 1, 2]")
     return tuple(value)
 
@@ -127,7 +131,7 @@ def build_variant_settings(path: Path, name: str, recipe: Record, tables: Sequen
 
 
 def load_variant_configs(study: Study) -> dict[str, Config]:
-    """Return the whole settings of each variant, as a run has them. UserError names the variant that is wrong."""
+    """Return the complete settings of each variant, as a run has them. UserError names a variant with a mistake."""
     with TemporaryDirectory() as folder:
         return {name: load_variant_config(study, name, Path(folder) / "recipe.json") for name in study.variants}
 

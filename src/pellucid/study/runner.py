@@ -18,13 +18,17 @@ from pellucid import config
 from pellucid.config import Config
 from pellucid.reporting.charts import format_count
 from pellucid.reporting.eval_metrics import HEADLINE_LABELS, get_measures, parse_evaluation, select_headline
+from pellucid.reporting.report import format_duration
 from pellucid.reporting.run_files import Record, is_run_finished, list_checkpoints, read_config, read_records
-from pellucid.study import plan
-from pellucid.study.plan import Study, StudyRun
+from pellucid.study.plan import Study, StudyRun, load_variant_configs, write_variant_recipe
 from pellucid.study.runs import format_command, write_study_plan
-from pellucid.training import run_dir as changes
-from pellucid.training import run_dir as claim
-from pellucid.training import run_dir as files
+from pellucid.training.run_dir import (
+    clear_run_dir,
+    dump_settings,
+    find_relevant_changes,
+    list_foreign_files,
+    refuse_locked_run_dir,
+)
 from pellucid.types import UserError
 from pellucid.utils.files import hold_lock, write_lock_holder
 from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS, collect_stop_requests
@@ -55,28 +59,28 @@ class Progress:
 
     def format_time_left(self) -> str:
         seconds = (time.monotonic() - self.start_time) / self.ended * (self.total - self.ended)
-        return f"about {format_minutes(seconds)} left" if self.ended < self.total else "none left"
+        return f"about {format_duration(seconds)} left" if self.ended < self.total else "none left"
 
 
 def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
     """Run the study to its end, or until Ctrl-C. Return the exit status. A second call goes on where it stopped."""
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
-    cells, recipes = study.list_runs(study_dir, only), plan.load_variant_configs(study)
+    runs, recipes = study.list_runs(study_dir, only), load_variant_configs(study)
     study_dir.mkdir(parents=True, exist_ok=True)
-    at_work = hold_lock(study_dir / ".lock", f"is at work on {study_dir}")
-    with at_work as lock, collect_stop_requests() as requests:
-        for cell in cells:
-            check_run_dir(cell, recipes[cell.variant])
-        for name in dict.fromkeys(cell.variant for cell in cells):
-            plan.write_variant_recipe(study_dir / name / "recipe.json", study.variants[name])
+    lock_file = hold_lock(study_dir / ".lock", f"is at work on {study_dir}")
+    with lock_file as lock, collect_stop_requests() as requests:
+        for run in runs:
+            check_run_dir(run, recipes[run.variant])
+        for name in dict.fromkeys(run.variant for run in runs):
+            write_variant_recipe(study_dir / name / "recipe.json", study.variants[name])
         write_study_plan(study_dir, list(study.variants), study.seeds)
-        waiting = [cell for cell in cells if not is_run_finished(cell.run_dir)]
-        for cell in cells:
-            if cell not in waiting:
-                prune_finished_run(cell.run_dir, keep_model=True)  # the user may have kept it on purpose
+        waiting = [run for run in runs if not is_run_finished(run.run_dir)]
+        for run in runs:
+            if run not in waiting:
+                prune_finished_run(run.run_dir, keep_model=True)  # the user may have kept it on purpose
         print_line(
-            f"{format_count(len(cells), 'run')} in {study_dir}: {len(cells) - len(waiting)} done, {len(waiting)} to go"
+            f"{format_count(len(runs), 'run')} in {study_dir}: {len(runs) - len(waiting)} done, {len(waiting)} to go"
         )
         progress = Progress(len(waiting))
         run_jobs(waiting, jobs, keep_models, lock, requests, progress)
@@ -95,14 +99,14 @@ def run_jobs(
     requests: Sequence[int],
     progress: Progress,
 ) -> None:
-    """Run the cells, up to `jobs` at once. After a request to stop, start no others and wait for those in progress."""
-    waiting, running, asked = deque(runs), list[Job](), False
+    """Run the runs, up to `jobs` at once. After a request to stop, start no others and wait for those in progress."""
+    waiting, running, interrupted = deque(runs), list[Job](), False
     try:
         while running or (waiting and not requests):
             while waiting and not requests and len(running) < jobs:
                 running.append(start_job(waiting.popleft(), jobs, lock))
-            if requests and not asked:
-                asked = True
+            if requests and not interrupted:
+                interrupted = True
                 interrupt_jobs(running)
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
@@ -131,7 +135,7 @@ def start_job(run: StudyRun, jobs: int, lock: TextIOWrapper) -> Job:
             start_new_session=True,  # else Ctrl-C would reach it as well as our SIGINT, and two end it at once
         )
     write_lock_holder(lock, process.pid)
-    print_line(f"{format_run_name(run)}: {'goes on' if resumed else 'started'}, log {run.log_path}")
+    print_line(f"{run.name}: {'goes on' if resumed else 'started'}, log {run.log_path}")
     return Job(run, process)
 
 
@@ -141,29 +145,29 @@ def interrupt_jobs(jobs: Iterable[Job]) -> None:
 
 
 def finish_job(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None:
-    cell, status = job.run, job.process.returncode
-    minutes = format_minutes(time.monotonic() - job.start_time)
+    run, status = job.run, job.process.returncode
+    duration = format_duration(time.monotonic() - job.start_time)
     if status and stopping:
-        print_line(f"{format_run_name(cell)}: stopped after {minutes}")
+        print_line(f"{run.name}: stopped after {duration}")
         return
     progress.ended += 1
     left = f"{progress.ended}/{progress.total}, {progress.format_time_left()}"
-    if status or not is_run_finished(cell.run_dir):
-        progress.failures[cell] = status
-        print_line(f"{format_run_name(cell)}: FAILED after {minutes}; {left}")
+    if status or not is_run_finished(run.run_dir):
+        progress.failures[run] = status
+        print_line(f"{run.name}: FAILED after {duration}; {left}")
         return
-    prune_finished_run(cell.run_dir, keep_models)
-    print_line(f"{format_run_name(cell)}: done in {minutes}, {format_accuracy_change(cell.run_dir)}; {left}")
+    prune_finished_run(run.run_dir, keep_models)
+    print_line(f"{run.name}: done in {duration}, {format_accuracy_change(run.run_dir)}; {left}")
 
 
 def report_failures(failures: dict[StudyRun, int]) -> int:
     """Print what failed. Return the exit status: 0, or 2 where all failures are the user's to mend, else 1."""
-    for cell, status in failures.items():
-        lines = cell.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+    for run, status in failures.items():
+        lines = run.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
             "it printed nothing"
         ]
-        print_line(f"failed (exit {status}): {format_run_name(cell)}: {lines[-1]}")
-        print_line(f"  again: {format_command(build_resume_arguments(cell) or cell.arguments)}")
+        print_line(f"failed (exit {status}): {run.name}: {lines[-1]}")
+        print_line(f"  again: {format_command(build_resume_arguments(run) or run.arguments)}")
     if not failures:
         return 0
     return 2 if set(failures.values()) == {2} else 1
@@ -179,36 +183,27 @@ def format_accuracy_change(run_dir: Path) -> str:
     return f"{HEADLINE_LABELS[name]} {first:.3f} -> {last:.3f}"
 
 
-def format_run_name(run: StudyRun) -> str:
-    return f"{run.variant} seed {run.seed}"
-
-
-def format_minutes(seconds: float) -> str:
-    minutes = seconds / 60
-    return f"{minutes / 60:.1f} h" if minutes >= 90 else f"{minutes:.1f} min"
-
-
 def print_line(line: str) -> None:
     print(escape_controls(line), flush=True)
 
 
-# ---------------------------------------------------------------- cells
+# ---------------------------------------------------------------- runs
 # The runs of a study on disk: whether they can be resumed or must begin anew, and what remains of finished ones.
 
 
 def check_run_dir(run: StudyRun, recipe: Config) -> None:
-    """Raise UserError where the run folder holds anything but a run of this cell with the settings it has now."""
+    """Raise UserError where the run folder holds anything but a run of this run with the settings it has now."""
     run_dir = run.run_dir
     if not run_dir.exists():
         return
-    claim.refuse_locked_run_dir(run_dir)
-    if not run_dir.is_dir() or claim.list_foreign_files(run_dir):
+    refuse_locked_run_dir(run_dir)
+    if not run_dir.is_dir() or list_foreign_files(run_dir):
         raise UserError(f"{run_dir} is no run (no config.json) and in the way: move it, or choose another --into")
     if not read_config(run_dir):
         if list_checkpoints(run_dir) or any(read_records(run_dir / "metrics.jsonl")):
             raise UserError(f"{run_dir}/config.json cannot be read: mend it, or delete that run")
         return  # the run crashed in its first moment
-    for key, (theirs, ours) in changes.find_relevant_changes(run_dir, get_expected_settings(run, recipe)).items():
+    for key, (theirs, ours) in find_relevant_changes(run_dir, get_expected_settings(run, recipe)).items():
         raise UserError(
             f"{run_dir} was made with {key} = {theirs!r}, the study says {ours!r}: "
             f"choose another --into, or delete that run"
@@ -216,13 +211,13 @@ def check_run_dir(run: StudyRun, recipe: Config) -> None:
 
 
 def get_expected_settings(run: StudyRun, recipe: Config) -> Record:
-    """Return the settings of the cell as its run records them, except a dtype that is left to the machine."""
+    """Return the settings of the run as its run records them, except a dtype that is left to the machine."""
     seeded = replace(recipe, algorithm=replace(recipe.algorithm, seed=run.seed))
-    return files.dump_settings(config.resolve_config(seeded))
+    return dump_settings(config.resolve_config(seeded))
 
 
 def build_resume_arguments(run: StudyRun) -> list[str]:
-    """Return the arguments that resume the cell's run from its last checkpoint; empty where there is no checkpoint."""
+    """Return the arguments that resume the run's run from its last checkpoint; empty where there is no checkpoint."""
     return ["train", "--resume", str(run.run_dir)] if list_checkpoints(run.run_dir) else []
 
 
@@ -231,9 +226,9 @@ def clear_unresumable_run(run_dir: Path) -> None:
 
     UserError where that run is in progress.
     """
-    claim.refuse_locked_run_dir(run_dir)
+    refuse_locked_run_dir(run_dir)
     if run_dir.exists():
-        claim.clear_run_dir(run_dir)
+        clear_run_dir(run_dir)
 
 
 def prune_finished_run(run_dir: Path, keep_model: bool) -> None:

@@ -1,4 +1,4 @@
-"""Find the runs to be compared in their folders, and order them by variant and seed."""
+"""Read the runs to be compared from their folders, and order them by variant and seed."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class ComparedRun:
 
     @property
     def command(self) -> str:
-        """Return the command that makes this run again, or a copy of it where the recipe of its study is missing."""
-        cell = StudyRun(self.run_dir.parent.parent, self.variant, self.seed)
-        if cell.run_dir == self.run_dir and cell.recipe_path.is_file():
-            return format_command(cell.arguments)
-        again = Path("again", self.variant, f"seed-{self.seed}")
-        return format_command(["train", str(self.run_dir / "config.json"), "--run", str(again)])
+        """Return the command that makes this run again, or a copy of it if the recipe of its study is missing."""
+        study_run = StudyRun(self.run_dir.parent.parent, self.variant, self.seed)
+        if study_run.run_dir == self.run_dir and study_run.recipe_path.is_file():
+            return format_command(study_run.arguments)
+        copy = Path("again", self.variant, f"seed-{self.seed}")
+        return format_command(["train", str(self.run_dir / "config.json"), "--run", str(copy)])
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def measure(self) -> str:
-        """Return what is compared: greedy accuracy, or in a study with degrees of reward, that of greedy answers."""
+        """Return what is compared: greedy accuracy, or the reward of greedy answers if rewards are a matter of degree."""
         rows = [row for run in self.finished_runs for row in run.evaluations]
         return "greedy" if all(row.get("verdicts", True) for row in rows) else "reward"
 
@@ -75,7 +75,7 @@ class Comparison:
 
 
 def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
-    """Return the runs in these folders, each a run or a study. UserError where they cannot be compared."""
+    """Return the runs in these folders, each of them a run or a study. UserError if they cannot be compared."""
     runs = [read_compared_run(run_dir) for folder in folders for run_dir in find_run_dirs(folder)]
     by_name: dict[tuple[str, int], ComparedRun] = {}
     for run in runs:
@@ -112,7 +112,7 @@ def check_comparable(runs: Sequence[ComparedRun], variants: Sequence[str], basel
 
 
 def find_run_dirs(folder: Path) -> list[Path]:
-    """Return the folder itself where it is a run, else the runs of the study, or of a variant of one."""
+    """Return the folder itself if it is a run, else the runs of the study, or of a variant of one."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder{suggest_path(folder)}")
     if (folder / "config.json").is_file():
@@ -125,12 +125,12 @@ def find_run_dirs(folder: Path) -> list[Path]:
 
 
 def read_compared_run(run_dir: Path) -> ComparedRun:
-    place = normalize_path(run_dir)
-    named = SEED_FOLDER_PATTERN.fullmatch(place.name)
+    path = normalize_path(run_dir)
+    match = SEED_FOLDER_PATTERN.fullmatch(path.name)
     return ComparedRun(
         run_dir,
-        place.parent.name if named else place.name,
-        int(named[1]) if named else get_setting(read_config(run_dir), "algorithm.seed", 0),
+        path.parent.name if match else path.name,
+        int(match[1]) if match else get_setting(read_config(run_dir), "algorithm.seed", 0),
         is_run_finished(run_dir),
         list(read_records(run_dir / "metrics.jsonl")),
         next(iter(read_evaluation_records(run_dir).values()), []),
@@ -138,12 +138,12 @@ def read_compared_run(run_dir: Path) -> ComparedRun:
 
 
 def normalize_path(run_dir: Path) -> Path:
-    """Return the absolute path of a run folder, so that "." has a name, too. A link keeps its own name."""
+    """Return the absolute path of a run folder, so that "." has a name, too. A symbolic link keeps its own name."""
     return Path(os.path.normpath(run_dir.absolute()))
 
 
 def read_study_plan(study_dir: Path) -> Record:
-    """Return the variants and seeds of a study, as `pellucid study` noted them; empty for a copy without that note."""
+    """Return the variants and seeds of a study, as `pellucid study` wrote them; empty for a copy without study.json."""
     return next(read_records(study_dir / "study.json", whole_file=True), {})
 
 

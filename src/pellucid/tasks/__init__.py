@@ -1,8 +1,7 @@
 """Tasks: where prompts come from, and how completions are graded.
 
 Each file holds a task that a recipe can name, or a part that tasks share, such as reading data rows. curriculum.py and
-prefixed.py wrap another task (wrappers.py). What rewards are made of, and where they are computed, is in the room
-`rewards`. Nothing here needs torch, so that the processes of rewards start fast.
+prefixed.py wrap another task (wrappers.py). Nothing here imports torch, so that reward workers start fast.
 """
 
 from __future__ import annotations
@@ -30,11 +29,15 @@ TASKS = {
 
 
 def load_task_class(name: str) -> type:
-    """Return the class that `[task] name` stands for: one of TASKS, or the user's own as "path/to/file.py:Class".
+    """Return the class that `[task] name` stands for.
 
-    UserError where the name is unknown or is not that of a class.
+    Args:
+        name: A key of TASKS, or a class of the user's own as "path/to/file.py:Class".
 
-    Example: task_class("arithmetic"); task_class("my_task.py:Riddles")
+    Raises:
+        UserError: The name is unknown, or is not the name of a class.
+
+    Example: load_task_class("arithmetic"); load_task_class("my_task.py:Riddles")
     """
     if name not in TASKS and ":" not in name:
         raise UserError(

@@ -64,7 +64,7 @@ class Agent(DatasetTask):
 
     @property
     def environment_spec(self) -> AgentSpec:
-        """Who asks the policy."""
+        """The specification of the agent."""
         return AgentSpec(
             self.run, self.timeout, has_rewards=any(term.name != ENVIRONMENT_TERM for term in self.rewards)
         )

@@ -1,4 +1,4 @@
-"""Questions such as "What is 3 + 4?": they need no data, and a small model learns them within minutes on a CPU."""
+"""Questions such as "What is 3 + 4?", which need no data. A small model learns them within minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LISTED_DIGITS = 2
 With more digits, problems are drawn at random, and those of the other split are rejected.
 """
 MAX_DIGITS = 1000
-"""The most digits of an operand: products have twice as many, and answers.py reads up to 4000 characters."""
+"""The most digits of an operand. A product has twice as many, and answers.py reads up to 4000 characters."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Arithmetic:
             raise ValueError(f'operators = {list(self.operators)} must be one or more of "+", "-", "*"')
         if len(set(self.operators)) < len(self.operators):
             raise ValueError(f"operators = {list(self.operators)} must not repeat one")
-        # Far below 0.01, drawing until a problem fits the test split would take for ever.
+        # Far below 0.01, drawing until a problem is in the test split would take forever.
         if not 0.01 <= self.test_share <= 0.99:
             raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
         if not all(field in self.template for field in ("{a}", "{operator}", "{b}")):
@@ -67,7 +67,7 @@ class Arithmetic:
             raise ValueError(f"test_share = {self.test_share} leaves one split without problems: bring it near 0.25")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return n problems, all different until the split is used up within the step; then problems repeat."""
+        """Return n problems, all different as long as the split has others; then problems repeat."""
         rng = Random(f"arithmetic/{self.seed}/{self.split}/{step}")
         problems = self._draw_problems(rng, n)
         return [self._make_prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
@@ -79,7 +79,7 @@ class Arithmetic:
         return prompt.answer
 
     def working(self, prompt: Prompt) -> str:
-        """Return the steps by which a person gets to the result: tens first, then ones."""
+        """Return the steps by which a person computes the result: tens first, then ones."""
         a, operator, b = prompt.columns["problem"]
         return write_working(a, operator, b)
 
@@ -92,7 +92,7 @@ class Arithmetic:
     def _draw_problems(self, rng: Random, n: int) -> list[Problem]:
         low, high = compute_operand_range(self.digits)
         share = self.test_share if self.split == "test" else 1 - self.test_share
-        # Drawing n distinct problems takes long where n is near the size of the split, and never ends above it.
+        # Drawing n distinct problems takes long if n is near the size of the split, and never ends above it.
         if self.digits <= MAX_LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
             return sample_in_passes(self._list_problems(self.split), rng, n)
         drawn: dict[Problem, None] = {}
@@ -111,7 +111,7 @@ def write_working(a: int, operator: Operator, b: int) -> str:
 
     For products and for one-digit operands, it is a single equation.
 
-    Example: working(34, "+", 58) == "34 + 50 = 84, 4 + 8 = 12, 80 + 12 = 92"
+    Example: write_working(34, "+", 58) == "34 + 50 = 84, 4 + 8 = 12, 80 + 12 = 92"
     """
     if operator == "*" or max(a, b) < 10:
         return format_equation(a, operator, b)
@@ -119,12 +119,12 @@ def write_working(a: int, operator: Operator, b: int) -> str:
     if operator == "+":
         begun = format_equation(a, "+", tens)
         return f"{begun}, {format_equation(a % 10, '+', b % 10)}, {format_equation(a + tens - a % 10, '+', a % 10 + b % 10)}"
-    begun, left = format_equation(a, "-", tens), a - tens
+    begun, rest = format_equation(a, "-", tens), a - tens
     # Always borrow a ten, since a small model cannot see in advance whether it must.
-    borrowed = left % 10 + 10
+    borrowed = rest % 10 + 10
     return (
-        f"{begun}, {left} = {left - borrowed} + {borrowed}, {format_equation(borrowed, '-', b % 10)}, "
-        + format_equation(left - borrowed, "+", borrowed - b % 10)
+        f"{begun}, {rest} = {rest - borrowed} + {borrowed}, {format_equation(borrowed, '-', b % 10)}, "
+        + format_equation(rest - borrowed, "+", borrowed - b % 10)
     )
 
 
@@ -146,8 +146,8 @@ def format_pair(a: int, b: int) -> str:
 def list_problems(digits: int, operators: tuple[Operator, ...], test_share: float, split: Split) -> tuple[Problem, ...]:
     low, high = compute_operand_range(digits)
     pairs = ((a, b) for a in range(low, high + 1) for b in range(low, high + 1))
-    held = [(a, b) for a, b in pairs if assign_split(format_pair(a, b), test_share) == split]
-    return tuple((a, operator, b) for a, b in held for operator in operators)
+    in_split = [(a, b) for a, b in pairs if assign_split(format_pair(a, b), test_share) == split]
+    return tuple((a, operator, b) for a, b in in_split for operator in operators)
 
 
 def sample_in_passes(problems: tuple[Problem, ...], rng: Random, n: int) -> list[Problem]:

@@ -15,9 +15,9 @@ TOOL_NAME = "multiply"
 
 @dataclass(frozen=True)
 class Calculator:
-    """The reward is 1 for the right product, of which `credit` is for the right call of the tool.
+    """The reward is 1 for the right product; the share `credit` of it is for the right call of the tool.
 
-    The answer is the last number of the last turn. Numbers with an even sum are of the train split, others of the test
+    The answer is the last number of the last turn. Numbers with an even sum are in the train split, others in the test
     split.
 
     Example: Calculator(digits=3, credit=0.3).sample(step=0, n=8)
@@ -55,7 +55,7 @@ class Calculator:
         return [self._make_prompt(f"{self.split}/{step}/{i}", random) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        """Grade the answer, and the use of the tool: whether the tool has said the product."""
+        """Grade the answer and the use of the tool, which was used rightly if it returned the product."""
         answers = [message["content"] for message in completion.messages if message["role"] == "tool"]
         called = prompt.answer in answers
         found = find_last_number(extract_answer(completion.full_text))
@@ -84,7 +84,7 @@ class Calculator:
         return {"role": "user", "content": self.template.replace("{a}", str(a)).replace("{b}", str(b))}
 
     def _make_example(self, a: int, b: int) -> tuple[Message, ...]:
-        """A question with the call of the tool, what it says, and the answer."""
+        """Return a question with the call of the tool, its result and the answer."""
         call = {"id": "call_0", "type": "function", "function": {"name": TOOL_NAME, "arguments": {"a": a, "b": b}}}
         return (
             self._make_question(a, b),

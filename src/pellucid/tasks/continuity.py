@@ -28,7 +28,7 @@ _OPENING_BRACKET = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
 _EXPRESSION_TOKEN = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENING_BRACKET}|[ \t]+")
 _LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
 MAX_SEARCHED_CHARS = 20_000
-"""How many characters of a completion are searched for statements; a marked answer is read wherever it is."""
+"""The number of characters of a completion that are searched for statements. A marked answer may stand behind them."""
 
 
 class PiecewiseProblem(NamedTuple):
@@ -72,7 +72,7 @@ ORIGINAL_PROBLEM = PiecewiseProblem(right=2, left=-2, p=3, m=1, q=-5, k=2)
 
 @dataclass(frozen=True)
 class Continuity:
-    """Find a + b such that a function of three pieces is continuous; the reward is the sum of the WEIGHTS earned.
+    """Find a + b such that a function of three pieces is continuous; the reward is the sum of the weights earned.
 
     Grading `parsed` reads statements as equations, in LaTeX and Markdown too: 2a + 6 = 0 is the same as 2a + 3 = -3,
     and b = 30 is not b = 3. At the beginning of a line, "- a = -3" is a list item and states a = -3. The sum is the
@@ -146,40 +146,40 @@ def list_problems(split: str, test_share: float) -> tuple[PiecewiseProblem, ...]
 
 def grade_parts(text: str, pieces: PiecewiseProblem) -> dict[str, float]:
     """Return 1 or 0 for each part: both joins named, both equations stated, both unknowns solved, the sum right."""
-    said = extract_equations(text[:MAX_SEARCHED_CHARS])
-    equations = [normalize_equation(one, other) for one, other in said]
-    behind = strip_thought(text)
-    answering = said if behind == text else extract_equations(behind[:MAX_SEARCHED_CHARS])
+    equations = extract_equations(text[:MAX_SEARCHED_CHARS])
+    normalized = [normalize_equation(left, right) for left, right in equations]
+    answer = strip_thought(text)
+    answer_equations = equations if answer == text else extract_equations(answer[:MAX_SEARCHED_CHARS])
     a, b = pieces.a, pieces.b
 
-    def says(unknown: str, value: int) -> float:
-        return float(LinearExpression(Fraction(-value), {unknown: Fraction(1)}) in equations)
+    def states(unknown: str, value: int) -> float:
+        return float(LinearExpression(Fraction(-value), {unknown: Fraction(1)}) in normalized)
 
     return {
-        "points": says("x", pieces.right) * says("x", pieces.left),
-        "right equation": says("a", a),
-        "a": float(find_solution(said, "a") == a),
-        "left equation": says("b", b),
-        "b": float(find_solution(said, "b") == b),
-        "sum": float(extract_final_answer(text, answering) == a + b),
+        "points": states("x", pieces.right) * states("x", pieces.left),
+        "right equation": states("a", a),
+        "a": float(find_solution(equations, "a") == a),
+        "left equation": states("b", b),
+        "b": float(find_solution(equations, "b") == b),
+        "sum": float(extract_final_answer(text, answer_equations) == a + b),
     }
 
 
 def extract_equations(text: str) -> list[tuple[LinearExpression, LinearExpression]]:
     """Return both sides of every equation in a text, in order: "2a + 3 = 2 - 5 = -3" holds two equations."""
-    found = []
-    for run in iter_expression_spans(text):
-        first, *sides = run.split("=")
+    equations = []
+    for span in iter_expression_spans(text):
+        first, *sides = span.split("=")
         if sides:
             # Emphasis and brackets at the outer ends belong to the text around the equation.
             first, last = first.lstrip(" \t*)"), sides[-1].rstrip(" \t*(")
             sides = [remove_outer_bracket(first, "(", ""), *sides[:-1], remove_outer_bracket(last, "", ")")]
-            found += pairwise([parse_linear(side, "abx") for side in sides])
-    return [(one, other) for one, other in found if one is not None and other is not None]
+            equations += pairwise([parse_linear(side, "abx") for side in sides])
+    return [(left, right) for left, right in equations if left is not None and right is not None]
 
 
 def iter_expression_spans(text: str) -> Iterator[str]:
-    """Yield the stretches of a text that consist of numbers, unknowns, signs and brackets alone."""
+    """Yield the spans of a text that consist of nothing but numbers, unknowns, signs and brackets."""
     text = " " + _REMARK.sub(r"\n\1\n", convert_latex(_BULLET.sub("", text.replace("**", " "))))
     start = end = 0
     for piece in _EXPRESSION_TOKEN.finditer(text):
@@ -191,43 +191,47 @@ def iter_expression_spans(text: str) -> Iterator[str]:
 
 
 def remove_outer_bracket(side: str, opened: str, closed: str) -> str:
-    """Remove from a side with unbalanced brackets the one that stands around the whole equation."""
+    """Remove from a side with unbalanced brackets the bracket that belongs to the whole equation."""
     if side.count("(") == side.count(")"):
         return side
     return side.removeprefix(opened) if opened else side.removesuffix(closed)
 
 
 def normalize_equation(left: LinearExpression, right: LinearExpression) -> LinearExpression | None:
-    """Return one - other, scaled so that equivalent equations agree; None where no unknown is left.
+    """Return left - right, scaled so that equivalent equations are equal; None if no unknown is left.
 
     The coefficient of the first unknown in alphabetical order becomes 1.
     """
-    moved = add_linear(left, scale_linear(right, Fraction(-1)))
-    return scale_linear(moved, 1 / moved.coefficients[min(moved.coefficients)]) if moved.coefficients else None
+    difference = add_linear(left, scale_linear(right, Fraction(-1)))
+    if not difference.coefficients:
+        return None
+    return scale_linear(difference, 1 / difference.coefficients[min(difference.coefficients)])
 
 
 def find_solution(equations: Sequence[tuple[LinearExpression, LinearExpression]], *unknowns: str) -> Fraction | None:
     """Return the number in the last "a = number", or for several unknowns in the last "a + b = number"; or None."""
     wanted = LinearExpression(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
     return next(
-        (other.constant for one, other in reversed(equations) if one == wanted and not other.coefficients), None
+        (right.constant for left, right in reversed(equations) if left == wanted and not right.coefficients), None
     )
 
 
 def extract_final_answer(text: str, equations: Sequence[tuple[LinearExpression, LinearExpression]]) -> Fraction | None:
     """Return the number that is marked as the answer, else the one behind the last "a + b = "; None without either.
 
-    said: the equations behind the thought of the text.
+    Args:
+        text: The completion.
+        equations: The equations behind the thought of the text.
     """
     marked = extract_marked_answer(text)
     return find_solution(equations, "a", "b") if marked is None else parse_only_number(marked.rpartition("=")[2])
 
 
 def grade_literal_parts(text: str) -> dict[str, float]:
-    """Return the parts of SOURCE that a text states, found as strings: "a=-3" is found in "a=-39" too."""
+    """Return the parts of ORIGINAL_PROBLEM that a text states, found as strings: "a=-3" is found in "a=-39" too."""
     plain = re.sub(r"\s", "", text)
-    answers = _LITERAL_ANSWER.findall(text.replace(" ", " ")) or _LITERAL_ANSWER.findall(plain)
-    found = {
+    answers = _LITERAL_ANSWER.findall(text) or _LITERAL_ANSWER.findall(plain)
+    parts = {
         "points": "x=2" in plain or "x=-2" in plain,
         "right equation": "2a+3=-3" in plain or "a=-3" in plain,
         "a": "a=-3" in plain,
@@ -235,7 +239,7 @@ def grade_literal_parts(text: str) -> dict[str, float]:
         "b": "b=3" in plain,
         "sum": any("0" in answer for answer in answers),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in parts.items()}
 
 
 def format_factor(n: int) -> str:

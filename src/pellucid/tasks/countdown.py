@@ -69,12 +69,14 @@ class Countdown:
         return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        written = extract_expression(completion.full_text)
-        value = parse_linear(written)
-        fair = value is not None and Counter(extract_numbers(written) or ()) == Counter(prompt.columns["numbers"])
-        right = fair and value is not None and value.constant == int(prompt.answer)
-        parts = {"right": float(right), "numbers": float(fair)}
-        return Reward(1.0 if right else self.format_reward * fair, parts, correct=right)
+        expression = extract_expression(completion.full_text)
+        value = parse_linear(expression)
+        uses_numbers = value is not None and (
+            Counter(extract_numbers(expression) or ()) == Counter(prompt.columns["numbers"])
+        )
+        right = uses_numbers and value is not None and value.constant == int(prompt.answer)
+        parts = {"right": float(right), "numbers": float(uses_numbers)}
+        return Reward(1.0 if right else self.format_reward * uses_numbers, parts, correct=right)
 
     def solution(self, prompt: Prompt) -> str:
         return prompt.columns["solution"]
@@ -106,9 +108,9 @@ def generate_expression(numbers: list[int], rng: Random) -> tuple[str, Fraction]
 
 
 def extract_expression(text: str) -> str:
-    """Return the expression that a completion is graded by, in plain text (see Countdown).
+    """Return the expression by which a completion is graded, in plain text (see Countdown).
 
-    Example: expression_of("So:\\n**143 = 11 \\\\times (14 - 1)**") == "11  *  (14 - 1)"
+    Example: extract_expression("So:\\n**143 = 11 \\\\times (14 - 1)**") == "11  *  (14 - 1)"
     """
     marked = extract_marked_answer(text)
     written = "".join(strip_thought(text).strip().splitlines()[-1:]) if marked is None else marked
@@ -117,14 +119,14 @@ def extract_expression(text: str) -> str:
 
 
 def strip_emphasis(written: str) -> str:
-    """Remove Markdown emphasis and a final full stop: the stars around `**3 * 5**.` are no powers."""
+    """Remove Markdown emphasis and a final period: the stars around `**3 * 5**.` are no powers."""
     bare = written.strip().rstrip(".\u3002")
     marks = len(bare) - len(bare.lstrip("*_`"))
     return bare[marks : len(bare) - marks] if marks and bare.endswith(bare[:marks][::-1]) else bare
 
 
-# ---------------------------------------------------------------- expressions
-# Read a model's arithmetic with Python's parser and compute it exactly: + - * / and brackets, nothing else.
+# Expressions: a model's arithmetic is parsed with Python's parser and computed exactly. Only + - * / and brackets are
+# allowed.
 
 
 MAX_EXPRESSION_CHARS = 200
@@ -147,16 +149,16 @@ _IMPLICIT_PRODUCT = re.compile(r"(?<=[0-9)])(?=[a-z(])|(?<=[a-z)])(?=[0-9(])")
 class LinearExpression(NamedTuple):
     """A linear expression: a constant plus multiples of unknowns.
 
-    Example: linear("2a + 3", "a") == Linear(Fraction(3), {"a": Fraction(2)})
+    Example: parse_linear("2a + 3", "a") == LinearExpression(Fraction(3), {"a": Fraction(2)})
     """
 
     constant: Fraction
     coefficients: dict[str, Fraction]
-    """The coefficient of each unknown, where it is not 0."""
+    """The coefficients of the unknowns that are not 0."""
 
 
 class ParsedExpression(NamedTuple):
-    """An expression as Python parses it, and its text."""
+    """The syntax tree of an expression, and its text."""
 
     root: ast.expr
     text: str
@@ -165,13 +167,13 @@ class ParsedExpression(NamedTuple):
 def convert_latex(text: str) -> str:
     """Return the same arithmetic without LaTeX: \\times becomes *, braces become brackets, arrows begin a new line.
 
-    Example: plain("$11 \\\\times \\\\frac{2}{2}$").split() == ["11", "*", "((2)/(2))"]
+    Example: convert_latex("$11 \\\\times \\\\frac{2}{2}$").split() == ["11", "*", "((2)/(2))"]
     """
     text = text.translate(_ASCII_TABLE)
     # Each round rewrites the innermost fractions, whose braces hold no others.
     for _ in range(MAX_EXPRESSION_CHARS // len(r"\frac{}{}")):
-        text, found = _LATEX_FRACTION.subn(r" ((\1)/(\2))", text)
-        if not found:
+        text, count = _LATEX_FRACTION.subn(r" ((\1)/(\2))", text)
+        if not count:
             break
     signs = _LATEX_COMMAND.sub(lambda match: f" {_LATEX_MEANING.get(match[1], '')} ", text)
     return _LATEX_SPACING.sub(" ", signs).translate(_BRACES_TO_BRACKETS)
@@ -179,9 +181,9 @@ def convert_latex(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_linear(text: str, unknowns: str = "") -> LinearExpression | None:
-    """Return the value of an expression in one-letter unknowns; None where it is not linear. 2a is a product.
+    """Return the value of an expression in one-letter unknowns; None if it is not linear. 2a is a product.
 
-    Example: linear("(3 - 1) / 4") == Linear(Fraction(1, 2), {})
+    Example: parse_linear("(3 - 1) / 4") == LinearExpression(Fraction(1, 2), {})
     """
     tree = parse_expression(text)
     try:
@@ -191,9 +193,9 @@ def parse_linear(text: str, unknowns: str = "") -> LinearExpression | None:
 
 
 def extract_numbers(text: str) -> list[int] | None:
-    """Return the numbers in an expression, repeats included; None where one is written with more than digits.
+    """Return the numbers in an expression, repeats included; None if one is written with more than digits.
 
-    Example: numbers_in("3 * (3 + 10)") == [3, 3, 10]; numbers_in("3 * 0.0 + 10") is None
+    Example: extract_numbers("3 * (3 + 10)") == [3, 3, 10]; extract_numbers("3 * 0.0 + 10") is None
     """
     tree = parse_expression(text)
     written = [] if tree is None else list(iter_constants(tree))
@@ -201,7 +203,7 @@ def extract_numbers(text: str) -> list[int] | None:
 
 
 def iter_constants(tree: ParsedExpression) -> Iterator[str]:
-    """Return every constant as it is written: Python's value of 1_0 or 0x10 is not what the text shows."""
+    """Return every constant as it is written, since Python's value of 1_0 or 0x10 is not what the text shows."""
     nodes = (node for node in ast.walk(tree.root) if isinstance(node, ast.Constant))
     return (tree.text[node.col_offset : node.end_col_offset] for node in nodes)
 
@@ -220,7 +222,7 @@ def parse_expression(text: str) -> ParsedExpression | None:
 
 
 def evaluate_linear(tree: ParsedExpression, node: ast.expr, unknowns: str) -> LinearExpression:
-    """Evaluate a parsed expression. ValueError where it is not linear, ZeroDivisionError for a division by 0."""
+    """Evaluate a parsed expression. ValueError if it is not linear, ZeroDivisionError for a division by 0."""
     match node:
         case ast.Constant():
             # Read from the text, since Python rounds decimals.
@@ -258,8 +260,8 @@ def scale_linear(x: LinearExpression, factor: Fraction) -> LinearExpression:
 
 
 def add_linear(x: LinearExpression, y: LinearExpression) -> LinearExpression:
-    of = {
+    coefficients = {
         name: x.coefficients.get(name, Fraction(0)) + y.coefficients.get(name, Fraction(0))
         for name in x.coefficients | y.coefficients
     }
-    return LinearExpression(x.constant + y.constant, {name: factor for name, factor in of.items() if factor})
+    return LinearExpression(x.constant + y.constant, {name: factor for name, factor in coefficients.items() if factor})

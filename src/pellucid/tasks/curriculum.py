@@ -80,7 +80,7 @@ class Curriculum:
 
     @cached_property
     def sampled_indices(self) -> dict[tuple[int, int], list[int]]:
-        """The questions that were given out since the last `observe`, by the arguments (step, n) of `sample`."""
+        """The questions that were sampled since the last `observe`, by the arguments (step, n) of `sample`."""
         return {}
 
     @property
@@ -92,15 +92,17 @@ class Curriculum:
         return self.task.split
 
     def with_split(self, split: str) -> Any:
-        """Return the curriculum on another split; for `test` the task inside: held-out questions need no order."""
+        """Return the curriculum on another split; for `test` the task inside, since held-out questions need no order."""
         inside = with_split(self.task, split)
         return inside if split == "test" else replace(self, task=inside)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the next n questions of the order. The same arguments give the same questions until `observe`.
 
-        Another round of a step, which has another step number, is given other questions as far as there are any.
-        UserError where the pool is smaller than n.
+        Another round of a step, which has another step number, gets other questions as far as there are any.
+
+        Raises:
+            UserError: The pool is smaller than n.
         """
         if n > len(self.questions):
             raise UserError(
@@ -115,7 +117,7 @@ class Curriculum:
         return self.task.reward(prompt, completion)
 
     def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
-        """Return the completion as the task inside sees it."""
+        """Return the completion that the task inside grades, which is the same one."""
         return completion
 
     def solution(self, prompt: Prompt) -> str:
@@ -126,24 +128,24 @@ class Curriculum:
 
     def observe(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Update the estimates and return metrics. A group with a prefix counts as asked, but is not measured."""
-        memory = self.curriculum_state
-        number = {prompt.id: q for q, prompt in enumerate(self.questions)}
-        left = memory.left or self._order_questions()
-        asked = {number[group.prompt.id]: group for group in groups}
+        state = self.curriculum_state
+        indices = {prompt.id: q for q, prompt in enumerate(self.questions)}
+        remaining = state.left or self._order_questions()
+        asked = {indices[group.prompt.id]: group for group in groups}
         for q, group in asked.items():
             if not group.demonstration:
                 self._update_accuracy(q, group, step)
-        memory.left = [q for q in left if q not in asked]
-        memory.step = step + 1
+        state.left = [q for q in remaining if q not in asked]
+        state.step = step + 1
         self.sampled_indices.clear()
-        if not memory.left:
-            memory.epoch += 1
-            memory.left = self._order_questions()
+        if not state.left:
+            state.epoch += 1
+            state.left = self._order_questions()
         return {
-            "curriculum/epoch": float(memory.epoch),
-            "curriculum/measured": len(memory.accuracy) / len(number),
-            "curriculum/accuracy": fmean(memory.accuracy.values()) if memory.accuracy else 0.0,
-            "curriculum/resting": sum(map(self._is_resting, number.values())) / len(number),
+            "curriculum/epoch": float(state.epoch),
+            "curriculum/measured": len(state.accuracy) / len(indices),
+            "curriculum/accuracy": fmean(state.accuracy.values()) if state.accuracy else 0.0,
+            "curriculum/resting": sum(map(self._is_resting, indices.values())) / len(indices),
         }
 
     def state(self) -> dict[str, Any]:
@@ -151,29 +153,29 @@ class Curriculum:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state, without questions that a smaller pool no longer has."""
-        size, memory = len(self.questions), self.curriculum_state
-        memory.step, memory.epoch = state["step"], state["epoch"]
-        memory.left = [q for q in state["left"] if q < size]
-        memory.accuracy, memory.dead_since = (
+        size, restored = len(self.questions), self.curriculum_state
+        restored.step, restored.epoch = state["step"], state["epoch"]
+        restored.left = [q for q in state["left"] if q < size]
+        restored.accuracy, restored.dead_since = (
             {int(q): value for q, value in state[name].items() if int(q) < size} for name in ("accuracy", "dead_since")
         )
 
     def _update_accuracy(self, q: int, group: Group, step: int) -> None:
-        memory, judged = self.curriculum_state, [reward for reward in group.rewards if reward.is_judged]
-        if not judged or (self.order == "described" and q in memory.accuracy):
+        state, judged = self.curriculum_state, [reward for reward in group.rewards if reward.is_judged]
+        if not judged or (self.order == "described" and q in state.accuracy):
             return
         accuracy = fmean(reward.is_correct for reward in judged)
-        before = memory.accuracy.get(q, accuracy)
-        memory.accuracy[q] = self.decay * before + (1 - self.decay) * accuracy
-        memory.dead_since.pop(q, None)
+        previous = state.accuracy.get(q, accuracy)
+        state.accuracy[q] = self.decay * previous + (1 - self.decay) * accuracy
+        state.dead_since.pop(q, None)
         if bool(get_equal_rewards(group)) if group.is_zero_variance is None else group.is_zero_variance:
-            memory.dead_since[q] = step
+            state.dead_since[q] = step
 
     def _order_questions(self) -> list[int]:
         """Return an epoch's questions without resting ones: in the pool's order in epoch 0, then from easy to hard."""
-        everything, known = range(len(self.questions)), self.curriculum_state.accuracy
-        awake = [q for q in everything if not self._is_resting(q)] or list(everything)
-        return sorted(awake, key=lambda q: -known.get(q, 0.5)) if self.curriculum_state.epoch else awake
+        pool, accuracy = range(len(self.questions)), self.curriculum_state.accuracy
+        active = [q for q in pool if not self._is_resting(q)] or list(pool)
+        return sorted(active, key=lambda q: -accuracy.get(q, 0.5)) if self.curriculum_state.epoch else active
 
     def _is_resting(self, q: int) -> bool:
         if self.order == "described" or q not in self.curriculum_state.dead_since:
@@ -181,12 +183,12 @@ class Curriculum:
         return not self.rest or self.curriculum_state.step - self.curriculum_state.dead_since[q] < self.rest
 
     def _choose_questions(self, step: int, n: int) -> list[int]:
-        """Choose n questions; those at rest or of another round of the step only where there are too few others."""
+        """Choose n questions. Resting ones, and those of another round of the step, are chosen if others are too few."""
         rounds = [chosen for (other, _), chosen in self.sampled_indices.items() if other != step]
         taken = {q for chosen in rounds for q in chosen}
-        left = [q for q in self.curriculum_state.left or self._order_questions() if q not in taken]
+        remaining = [q for q in self.curriculum_state.left or self._order_questions() if q not in taken]
         rng = Random(f"curriculum/{self.seed}/{step}")
-        window = left[:n] if self.order == "described" else left[: max(self.window, n)]
+        window = remaining[:n] if self.order == "described" else remaining[: max(self.window, n)]
         chosen = window if self.order == "described" else rng.sample(window, min(n, len(window)))
         others = [q for q in range(len(self.questions)) if q not in set(chosen)]
         rng.shuffle(others)

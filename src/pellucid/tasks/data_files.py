@@ -1,7 +1,7 @@
-"""Rows of data: mappings from column names to values, from a file of any of the formats in READERS.
+"""Rows of data: mappings from column names to values, from files in one of the formats in READERS or from the Hub.
 
-Of a large file only the positions of its rows are kept in memory, and a row is read when it is accessed. Arrow would
-take more memory: its library alone needs more than most files have bytes (docs/lab-book.md).
+For a large file only the positions of its rows are in memory, and a row is read when it is accessed. Arrow would take
+more memory: its library alone needs more bytes than most files have (docs/lab-book.md).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pellucid.utils.text import describe_searched_folders, find_nearby_files, su
 
 DataRow = Mapping[str, Any]
 DataRows = Sequence[tuple[str, DataRow]]
-"""Rows, each with a text that says where it stands, for error messages."""
+"""Rows, each with its location, such as "train.jsonl, line 3", for error messages."""
 
 LARGE_FILE_BYTES = 8 * 2**20
-"""The size of a file in bytes from which on its rows are not kept in memory."""
+"""Rows of files of this size and above stay on disk."""
 MAX_JSON_DEPTH = 100
-"""The deepest nesting of JSON that is accepted: no data is deeper, and some libraries overflow the stack."""
+"""The deepest nesting of JSON that is accepted. No data is deeper, and some libraries overflow the stack."""
 MAX_CSV_FIELD_CHARS = 2**31 - 1
-"""The longest field of a CSV file in characters, which is the largest limit that Python takes everywhere."""
+"""The longest field of a CSV file, in characters. It is the largest limit that Python takes on every platform."""
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-"""Escape sequences of surrogates: two of them are one character."""
+"""An escape sequence of a surrogate. Two of them are one character."""
 CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 
 class RowRecord(NamedTuple):
-    """A row and its place in a file: bytes `start` to `end`, and the number of its last line, counted from 1."""
+    """A row and its position in a file: bytes `start` to `end`, and the number of its last line, counted from 1."""
 
     start: int
     end: int
@@ -55,7 +55,10 @@ class RowRecord(NamedTuple):
 class DiskRows(Sequence[tuple[str, DataRow]]):
     """Rows that stay in their file. Each takes 24 bytes of memory.
 
-    parse: makes a row from its text and a text that says where it stands.
+    Args:
+        path: The file.
+        records: The rows of the file, by which their positions are found.
+        parse: Makes a row from its text and its location.
     """
 
     def __init__(self, path: Path, records: Iterable[RowRecord], parse: Callable[[str, str], DataRow]) -> None:
@@ -72,20 +75,20 @@ class DiskRows(Sequence[tuple[str, DataRow]]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         start, end, line = self._offsets[3 * index : 3 * index + 3]
-        where = f"{self._path}, line {line}"
+        location = f"{self._path}, line {line}"
         if self._read_stamp() != self._stamp:
-            raise DataError(f"{self._path} was changed while it was read: bring it back as it was, or start anew")
+            raise DataError(f"{self._path} was changed while it was read: restore it, or start anew")
         os.lseek(self._file, start, os.SEEK_SET)
-        return where, self._parse(os.read(self._file, end - start).decode(), where)
+        return location, self._parse(os.read(self._file, end - start).decode(), location)
 
     def _read_stamp(self) -> tuple[int, int]:
-        """Return size in bytes and modification time in ns of the open file, by which a change is seen."""
+        """Return the size in bytes and the modification time in ns of the open file, which show a change."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
 
 
 class ArrowRows(Sequence[tuple[str, DataRow]]):
-    """Rows that stay in the columns of an Arrow table. `row` makes the row of an index."""
+    """Rows that stay in the columns of an Arrow table. `get_row` makes the row of an index."""
 
     def __init__(self, source_name: str, table: Any, get_row: Callable[[Any, int], DataRow]) -> None:
         self._source_name, self._table, self._get_row = source_name, table, get_row
@@ -96,15 +99,15 @@ class ArrowRows(Sequence[tuple[str, DataRow]]):
     def __getitem__(self, index: int) -> tuple[str, DataRow]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        where = f"{self._source_name} row {index + 1}"
+        location = f"{self._source_name} row {index + 1}"
         try:
-            return where, self._get_row(self._table, index)
+            return location, self._get_row(self._table, index)
         except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 text: {error.reason}") from error
+            raise UserError(f"{location}: not UTF-8 text: {error.reason}") from error
 
 
 def open_rows(path: Path, records: Iterator[RowRecord], parse: Callable[[str, str], DataRow]) -> DataRows:
-    """Return the rows of a file: those of a small one are kept in memory, those of a large one stay on disk."""
+    """Return the rows of a file: those of a small file are in memory, those of a large one stay on disk."""
     if path.stat().st_size >= LARGE_FILE_BYTES:
         return DiskRows(path, records, parse)
     return [(f"{path}, line {record.line}", record.row) for record in records]
@@ -126,7 +129,7 @@ def iter_lines(path: Path) -> Iterator[tuple[int, int, str]]:
 
 
 def describe_encoding_error(line: bytes, error: UnicodeDecodeError) -> str:
-    """Return what a line that is not UTF-8 may be instead, and how to convert its file."""
+    """Return the likely encoding of a line that is not UTF-8, and how to convert its file."""
     utf_16 = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     likely = "UTF-16" if utf_16 else "WINDOWS-1252"
     return (
@@ -145,43 +148,43 @@ def iter_jsonl_records(path: Path) -> Iterator[RowRecord]:
             yield RowRecord(start, end, number, parse_json_row(line, f"{path}, line {number}"))
 
 
-def parse_json_row(line: str, where: str) -> DataRow:
+def parse_json_row(line: str, location: str) -> DataRow:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
+        raise UserError(f"{location}: not JSON: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{where}: lists or objects more than {MAX_JSON_DEPTH} deep in one another") from error
-    return check_row(row, line, where)
+        raise UserError(f"{location}: lists or objects more than {MAX_JSON_DEPTH} deep in one another") from error
+    return check_row(row, line, location)
 
 
-def check_row(row: Any, line: str, where: str) -> DataRow:
-    """Return a value that was read from `line`. UserError where it is no row."""
+def check_row(row: Any, line: str, location: str) -> DataRow:
+    """Return a value that was read from `line`. UserError if it is no row."""
     if not isinstance(row, dict):
-        raise UserError(f'{where}: of type {type(row).__name__}, where an object {{"column": value}} is needed')
+        raise UserError(f'{location}: of type {type(row).__name__}, where an object {{"column": value}} is needed')
     if line.count("[") + line.count("{") > MAX_JSON_DEPTH and measure_depth(row) > MAX_JSON_DEPTH:
-        raise UserError(f"{where}: lists or objects more than {MAX_JSON_DEPTH} deep in one another")
+        raise UserError(f"{location}: lists or objects more than {MAX_JSON_DEPTH} deep in one another")
     for column, value in row.items() if SURROGATE_ESCAPE.search(line) else ():
-        reject_lone_surrogates(column, value, where)
+        reject_lone_surrogates(column, value, location)
     return row
 
 
 def measure_depth(value: Any) -> int:
     """Return how deep lists and objects are nested."""
-    levels, inside = 0, [value]
-    while inside := [each for each in inside if isinstance(each, dict | list)]:
-        levels += 1
-        inside = [item for each in inside for item in (each.values() if isinstance(each, dict) else each)]
-    return levels
+    depth, values = 0, [value]
+    while containers := [each for each in values if isinstance(each, dict | list)]:
+        depth += 1
+        values = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
-def reject_lone_surrogates(column: str, value: Any, where: str) -> None:
-    """Raise UserError where a text holds half a surrogate pair, mostly of a cut emoji, which no tokenizer takes."""
+def reject_lone_surrogates(column: str, value: Any, location: str) -> None:
+    """Raise UserError if a text holds half a surrogate pair, mostly of a cut emoji, which no tokenizer takes."""
     try:
         json.dumps({column: value}, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        raise UserError(f'{where}: column "{column}" holds {half}, half of a character') from error
+        raise UserError(f'{location}: column "{column}" holds {half}, half of a character') from error
 
 
 def read_json(path: Path) -> DataRows:
@@ -189,54 +192,55 @@ def read_json(path: Path) -> DataRows:
 
 
 def iter_json_records(path: Path) -> Iterator[RowRecord]:
-    """Yield the elements of a file that is one JSON array; its text is in memory as a whole until all are read."""
+    """Yield the elements of a file that is one JSON array. Its whole text is in memory until all are read."""
     lines = list(iter_lines(path))
     text, byte = "".join(line for *_, line in lines), lines[0][0] if lines else 0
-    place, line, end = _WHITESPACE.match(text, 0).end(), 1, 0  # pyright: ignore[reportOptionalMemberAccess]
-    if text[place : place + 1] != "[":
-        what = "an object" if text[place : place + 1] == "{" else "no list"
-        mend = "a file with an object a line is named .jsonl"
-        raise UserError(f'{path}: {what}, where a list [{{"column": value}}, ...] is needed; {mend}')
-    while (place := _skip_separator(text, place)) < len(text) and text[place] != "]":
-        byte, line = byte + place - end, line + text.count("\n", end, place)  # only signs of one byte
-        where = f"{path}, line {line}"
-        value, end = _parse_element(text, place, where)
-        size = len(text[place:end].encode())
-        yield RowRecord(byte, byte + size, line, check_row(value, text[place:end], where))
-        byte, line = byte + size, line + text.count("\n", place, end)
-        place = _WHITESPACE.match(text, end).end()  # pyright: ignore[reportOptionalMemberAccess]
-        if text[place : place + 1] not in (",", "]"):
+    position, line, end = _WHITESPACE.match(text, 0).end(), 1, 0  # pyright: ignore[reportOptionalMemberAccess]
+    if text[position : position + 1] != "[":
+        found = "an object" if text[position : position + 1] == "{" else "no list"
+        hint = "a file with an object a line is named .jsonl"
+        raise UserError(f'{path}: {found}, where a list [{{"column": value}}, ...] is needed; {hint}')
+    while (position := _skip_separator(text, position)) < len(text) and text[position] != "]":
+        # Between two elements there are only characters of one byte.
+        byte, line = byte + position - end, line + text.count("\n", end, position)
+        location = f"{path}, line {line}"
+        value, end = _parse_element(text, position, location)
+        size = len(text[position:end].encode())
+        yield RowRecord(byte, byte + size, line, check_row(value, text[position:end], location))
+        byte, line = byte + size, line + text.count("\n", position, end)
+        position = _WHITESPACE.match(text, end).end()  # pyright: ignore[reportOptionalMemberAccess]
+        if text[position : position + 1] not in (",", "]"):
             raise UserError(f"{path}, line {line}: a comma or ] must follow this row")
-        if text[place] == "]":
+        if text[position] == "]":
             break
-    if text[place : place + 1] != "]" or text[place + 1 :].strip():
+    if text[position : position + 1] != "]" or text[position + 1 :].strip():
         raise UserError(f"{path}: the list must end with ], and the file with it")
 
 
 def _skip_separator(text: str, position: int) -> int:
-    """Return the place of what follows a bracket or a comma."""
+    """Return the position of what follows a bracket or a comma."""
     return _WHITESPACE.match(text, position + 1).end()  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _parse_element(text: str, position: int, where: str) -> tuple[Any, int]:
+def _parse_element(text: str, position: int, location: str) -> tuple[Any, int]:
     try:
         return json.JSONDecoder().raw_decode(text, position)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON in the row that begins here: {error.msg}") from error
+        raise UserError(f"{location}: not JSON in the row that begins here: {error.msg}") from error
     except ValueError as error:  # a number with thousands of digits
-        raise UserError(f"{where}: not JSON: {format_error_line(error)}") from error
+        raise UserError(f"{location}: not JSON: {format_error_line(error)}") from error
     except RecursionError as error:
-        raise UserError(f"{where}: lists or objects more than {MAX_JSON_DEPTH} deep in one another") from error
+        raise UserError(f"{location}: lists or objects more than {MAX_JSON_DEPTH} deep in one another") from error
 
 
 def read_csv(path: Path) -> DataRows:
     fields: list[str] = []
-    mark = CSV_SEPARATORS[path.suffix.lower()]
+    separator = CSV_SEPARATORS[path.suffix.lower()]
 
     def parse(text: str, _: str) -> DataRow:
-        return next(csv.DictReader(io.StringIO(text, ""), fields, delimiter=mark))
+        return next(csv.DictReader(io.StringIO(text, ""), fields, delimiter=separator))
 
-    return open_rows(path, iter_csv_records(path, fields, mark), parse)
+    return open_rows(path, iter_csv_records(path, fields, separator), parse)
 
 
 def iter_csv_records(path: Path, fields: list[str], separator: str) -> Iterator[RowRecord]:
@@ -245,8 +249,8 @@ def iter_csv_records(path: Path, fields: list[str], separator: str) -> Iterator[
 
     def lines() -> Iterator[str]:
         nonlocal end
-        for _, place, line in iter_lines(path):
-            end = place
+        for _, line_end, line in iter_lines(path):
+            end = line_end
             yield line
 
     csv.field_size_limit(MAX_CSV_FIELD_CHARS)
@@ -260,9 +264,9 @@ def iter_csv_records(path: Path, fields: list[str], separator: str) -> Iterator[
             raise UserError(f"{path}, line 1: the header has semicolons and no {wanted}: save it with {wanted} instead")
         start = end
         for row in reader:
-            where = f"{path}, line {reader.line_num}"
+            location = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
-                raise UserError(f"{where}: not as many fields as the {len(fields)} of the header")
+                raise UserError(f"{location}: not as many fields as the {len(fields)} of the header")
             yield RowRecord(start, end, reader.line_num, row)
             start = end
     except csv.Error as error:
@@ -285,27 +289,26 @@ def format_error_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-# ---------------------------------------------------------------- columns
-# Columns of a data row: by name, by a dotted name where they are nested, and chats in the forms that people have.
+# ---------------------------------------------------------------- columns of a row
 
 
 _MISSING = object()
 
 
-def get_column_text(row: DataRow, column: str, where: str) -> str:
-    value = get_column_value(row, column, where)
+def get_column_text(row: DataRow, column: str, location: str) -> str:
+    value = get_column_value(row, column, location)
     return "" if value is None else str(value)
 
 
-def get_column_value(row: DataRow, column: str, where: str) -> Any:
-    """Return the value of a column, or of what lies in one: "reward_model.ground_truth", "choices.0"."""
+def get_column_value(row: DataRow, column: str, location: str) -> Any:
+    """Return the value of a column, which may be nested in another: "reward_model.ground_truth", "choices.0"."""
     value = _get_nested_value(row, column)
     if value is _MISSING:
         hint = did_you_mean(column, _list_column_names(row))
         if column == "question" and "prompt" in row:
             setting = "question" if isinstance(row["prompt"], str) else "messages"
             hint = f'; give {setting} = "prompt"'
-        raise UserError(f'{where}: no column "{column}"{hint}; the columns are {", ".join(_list_column_names(row))}')
+        raise UserError(f'{location}: no column "{column}"{hint}; the columns are {", ".join(_list_column_names(row))}')
     return value
 
 
@@ -314,7 +317,7 @@ def has_column(row: DataRow, column: str) -> bool:
 
 
 def _get_nested_value(row: DataRow, column: str) -> Any:
-    """Return what a name stands for; a column that has a dot in its own name comes first."""
+    """Return the value of a dotted name. A column whose own name has the dot takes precedence."""
     if column in row:
         return row[column]
     value: Any = row
@@ -329,7 +332,7 @@ def _get_nested_value(row: DataRow, column: str) -> Any:
 
 
 def _list_column_names(row: DataRow) -> list[str]:
-    """Return the names of the columns, with those of objects in them in their place."""
+    """Return the names of the columns. A column that holds an object is replaced by the dotted names of its fields."""
 
     def names() -> Iterator[str]:
         for name, value in row.items():
@@ -341,47 +344,52 @@ def _list_column_names(row: DataRow) -> list[str]:
     return list(names())
 
 
-def parse_chat(value: Any, column: str, where: str) -> tuple[Message, ...]:
-    """Return the role and content of each message of a chat. UserError where it does not end with the user's.
+def parse_chat(value: Any, column: str, location: str) -> tuple[Message, ...]:
+    """Return the role and content of each message of a chat.
 
-    A content may be a list of parts, [{"type": "text", "text": "..."}]: their texts are joined.
+    A content may be a list of parts, [{"type": "text", "text": "..."}], whose texts are joined.
+
+    Raises:
+        UserError: The value is no chat, or does not end with a message of the user.
     """
-    messages = [_parse_message(each, column, where) for each in value] if isinstance(value, list) else []
+    messages = [_parse_message(each, column, location) for each in value] if isinstance(value, list) else []
     if not messages or None in messages or messages[-1] is None or messages[-1]["role"] != "user":
         form = '[{"role": "user", "content": "..."}], with the user\'s message last'
-        raise UserError(f'{where}: column "{column}" must look like {form}')
+        raise UserError(f'{location}: column "{column}" must look like {form}')
     return tuple(message for message in messages if message is not None)
 
 
-def _parse_message(value: Any, column: str, where: str) -> Message | None:
-    """Return a message in its plain form; None for what is none."""
+def _parse_message(value: Any, column: str, location: str) -> Message | None:
+    """Return a message in its plain form; None if the value is no message."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         return None
     content = value.get("content")
     if isinstance(content, list):
-        content = _join_text_parts(content, column, where)
+        content = _join_text_parts(content, column, location)
     return {"role": value["role"], "content": content} if isinstance(content, str) else None
 
 
-def _join_text_parts(parts: list[Any], column: str, where: str) -> str | None:
+def _join_text_parts(parts: list[Any], column: str, location: str) -> str | None:
     for part in parts:
         if isinstance(part, Mapping) and part.get("type", "text") != "text":
-            raise UserError(f'{where}: column "{column}" holds a part of type "{part["type"]}": only text can be read')
+            raise UserError(
+                f'{location}: column "{column}" holds a part of type "{part["type"]}": only text can be read'
+            )
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    whole = [text for text in texts if isinstance(text, str)]
-    return "".join(whole) if whole and len(whole) == len(texts) else None
+    known = [text for text in texts if isinstance(text, str)]
+    return "".join(known) if known and len(known) == len(texts) else None
 
 
-# ---------------------------------------------------------------- sources
-# What the setting `data` of a task names: a file, several, all that match a pattern, or a data set on the Hub.
+# ---------------------------------------------------------------- sources: files, patterns and Hub data sets
 
 
 DataSource = str | tuple[str, ...]
+"""The setting `data` of a task: a file, several, all that match a pattern, or a data set on the Hub."""
 
 
 @lru_cache(maxsize=4)
 def load_rows(source: DataSource, subset: str, hub_split: str) -> DataRows:
-    """Return the rows of files or of a Hub split. UserError, with its place, for an invalid row."""
+    """Return the rows of files or of a Hub split. UserError, with the location, for an invalid row."""
     if isinstance(source, str) and not is_file_source(source):
         rows = read_hub_dataset(source, subset, hub_split)
     else:
@@ -393,7 +401,7 @@ def load_rows(source: DataSource, subset: str, hub_split: str) -> DataRows:
 
 
 def is_file_source(source: DataSource) -> bool:
-    """Return whether a source stands for files: several always do."""
+    """Whether a source stands for files. A tuple always does."""
     return not isinstance(source, str) or Path(source).suffix.lower() in READERS or Path(source).expanduser().is_file()
 
 
@@ -402,7 +410,7 @@ def format_source(source: DataSource) -> str:
 
 
 def is_file_pattern(name: str) -> bool:
-    """Return whether a name such as "parts/*.jsonl" stands for all data files that match it."""
+    """Whether a name such as "parts/*.jsonl" stands for all data files that match it."""
     path = os.path.expanduser(name)
     return glob.has_magic(path) and Path(path).suffix.lower() in READERS and not os.path.isfile(path)
 
@@ -414,7 +422,7 @@ def list_matching_files(pattern: str) -> list[Path]:
 
 
 def list_source_files(source: DataSource) -> list[Path]:
-    """Return the files of a source, each once. UserError where a pattern matches none."""
+    """Return the files of a source, each once. UserError if a pattern matches none."""
     found: dict[Path, Path] = {}
     for name in (source,) if isinstance(source, str) else source:
         paths = list_matching_files(name) if is_file_pattern(name) else [Path(name).expanduser()]
@@ -456,24 +464,21 @@ class ConcatenatedRows(Sequence[tuple[str, DataRow]]):
 
 def read_hub_dataset(source: str, subset: str, split: str) -> DataRows:
     datasets = import_extra("datasets", "data", f'data = "{source}" on the Hugging Face Hub')
-    datasets.config.HF_HUB_OFFLINE |= not check_hub_online()  # it has looked at the environment when it was imported
+    datasets.config.HF_HUB_OFFLINE |= not check_hub_online()  # it read the environment when it was imported
     try:
         rows = datasets.load_dataset(source, name=subset or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         close = suggest_file(Path(source), find_nearby_files(Path(source), READERS))
-        what = "cannot be reached" if isinstance(error, ConnectionError) else "says"
+        verb = "cannot be reached" if isinstance(error, ConnectionError) else "says"
         raise UserError(
-            f'data = "{source}" is no local file ({", ".join(READERS)}){close}, and the Hugging Face Hub {what}:'
+            f'data = "{source}" is no local file ({", ".join(READERS)}){close}, and the Hugging Face Hub {verb}:'
             f" {format_error_line(error)}"
         ) from error
     return ArrowRows(f"{source}, {split}", rows, lambda rows, index: dict(rows[index]))
 
 
-# ---------------------------------------------------------------- what may have been meant
-
-
 def suggest_data_files(path: Path) -> str:
-    """Return a hint at data files near a place where there is none: the one that is meant, or some that there are."""
+    """Return a hint for a path without a file: the data file that was probably meant, or some that are nearby."""
     found = find_nearby_files(path, READERS)
     return suggest_file(path, found) or format_suggestions(found)
 

@@ -43,9 +43,9 @@ from pellucid.types import ROUND_STRIDE, Completion, DataError, Message, Progres
 from pellucid.utils.text import fill_placeholders, find_placeholders
 
 MAX_CACHED_SCANS = 8
-"""How many sources are kept as they were read."""
+"""The most sources whose scans are cached."""
 MAX_LISTED_BAD_ROWS = 5
-"""How many bad rows a message names with their reasons."""
+"""The most bad rows that a message names with their reasons."""
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,17 @@ class Dataset:
         return len(load_split_prompts(self))
 
     def as_dataset(self) -> Dataset:
-        """Return the data set that the questions are from: this one."""
+        """Return the data set that the questions are from, which is this one."""
         return self
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return the prompts of the next n rows, as `shuffled` has them."""
+        """Return the prompts of the next n rows, in the order of `iter_shuffled_indices`."""
         rows = load_split_prompts(self)
-        chosen = (rows[place] for place in iter_shuffled_indices(f"{self.seed}/{self.split}", step, n, len(rows)))
-        return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
+        indices = iter_shuffled_indices(f"{self.seed}/{self.split}", step, n, len(rows))
+        return [replace(rows[index], id=f"{self.split}/{step}/{i}") for i, index in enumerate(indices)]
 
     def format_question(self, question: str) -> str | tuple[Message, ...]:
-        """Return the text of a prompt with this question; the template is used if it needs no other column."""
+        """Return the text of a prompt with this question. The template is used if it needs no other column."""
         if self.messages:
             first = load_split_prompts(self)[0].text
             system = [message for message in first if not isinstance(message, str) and message["role"] == "system"]
@@ -161,12 +161,18 @@ class Dataset:
         return self.combine_parts([compute_term_parts(term, [(prompt, completion)], alone)[0] for term in self.rewards])
 
     def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
-        """Add up what each term says of a completion. A term that failed fails the reward: the rest is no grade.
+        """Add up the parts of a reward, one for each reward term.
 
-        A term of weight 0 is only logged: it neither fails the reward, unless it decides what is correct, nor makes the
-        reward apply to a completion of which every term with a weight returned None. If the deciding term returned
-        None, the completion is neither right nor wrong.
-        `parts` of the reward holds the values before weighting; `value` is NaN where no term with a weight applies.
+        A term that failed fails the whole reward, since the other terms alone are no grade. A term of weight 0 is only
+        logged: it fails the reward only if it decides which answers are correct, and it does not make the reward apply
+        to a completion for which every term with a weight returned None. If the deciding term returned None, the
+        completion is neither right nor wrong.
+
+        Args:
+            parts: The part of each term in `rewards`, in that order.
+
+        Returns:
+            The reward. Its `parts` are the values before weighting; its `value` is NaN if no term with a weight applies.
         """
         names = label_terms(self.rewards)
         values = {name: part.value for name, part in zip(names, parts, strict=True) if part.value is not None}
@@ -195,7 +201,7 @@ class Dataset:
         )
 
     def solution(self, prompt: Prompt) -> str:
-        """Return a correct completion, with the worked answer where the data has one."""
+        """Return a correct completion, with the worked answer if the data has one."""
         known = has_column(prompt.columns, self.answer)
         worked = get_column_text(prompt.columns, self.answer, prompt.id) if known else prompt.answer
         if any(term.name == "tagged" for term in self.rewards):
@@ -237,22 +243,22 @@ def build_dataset(task: Any, **settings: Any) -> Dataset:
 
 
 def average_by_name(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each number over those that have one of its name."""
+    """Return the mean of each number over the mappings that have it."""
     names = {name: None for numbers in logged for name in numbers}
     return {name: fmean(numbers[name] for numbers in logged if name in numbers) for name in names}
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be trained on or evaluated."""
+    """A row that cannot be used for training or evaluation."""
 
     location: str
-    """Its file and line."""
+    """The file and the line of the row."""
     reason: str
-    """Why, in a few words."""
+    """A few words on why the row cannot be used."""
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """The prompts of some rows. Each is made when it is accessed, since the data may be larger than memory."""
+    """The prompts of some rows. Each is made when it is accessed, since the data can be larger than memory."""
 
     def __init__(self, task: Dataset, rows: DataRows, indices: Sequence[int]) -> None:
         self.task, self.rows, self.indices = task, rows, indices
@@ -265,37 +271,37 @@ class LazyPrompts(Sequence[Prompt]):
 
 
 class SourceScan(NamedTuple):
-    """The rows of one source of a task, which were all read once."""
+    """The rows of one source of a task, all of which were read once."""
 
     prompts: LazyPrompts
-    """One for each row; to access that of a bad row may raise UserError."""
+    """A prompt for each row. Accessing the prompt of a bad row can raise UserError."""
     fingerprints: array[int]
-    """The fingerprint of each prompt; 0 for rows of which no prompt can be made."""
+    """The fingerprint of each prompt; 0 for a row from which no prompt can be made."""
     bad_rows: dict[int, BadRow]
-    """The rows of which no prompt can be made, by their places."""
+    """The rows from which no prompt can be made, by their indices."""
 
 
 ScanKey = tuple[Dataset, DataSource, str]
+"""The task with the seed 0 and the split train, the source, and the split on the Hub."""
 SCAN_CACHE: dict[ScanKey, SourceScan] = {}
-"""Scans by task, source and split on the Hub, where the task has the seed 0 and the split train."""
 MARKED_BAD_ROWS: dict[ScanKey, dict[int, str]] = {}
-"""Why rows were marked as bad, by their places."""
+"""The reasons why rows were marked as bad, by the indices of the rows."""
 
 
 def scan_source(key: ScanKey) -> SourceScan:
-    """Read every row of a source, unless that was done since the source was last read."""
+    """Read every row of a source, or return the scan in the cache if the source has not been loaded anew since."""
     task, source, hub_split = key
     rows = load_rows(source, task.subset, hub_split)
     if key in SCAN_CACHE and SCAN_CACHE[key].prompts.rows is rows:
         return SCAN_CACHE[key]
     fingerprints, bad = array("Q"), dict[int, BadRow]()
-    for place in range(len(rows)):
-        where, row = rows[place]
+    for index in range(len(rows)):
+        location, row = rows[index]
         try:
-            fingerprints.append(hash_prompt(make_prompt(task, where, row)))
+            fingerprints.append(hash_prompt(make_prompt(task, location, row)))
         except UserError as error:
             fingerprints.append(0)
-            bad[place] = BadRow(where, str(error).removeprefix(f"{where}: "))
+            bad[index] = BadRow(location, str(error).removeprefix(f"{location}: "))
     if len(SCAN_CACHE) >= MAX_CACHED_SCANS:
         del SCAN_CACHE[next(iter(SCAN_CACHE))]
     SCAN_CACHE[key] = SourceScan(LazyPrompts(task, rows, range(len(rows))), fingerprints, bad)
@@ -303,25 +309,29 @@ def scan_source(key: ScanKey) -> SourceScan:
 
 
 def list_scan_keys(task: Dataset) -> list[ScanKey]:
-    """Return by which keys `scan` knows the sources of a task: `data`, and behind it `test_data`, if it has any."""
-    whole = replace(task, seed=0, split="train")
-    return [(whole, task.data, "train"), *([(whole, *get_held_out_source(task))] if task.test_data else [])]
+    """Return the keys of the sources of a task: that of `data`, then that of `test_data` if there is any."""
+    normalized = replace(task, seed=0, split="train")
+    return [(normalized, task.data, "train"), *([(normalized, *get_held_out_source(task))] if task.test_data else [])]
 
 
 def mark_bad_rows(key: ScanKey, bad: Mapping[int, str]) -> None:
-    """Note why rows of a source cannot be used, by their places, in place of what was noted before.
+    """Mark rows of a source as bad, in place of the rows that were marked before.
 
-    From now on the rows of the task are without them where it has skip_bad_rows; else to access them is a UserError.
+    From now on a task with skip_bad_rows leaves these rows out; for another task, loading its rows is a UserError.
+
+    Args:
+        key: The key of the source.
+        bad: The reasons why rows cannot be used, by the indices of the rows.
     """
     MARKED_BAD_ROWS[key] = dict(bad)
     load_split_prompts.cache_clear()
 
 
 def list_source_bad_rows(key: ScanKey) -> dict[int, BadRow]:
-    """Return the bad rows of a source that are known so far, by their places in order."""
-    scanned = scan_source(key)
-    marked = {place: BadRow(scanned.prompts.rows[place][0], why) for place, why in MARKED_BAD_ROWS.get(key, {}).items()}
-    return dict(sorted((scanned.bad_rows | marked).items()))
+    """Return the bad rows of a source that are known so far, by their indices in order."""
+    scan = scan_source(key)
+    marked = {i: BadRow(scan.prompts.rows[i][0], reason) for i, reason in MARKED_BAD_ROWS.get(key, {}).items()}
+    return dict(sorted((scan.bad_rows | marked).items()))
 
 
 def list_bad_rows(task: Dataset) -> list[BadRow]:
@@ -330,7 +340,7 @@ def list_bad_rows(task: Dataset) -> list[BadRow]:
 
 
 def clear_dataset_caches() -> None:
-    """Drop what is kept of sources that were read before."""
+    """Clear every cache of rows and prompts, so that files are read again."""
     load_rows.cache_clear()
     load_split_prompts.cache_clear()
     SCAN_CACHE.clear()
@@ -338,7 +348,7 @@ def clear_dataset_caches() -> None:
 
 
 def format_bad_rows(bad: Sequence[BadRow]) -> str:
-    """Return the first bad rows with their reasons in one line, and how many more there are."""
+    """Return one line with the first bad rows and their reasons, and with the number of the others."""
     if len(bad) > MAX_LISTED_BAD_ROWS and len({row.reason for row in bad}) == 1:
         return f"{bad[0].location}, and {len(bad) - 1} more rows: {bad[0].reason}"
     named = "; ".join(f"{row.location}: {row.reason}" for row in bad[:MAX_LISTED_BAD_ROWS])
@@ -347,9 +357,10 @@ def format_bad_rows(bad: Sequence[BadRow]) -> str:
 
 @lru_cache(maxsize=8)
 def load_split_prompts(task: Dataset) -> LazyPrompts:
-    """Return the prompts of the split, in the order of the data, without bad rows where they are to be skipped.
+    """Return the prompts of a task's split, in the order of the data. Every row is read.
 
-    Every row is read. UserError where none is left, and for bad rows that are not to be skipped.
+    Raises:
+        UserError: No row is left, or there are bad rows and the task has no skip_bad_rows.
     """
     keys = list_scan_keys(task)
     own, *test = map(scan_source, keys)
@@ -357,11 +368,12 @@ def load_split_prompts(task: Dataset) -> LazyPrompts:
         raise DataError(format_bad_rows(bad))
     held_out = set(test[0].fingerprints) if test else select_held_out(own.fingerprints, task.test_share)
     if test and task.split == "test":
-        chosen_from, bad, places = test[0], list_source_bad_rows(keys[1]), range(len(test[0].fingerprints))
+        scan, bad, indices = test[0], list_source_bad_rows(keys[1]), range(len(test[0].fingerprints))
     else:
-        chosen_from, bad = own, list_source_bad_rows(keys[0])
-        places = (i for i, known in enumerate(own.fingerprints) if (known in held_out) == (task.split == "test"))
-    chosen = LazyPrompts(task, chosen_from.prompts.rows, array("q", (i for i in places if i not in bad)))
+        scan, bad = own, list_source_bad_rows(keys[0])
+        is_test = task.split == "test"
+        indices = (i for i, fingerprint in enumerate(own.fingerprints) if (fingerprint in held_out) == is_test)
+    chosen = LazyPrompts(task, scan.prompts.rows, array("q", (i for i in indices if i not in bad)))
     if not chosen and task.split == "test" and not task.test_data and not task.test_share:
         raise UserError(
             f"{format_source(task.data)}: test_share = 0 holds no row out for evaluations: set evaluate.every = 0, a test_share"
@@ -369,27 +381,28 @@ def load_split_prompts(task: Dataset) -> LazyPrompts:
         )
     if not chosen:
         left_out = f", without bad rows ({format_bad_rows(list_bad_rows(task))})" if list_bad_rows(task) else ""
-        what = f"no row is left for the {task.split} split{left_out}; add rows or name another test_data"
-        raise UserError(f"{format_source(task.data)}: {what}")
+        problem = f"no row is left for the {task.split} split{left_out}; add rows or name another test_data"
+        raise UserError(f"{format_source(task.data)}: {problem}")
     return chosen
 
 
 def get_held_out_source(task: Dataset) -> tuple[DataSource, str]:
-    """Return source and Hub split of the held-out rows: a split of the same Hub data set, or all of `test_data`."""
+    """Return the source and the Hub split of the held-out rows: a split of the same data set, or all of `test_data`."""
     if isinstance(task.test_data, str) and not is_file_source(task.data) and not is_file_source(task.test_data):
         return task.data, task.test_data
     return task.test_data, "train"
 
 
 def hash_prompt(prompt: Prompt) -> int:
-    """Return a hash of what the model is asked, so that equal questions fall into the same split. It is not 0."""
+    """Return a hash of the prompt's text, by which equal questions fall into the same split. It is never 0."""
     text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
     return int.from_bytes(hashlib.sha256(json.dumps(text, sort_keys=True).encode()).digest()[:8], "big") or 1
 
 
 def select_held_out(fingerprints: Iterable[int], share: float) -> set[int]:
-    """Return the lowest share of the distinct fingerprints but 0; of two or more, at least one and not all. A share of
-    0 is none.
+    """Return the fingerprints that are held out: the lowest ones among the distinct fingerprints other than 0.
+
+    If the share is above 0 and there are two or more fingerprints, at least one is held out, and not all are.
     """
     distinct = sorted({*fingerprints} - {0})
     if not share:
@@ -398,15 +411,22 @@ def select_held_out(fingerprints: Iterable[int], share: float) -> set[int]:
 
 
 def iter_shuffled_indices(seed: str, step: int, n: int, row_count: int) -> Iterator[int]:
-    """Yield the n places that a step takes among so many rows. Each epoch is a new shuffle of all.
+    """Yield the indices of the n rows of a step. Each epoch is a new shuffle of all rows.
 
-    Another round of the step starts elsewhere in the same epoch, so as not to repeat its rows.
+    Another round of the same step begins elsewhere in the same epoch, so that it does not repeat the rows.
+
+    Args:
+        seed: The seed of the shuffles.
+        step: The step, plus ROUND_STRIDE times the number of the round.
+        n: The number of rows that a step takes.
+        row_count: The number of rows there are.
     """
-    number, walked = divmod(step, ROUND_STRIDE)
-    jump = number * round(0.618 * row_count)  # multiples of the golden ratio: any number of rounds stay apart
-    for i in range(walked * n, walked * n + n):
-        epoch, place = divmod(i, row_count)
-        yield make_permutation(f"{seed}/{epoch}", row_count)[(place + jump) % row_count]
+    round_number, step_in_round = divmod(step, ROUND_STRIDE)
+    # Multiples of the golden ratio keep any number of rounds apart.
+    offset = round_number * round(0.618 * row_count)
+    for i in range(step_in_round * n, step_in_round * n + n):
+        epoch, position = divmod(i, row_count)
+        yield make_permutation(f"{seed}/{epoch}", row_count)[(position + offset) % row_count]
 
 
 @lru_cache(maxsize=4)
@@ -414,63 +434,68 @@ def make_permutation(seed: str, n: int) -> Sequence[int]:
     return array("q", Random(f"dataset/{seed}").sample(range(n), n))
 
 
-def make_prompt(task: Dataset, where: str, row: DataRow) -> Prompt:
-    """Make the prompt of a row; `where` names the row in error messages."""
+def make_prompt(task: Dataset, location: str, row: DataRow) -> Prompt:
+    """Make the prompt of a row; `location` names the row in error messages."""
     if task.messages:
-        text = parse_chat(get_column_value(row, task.messages, where), task.messages, where)
+        text = parse_chat(get_column_value(row, task.messages, location), task.messages, location)
     else:
-        text = render_prompt_text(task, where, row)
-    answer, *others = parse_gold_answers(task, where, row)
+        text = render_prompt_text(task, location, row)
+    answer, *others = parse_gold_answers(task, location, row)
     return Prompt("", text, answer, row, alternatives=tuple(others))
 
 
-def render_prompt_text(task: Dataset, where: str, row: DataRow) -> str | tuple[Message, ...]:
-    question = fill_columns(task.template, task.question, where, row)
+def render_prompt_text(task: Dataset, location: str, row: DataRow) -> str | tuple[Message, ...]:
+    question = fill_columns(task.template, task.question, location, row)
     if not question.strip():
-        raise UserError(f"{where}: the question is empty")
+        raise UserError(f"{location}: the question is empty")
     if not task.chat:
         return question
     return build_chat(task.system, question)
 
 
-def fill_columns(template: str, question: str, where: str, row: DataRow) -> str:
+def fill_columns(template: str, question: str, location: str, row: DataRow) -> str:
     """Replace each {column} by the text of that column, and {{...}} by {...}; {} and braces in the data are kept."""
     return fill_placeholders(
-        template, lambda name: get_column_text(row, question if name == "question" else name, where)
+        template, lambda name: get_column_text(row, question if name == "question" else name, location)
     )
 
 
-def parse_gold_answers(task: Dataset, where: str, row: DataRow) -> list[str]:
-    """Return the gold answers of a row, any of which is right; an empty one where no reward term needs any.
+def parse_gold_answers(task: Dataset, location: str, row: DataRow) -> list[str]:
+    """Return the gold answers of a row, any of which is right, or an empty one if no reward term needs any.
 
-    A column that holds a list has several. UserError where one that is needed is missing or cannot be read.
+    A column that holds a list has several gold answers.
+
+    Raises:
+        UserError: A gold answer that is needed is missing or cannot be read.
     """
     if not has_column(row, task.answer) and not task.needs_gold:
         return [""]
-    value = get_column_value(row, task.answer, where)
+    value = get_column_value(row, task.answer, location)
     texts = ["" if each is None else str(each) for each in (value or [None] if isinstance(value, list) else [value])]
-    return list(dict.fromkeys(parse_gold_answer(task, where, text.strip()) for text in texts))
+    return list(dict.fromkeys(parse_gold_answer(task, location, text.strip()) for text in texts))
 
 
-def parse_gold_answer(task: Dataset, where: str, text: str) -> str:
-    """Return the gold answer in the text of its column. UserError where one that is needed cannot be read."""
+def parse_gold_answer(task: Dataset, location: str, text: str) -> str:
+    """Return the gold answer in the text of its column. UserError if one that is needed cannot be read."""
     if task.answer_pattern:
         match = compile_pattern(task.answer_pattern).search(text)
         if match is None:
-            raise UserError(f'{where}: answer_pattern "{task.answer_pattern}" is not found in {shorten_to_line(text)}')
+            raise UserError(
+                f'{location}: answer_pattern "{task.answer_pattern}" is not found in {shorten_to_line(text)}'
+            )
         text = (match[1] or "").strip()
     if not task.needs_gold:
         return text
     text = extract_gold_answer(text)
     if not text:
-        raise UserError(f"{where}: the answer is empty, and a reward compares with it")
+        raise UserError(f"{location}: the answer is empty, and a reward compares with it")
     for name in dict.fromkeys(term.name for term in task.rewards if term.name in GOLD_TERMS):
         if fault := find_gold_fault(name, text):
-            raise UserError(f"{where}: the answer {shorten_to_line(text)} {fault}")
+            raise UserError(f"{location}: the answer {shorten_to_line(text)} {fault}")
     return text
 
 
 def shorten_to_line(text: str) -> str:
-    """Shorten a text to one line of at most 60 characters, keeping its end, where an answer tends to be."""
+    """Shorten a text to one line of at most 60 characters. Its end is kept, where an answer tends to be."""
     line = " ".join(text.split())
     return f'"{line}"' if len(line) <= 60 else f'"...{line[-57:]}"'

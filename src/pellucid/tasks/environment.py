@@ -71,27 +71,27 @@ class Environment(DatasetTask):
             raise ValueError('data = "" needs an environment, which asks by itself')
         if not self.rewards:
             object.__setattr__(self, "rewards", (RewardTerm(ENVIRONMENT_TERM),))
-        may_say = any(
-            not isinstance(maker, type) or hasattr(maker, "get_reward")
-            for maker in load_environment_factories(self.environment_spec).values()
+        can_reward = any(
+            not isinstance(factory, type) or hasattr(factory, "get_reward")
+            for factory in load_environment_factories(self.environment_spec).values()
         )
-        if not may_say and any(term.name == ENVIRONMENT_TERM for term in self.rewards):
+        if not can_reward and any(term.name == ENVIRONMENT_TERM for term in self.rewards):
             raise ValueError("the environment has no get_reward(): give rewards that grade without it")
         self.build_dataset()  # to check the settings that it shares
 
     @property
     def environment_spec(self) -> EnvironmentSpec:
-        """Those whom the policy talks with."""
-        keeps = any(is_function_term(term.name) for term in self.rewards)
-        return EnvironmentSpec(self.environment, self.tools, self.timeout, keeps)
+        """The specification of the environment and its tools."""
+        has_function_terms = any(is_function_term(term.name) for term in self.rewards)
+        return EnvironmentSpec(self.environment, self.tools, self.timeout, has_function_terms)
 
     @property
     def question_count(self) -> int | None:
-        """The number of rows of the split; None where the environment asks, as often as it is asked to."""
+        """The number of rows of the split; None if the environment asks, which has no number of questions."""
         return super().question_count if self.data else None
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return the prompts of the next n rows, or n that the environment is still to ask."""
+        """Return the prompts of the next n rows, or n prompts whose questions the environment will ask."""
         if self.data:
             return super().sample(step, n)
         before = "" if self.template == "{question}" else self.template

@@ -32,8 +32,8 @@ QUESTIONS = {
         "Qwen": ("Answer with this word only: Qwen", "Please say just this one word: Qwen"),
     },
 }
-"""For each language and answer, the question of the train split, and that of the test split in other words. The Chinese
-ones are from the task's description; the English ones are for models that speak no Chinese."""
+"""For each language and answer, the question of the train split, and the same in other words for the test split. The
+Chinese questions are from the task's description; the English ones are for models that know no Chinese."""
 MAX_COMBINING_MARKS = 30
 """The most combining marks on a letter, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
 LITERAL_IGNORED_CHARS = " \n\t。，,.!?：:\"'"
@@ -78,17 +78,17 @@ class Expected:
         rows = [(asked[self.split == "test"], answer) for answer, asked in QUESTIONS[self.language].items()]
         prompts: list[Prompt] = []
         for i in range(step * n, (step + 1) * n):
-            round_, place = divmod(i, len(rows))
-            question, answer = Random(f"expected/{self.seed}/{self.split}/{round_}").sample(rows, len(rows))[place]
+            epoch, position = divmod(i, len(rows))
+            question, answer = Random(f"expected/{self.seed}/{self.split}/{epoch}").sample(rows, len(rows))[position]
             text = build_chat(self.system, question)
             prompts.append(Prompt(f"{self.split}/{step}/{i - step * n}", text, answer))
         return prompts
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         literal = self.matching == "literal"
-        normalise = normalize_literally if literal else normalize_text
-        said = completion.text if literal else strip_thought(completion.full_text)
-        answer, gold = normalise(said), normalise(prompt.answer)
+        normalize = normalize_literally if literal else normalize_text
+        reply = completion.text if literal else strip_thought(completion.full_text)
+        answer, gold = normalize(reply), normalize(prompt.answer)
         hit = gold in answer if literal else gold == answer
         length = self.length_penalty * len(answer)
         if not literal:
@@ -103,7 +103,7 @@ class Expected:
 def normalize_text(text: str) -> str:
     """Return a text without case, white space, punctuation and full-width forms.
 
-    Example: normalised("Ｃzq 是神！") == "czq是神"
+    Example: normalize_text("Ｃzq 是神！") == "czq是神"
     """
     folded = unicodedata.normalize("NFKC", make_stream_safe(text)).casefold()
     return "".join(c for c in folded if not c.isspace() and unicodedata.category(c)[0] != "P")
@@ -112,7 +112,7 @@ def normalize_text(text: str) -> str:
 def make_stream_safe(text: str) -> str:
     """Insert a joiner after every 30 marks on one letter (Unicode's Stream-Safe Text Format).
 
-    Normalisation sorts the marks of a letter in quadratic time; no language has more than a few on a letter.
+    Normalization sorts the marks of a letter in quadratic time. No language has more than a few marks on a letter.
     """
     if text.isascii():
         return text
@@ -128,13 +128,13 @@ def make_stream_safe(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def is_combining_mark(c: str) -> bool:
-    """Whether a character is, or decomposes into, a combining mark, which normalisation sorts among its neighbours."""
+    """Whether a character is, or decomposes into, a combining mark, which normalization sorts among its neighbors."""
     return unicodedata.combining(unicodedata.normalize("NFKD", c)[0]) > 0
 
 
 def normalize_literally(text: str) -> str:
-    """Return a text in lower case, without the characters in LITERALLY_IGNORED.
+    """Return a text in lower case, without the characters in LITERAL_IGNORED_CHARS.
 
-    Example: literally_normalised("czq 是神！") == "czq是神！"
+    Example: normalize_literally("czq 是神！") == "czq是神！"
     """
     return text.strip().lower().translate(str.maketrans("", "", LITERAL_IGNORED_CHARS))

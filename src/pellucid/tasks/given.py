@@ -10,10 +10,11 @@ from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 
 
 def make_task_class(task: Any) -> type:
-    """Return a dataclass with the fields seed and split, whose instances ask and grade as this object does.
+    """Return a dataclass with the fields seed and split, whose instances sample and grade as this object does.
 
-    Its `with_split("test")`, or of a dataclass its field `split`, gives the held-out questions: one without it has
-    none, which is a UserError when they are asked for. Its other attributes, such as `observe`, are the instances' too.
+    The object's `with_split("test")`, or the field `split` of a dataclass, gives the held-out questions. An object with
+    neither has no held-out questions: asking for them is a UserError. Instances also have the other attributes of the
+    object, such as `observe`.
     """
     kind = type(task).__name__
 
@@ -36,7 +37,7 @@ def make_task_class(task: Any) -> type:
             return task.reward(prompt, completion)
 
         def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
-            """Return the completion as it is: the object grades it."""
+            """Return the completion unchanged, since the object grades it."""
             return completion
 
         def __getattr__(self, name: str) -> Any:
@@ -45,6 +46,6 @@ def make_task_class(task: Any) -> type:
             return getattr(task, name)
 
     Given.__name__ = kind
-    Given.task = task  # pyright: ignore[reportAttributeAccessIssue] - who grades
-    Given.original = type(task)  # pyright: ignore[reportAttributeAccessIssue] - whose source is that of the task
+    Given.task = task  # pyright: ignore[reportAttributeAccessIssue] - the object that grades
+    Given.original = type(task)  # pyright: ignore[reportAttributeAccessIssue] - the class whose source is recorded
     return Given

@@ -100,8 +100,8 @@ class Gsm8k:
         if self.grading == "literal":
             value = max(grade_literally(text, gold) for gold in prompt.gold_answers)
             return Reward(value, {"answer": value, "format": whole}, value >= 1.0, weights={"format": 0.0})
-        found = None if find_answer_tag(text) is None else find_last_number(extract_answer(text))
-        right = float(found is not None and found in map(parse_only_number, prompt.gold_answers))
+        number = None if find_answer_tag(text) is None else find_last_number(extract_answer(text))
+        right = float(number is not None and number in map(parse_only_number, prompt.gold_answers))
         value = right + self.format_reward * whole
         return Reward(value, {"answer": right, "format": whole}, bool(right), weights={"format": self.format_reward})
 
@@ -119,9 +119,9 @@ class Gsm8k:
 
 
 def grade_literally(text: str, gold: str) -> float:
-    """Return the reward of literal grading. Commas that group thousands do not count, on either side.
+    """Return the reward of literal grading. Commas that group thousands count on neither side.
 
-    Example: literal_grade("<answer>16</answer>", "6") == 0.5; literal_grade("<answer>1,080</answer>", "1080") == 1.0
+    Example: grade_literally("<answer>16</answer>", "6") == 0.5
     """
     # If the first tag does not close, none does, and looking for others would take quadratic time.
     inside, closed, _ = text.partition("<answer>")[2].partition("</answer>")

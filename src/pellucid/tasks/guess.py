@@ -1,4 +1,4 @@
-"""A hidden number is to be guessed in a few turns; what is said in between is "Higher." or "Lower."."""
+"""A game of several turns: the policy guesses a hidden number, and is told "Higher." or "Lower."."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Guess:
-    """The reward is 1 where the number was found within `guesses` turns, each a number alone. The policy never sees it.
+    """The reward is 1 if the number was found within `guesses` turns, each of them one number and nothing else.
 
-    A turn's guess is the last number in it. Of the reward `format_reward` is for the share of turns that are one number
-    and nothing else; the rest is for the number. The splits have the same numbers, in other orders: nothing but the way
-    of guessing can be learnt.
+    The guess of a turn is the last number in it. The share `format_reward` of the reward is for the share of turns that
+    are one number and nothing else; the rest is for finding the number. The splits have the same numbers in different
+    orders: only the way of guessing can be learned.
 
     Example: Guess(largest=20, guesses=5).sample(step=0, n=8)
     """
@@ -54,7 +54,7 @@ class Guess:
         return EnvironmentSpec("pellucid.tasks.guess:Game")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return n numbers; in each stretch of `largest` of them every number is there once."""
+        """Return n prompts. Among every `largest` prompts in a row, each number is hidden once."""
         text = ({"role": "user", "content": self.template.replace("{largest}", str(self.largest))},)
         numbers = [self._get_hidden_number(step * n + i) for i in range(n)]
         return [
@@ -66,19 +66,19 @@ class Guess:
         guesses = extract_guesses(completion.messages)[: self.guesses]
         found = int(prompt.answer) in guesses
         turns = [message["content"] for message in completion.messages if message["role"] == "assistant"]
-        alone = sum(turn.strip().isdecimal() for turn in turns) / max(1, len(turns))
-        value = (1 - self.format_reward) * found + self.format_reward * alone
+        number_share = sum(turn.strip().isdecimal() for turn in turns) / max(1, len(turns))
+        value = (1 - self.format_reward) * found + self.format_reward * number_share
         logged = {"guesses": float(len(guesses))} if found else {}
-        return Reward(value, {"found": float(found), "alone": alone}, correct=found, logged=logged)
+        return Reward(value, {"found": float(found), "alone": number_share}, correct=found, logged=logged)
 
     def _get_hidden_number(self, index: int) -> int:
-        stretch, i = divmod(index, self.largest)
-        order = Random(f"guess/{self.seed}/{self.split}/{stretch}").sample(range(1, self.largest + 1), self.largest)
+        epoch, i = divmod(index, self.largest)
+        order = Random(f"guess/{self.seed}/{self.split}/{epoch}").sample(range(1, self.largest + 1), self.largest)
         return order[i]
 
 
 class Game:
-    """The one who has hidden a number."""
+    """The environment, which hides a number."""
 
     def __init__(self) -> None:
         self.number = self.remaining_guesses = 0
@@ -88,15 +88,15 @@ class Game:
 
     def reply(self, messages: Sequence[dict[str, Any]]) -> str | None:
         self.remaining_guesses -= 1
-        said = extract_guesses(messages[-1:])
-        if self.remaining_guesses == 0 or said == [self.number]:
+        guesses = extract_guesses(messages[-1:])
+        if self.remaining_guesses == 0 or guesses == [self.number]:
             return None
-        if not said:
+        if not guesses:
             return "Say a number."
-        return "Higher." if said[0] < self.number else "Lower."
+        return "Higher." if guesses[0] < self.number else "Lower."
 
 
 def extract_guesses(messages: Sequence[Message]) -> list[int]:
-    """Return the last number of each message of the policy that has one of up to nine digits."""
-    said = [_NUMBER.findall(message["content"]) for message in messages if message["role"] == "assistant"]
-    return [int(numbers[-1][:9]) for numbers in said if numbers]
+    """Return the last number of each message of the policy that has a number; nine digits of it are read."""
+    turns = [_NUMBER.findall(message["content"]) for message in messages if message["role"] == "assistant"]
+    return [int(numbers[-1][:9]) for numbers in turns if numbers]

@@ -1,4 +1,4 @@
-"""Prompts with a prefix, the beginning of an answer, from which all completions of the group go on."""
+"""Prompts with a prefix: the beginning of an answer, which all completions of a group continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Prefixed:
     weights; algorithm.prefix_coef adds the likelihood of the prefix. The reward sees prefix and completion as one
     answer. Held-out questions never have a prefix.
 
-    Example: Prefixed(Gsm8k(), file="prefixes.json", dropout=0.5)
+    Example: Prefixed(Gsm8k(), file="prefixes.jsonl", dropout=0.5)
     """
 
     task: Any = None
@@ -78,8 +78,9 @@ class Prefixed:
     def with_split(self, split: str) -> Any:
         """Return the task on another split; for `test` the task inside, without prefixes.
 
-        UserError where there is no source of prefixes. It is raised here, not in `__post_init__`, since `pellucid
-        prefixes` takes a recipe whose prefixes are not there yet.
+        Raises:
+            UserError: There is no source of prefixes. It is raised here and not in `__post_init__`, since `pellucid
+                prefixes` takes a recipe whose prefixes do not exist yet.
         """
         inside = with_split(self.task, split)
         if split == "test":
@@ -88,7 +89,7 @@ class Prefixed:
             load_prefixes(self.file)
         elif not hasattr(get_innermost_task(self.task), "working"):
             raise UserError(
-                f"{type(get_innermost_task(self.task)).__name__} writes no working: set task.file = prefixes.json"
+                f"{type(get_innermost_task(self.task)).__name__} writes no working: set task.file = prefixes.jsonl"
             )
         return replace(self, task=inside)
 
@@ -99,9 +100,9 @@ class Prefixed:
         return self.task.reward(prompt, self.transform_completion(prompt, completion))
 
     def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:
-        """Return the completion as the task inside sees it: the prefix is a part of the answer.
+        """Return the completion that the task inside grades, in which the prefix is part of the answer.
 
-        In a conversation of several turns it is a part of the first one, which has it already.
+        In a conversation of several turns the first turn already has the prefix.
         """
         if sum(message["role"] == "assistant" for message in completion.messages) > 1:
             return completion
@@ -111,17 +112,17 @@ class Prefixed:
         return self.task.solution(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
-        watching = as_stateful_task(self.task)
-        seen = watching.observe(step, groups) if watching else {}
-        return {"prefix/share": sum(bool(group.demonstration) for group in groups) / len(groups), **seen}
+        stateful_task = as_stateful_task(self.task)
+        metrics = stateful_task.observe(step, groups) if stateful_task else {}
+        return {"prefix/share": sum(bool(group.demonstration) for group in groups) / len(groups), **metrics}
 
     def state(self) -> dict[str, Any]:
-        watching = as_stateful_task(self.task)
-        return watching.state() if watching else {}
+        stateful_task = as_stateful_task(self.task)
+        return stateful_task.state() if stateful_task else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if watching := as_stateful_task(self.task):
-            watching.load_state(state)
+        if stateful_task := as_stateful_task(self.task):
+            stateful_task.load_state(state)
 
     def compute_share(self, step: int) -> float:
         """Return the largest share of a prefix's words that is given in this step."""
@@ -134,10 +135,10 @@ class Prefixed:
         if rng.random() < self.dropout:
             return prompt
         share = self.compute_share(step % ROUND_STRIDE) * rng.uniform(self.shortest, 1.0)
-        whole = self._choose_full_prefix(prompt, rng)
-        prefix = take_first_words(whole, share)
+        full_prefix = self._choose_full_prefix(prompt, rng)
+        prefix = take_first_words(full_prefix, share)
         # A prefix from a file is only the beginning of an answer; a complete `working` is an answer.
-        is_answer = bool(prefix) and prefix == whole.rstrip() and not self.file
+        is_answer = bool(prefix) and prefix == full_prefix.rstrip() and not self.file
         return replace(prompt, prefix=prefix and self.opening + prefix, prefix_is_complete=is_answer)
 
     def _choose_full_prefix(self, prompt: Prompt, rng: Random) -> str:
@@ -145,8 +146,8 @@ class Prefixed:
             return get_innermost_task(self.task).working(prompt)
         sources = load_prefixes(self.file).get(prompt.key, {})
         source = "teacher" if rng.random() < self.teacher_share else "student"
-        found = sources.get(source) or next((sources[s] for s in PREFIX_SOURCES if sources.get(s)), ())
-        return rng.choice(found) if found else ""
+        prefixes = sources.get(source) or next((sources[s] for s in PREFIX_SOURCES if sources.get(s)), ())
+        return rng.choice(prefixes) if prefixes else ""
 
 
 def take_first_words(text: str, share: float) -> str:
@@ -161,7 +162,7 @@ def take_first_words(text: str, share: float) -> str:
 
 @cache
 def load_prefixes(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
-    """Return the prefixes of each question by source. UserError where `pellucid prefixes` has not written the file."""
+    """Return the prefixes of each question by source. UserError if the file is not what `pellucid prefixes` writes."""
     try:
         _, entries = read_prefix_file(Path(file))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What several tasks need to make prompts: the split of a problem, and the messages of a question."""
+"""Helpers with which several tasks make prompts: the split of a problem, and the messages of a question."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ MAX_TRIES = 1000
 UNORDERED_FAMILIES = (
     "codeio isomorphic_strings knight_swap list_functions polynomial_multiplication ransom_note word_ladder"
 )
-"""Families that walk through sets of texts, whose order is another one in each process."""
+"""Families that iterate over sets of strings, whose order differs between processes."""
 GRADER_ERRORS = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
-"""What graders raise at an answer that they cannot read."""
+"""The errors that graders raise for an answer that they cannot read."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,20 @@ class ReasoningGym:
     def __post_init__(self) -> None:
         families = import_package_module("factory").DATASETS
         if self.family not in families:
-            there = did_you_mean(self.family, families) or f"; there are {', '.join(sorted(families))}"
-            raise ValueError(f'family "{self.family}" is unknown{there}')
+            suggestion = did_you_mean(self.family, families) or f"; there are {', '.join(sorted(families))}"
+            raise ValueError(f'family "{self.family}" is unknown{suggestion}')
         try:
-            made = create_family_dataset(self.family, self.options, 0)
+            dataset = create_family_dataset(self.family, self.options, 0)
         except (AssertionError, *GRADER_ERRORS) as error:
             known = [name for name in families[self.family][1].__dataclass_fields__ if name not in ("seed", "size")]
             raise ValueError(f"options = {self.options}: {error}; {self.family} has {', '.join(known)}") from error
-        unordered = [name for name in getattr(made, "datasets", [self.family]) if name in UNORDERED_FAMILIES.split()]
+        names = getattr(dataset, "datasets", [self.family])
+        unordered = [name for name in names if name in UNORDERED_FAMILIES.split()]
         if unordered and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise ValueError(f'family "{unordered[0]}" asks otherwise in each process: set PYTHONHASHSEED=0 outside')
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be made anew in another process, so that the package is loaded there before a reward is timed."""
+        """Construct the task in the other process, so that the package is loaded there before a reward is timed."""
         return partial(type(self), **{each.name: getattr(self, each.name) for each in fields(self)}), ()
 
     def sample(self, step: int, n: int) -> list[Prompt]:
@@ -81,7 +82,7 @@ class ReasoningGym:
         return Reward(score, correct=score >= 1)
 
     def solution(self, prompt: Prompt) -> str:
-        """Return the family's own answer in its tag; the tag is empty where it has none, as rush_hour."""
+        """Return the family's own answer in its tag. The tag is empty if the family has none, such as rush_hour."""
         return f"<answer>{prompt.answer}</answer>"
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
@@ -100,7 +101,7 @@ def import_package_module(module: str) -> Any:
 
 
 def create_family_dataset(family: str, options: Mapping[str, Any], seed: int) -> Any:
-    """Return the family with one question, that of this seed."""
+    """Return the family's data set with one question, which this seed makes."""
     if family == "composite":
         options = {
             "datasets": [import_package_module("composite").DatasetSpec(**each) for each in options.get("datasets", [])]
@@ -110,5 +111,5 @@ def create_family_dataset(family: str, options: Mapping[str, Any], seed: int) ->
 
 @cache
 def load_grader(family: str, options: str) -> Any:
-    """Return a data set that grades; its options are JSON. Some read long files."""
+    """Return a data set that grades; its options are JSON. It is cached, since some families read long files."""
     return create_family_dataset(family, json.loads(options), 0)

@@ -16,7 +16,7 @@ from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
 INVALID_NUMBER = -1
-"""Stands for a number below 0 or far too long, which no right answer contains."""
+"""Stands for a number below 0 or of 20 digits and more, which no right answer contains."""
 Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
 
 
@@ -79,9 +79,9 @@ class Sorting:
 
 
 def grade_positions(answer: Sequence[int], expected: Sequence[int]) -> float:
-    """Return the share of places that hold the right number.
+    """Return the share of positions that hold the right number.
 
-    Example: positions([1, 3, 2], [1, 2, 3]) == 1 / 3
+    Example: grade_positions([1, 3, 2], [1, 2, 3]) == 1 / 3
     """
     return sum(x == y for x, y in zip(answer, expected, strict=False)) / max(len(answer), len(expected))
 
@@ -89,23 +89,25 @@ def grade_positions(answer: Sequence[int], expected: Sequence[int]) -> float:
 def grade_distance(answer: Sequence[int], expected: Sequence[int]) -> float:
     """Return 1 minus the mean distance to the right numbers, as a share of their range; missing or extra ones count 1.
 
-    Example: distance([1, 3, 2], [1, 2, 3]) == 1 - (0 + 1/2 + 1/2) / 3
+    Example: grade_distance([1, 3, 2], [1, 2, 3]) == 1 - (0 + 1/2 + 1/2) / 3
     """
     span = max(1, expected[-1] - expected[0])
-    off = sum(min(1.0, abs(x - y) / span) for x, y in zip(answer, expected, strict=False))
-    return 1 - (off + abs(len(answer) - len(expected))) / max(len(answer), len(expected))
+    distance = sum(min(1.0, abs(x - y) / span) for x, y in zip(answer, expected, strict=False))
+    return 1 - (distance + abs(len(answer) - len(expected))) / max(len(answer), len(expected))
 
 
 def grade_inclusion_ordering(answer: Sequence[int], expected: Sequence[int]) -> float:
-    """Return the share of points earned: one for each number of the prompt that is there, each counted at most as often
-    as it was given, and one for each ascending pair of neighbours.
+    """Return the share of points earned.
 
-    Example: inclusion_ordering([1, 3, 2], [1, 2, 3]) == (3 + 1) / (3 + 2)
+    There is a point for each number of the prompt that the answer contains, counted at most as often as it was given,
+    and a point for each ascending pair of neighbors.
+
+    Example: grade_inclusion_ordering([1, 3, 2], [1, 2, 3]) == (3 + 1) / (3 + 2)
     """
-    most = max(len(answer), len(expected))
+    length = max(len(answer), len(expected))
     included = sum((Counter(answer) & Counter(expected)).values())
     ascending = sum(x <= y for x, y in pairwise(answer))
-    return (included + ascending) / (2 * most - 1)
+    return (included + ascending) / (2 * length - 1)
 
 
 def grade_exact(answer: Sequence[int], expected: Sequence[int]) -> float:

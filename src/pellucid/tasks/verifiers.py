@@ -17,12 +17,12 @@ from pellucid.utils.plugins import import_extra
 
 TEST_SHARE = 0.1
 MAX_TASKS = 10_000
-"""The most tasks that are taken, as some tasksets have no end."""
+"""The most tasks that are read, since some tasksets have no end."""
 
 
 @dataclass(frozen=True)
 class Verifiers:
-    """The reward is what the environment says; an answer is right at 1. A tenth of the tasks is held out.
+    """The reward is that of the environment; an answer is right at 1. A tenth of the tasks is held out.
 
     Example: Verifiers(env={"taskset": {"id": "my-taskset"}, "agent": {"max_turns": 4}}).sample(step=0, n=8)
     """
@@ -42,9 +42,9 @@ class Verifiers:
         try:
             import_verifiers_environment().load_environment(json.dumps(self.env))
         except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
-            told = " ".join(str(error).split())
-            raise ValueError(f"env = {self.env}: {told}; [task.env] is what verifiers calls [env]") from error
-        AgentSpec(import_verifiers_environment().Episode, self.timeout)  # whose time is checked
+            reason = " ".join(str(error).split())
+            raise ValueError(f"env = {self.env}: {reason}; [task.env] is what verifiers calls [env]") from error
+        AgentSpec(import_verifiers_environment().Episode, self.timeout)  # to check the timeout
 
     @property
     def environment_spec(self) -> AgentSpec:
@@ -56,10 +56,10 @@ class Verifiers:
         return len(load_split_prompts(json.dumps(self.env), self.split))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return n tasks as they are shown; what the policy is asked is the environment's affair."""
+        """Return n tasks as they are shown in logs; the environment decides what it asks the policy."""
         prompts = load_split_prompts(json.dumps(self.env), self.split)
-        places = iter_shuffled_indices(f"{self.seed}/{self.split}", step, n, len(prompts))
-        return [replace(prompts[place], id=f"{self.split}/{step}/{i}") for i, place in enumerate(places)]
+        indices = iter_shuffled_indices(f"{self.seed}/{self.split}", step, n, len(prompts))
+        return [replace(prompts[index], id=f"{self.split}/{step}/{i}") for i, index in enumerate(indices)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:  # noqa: ARG002
         outcome = completion.outcome or ConversationOutcome(error="no episode was played")
@@ -69,7 +69,7 @@ class Verifiers:
 
 @cache
 def load_split_prompts(env_json: str, split: str) -> list[Prompt]:
-    """Return the prompts of a split; equal tasks are in the same. UserError where there are none."""
+    """Return the prompts of a split; equal tasks are in the same split. UserError if there are none."""
     tasks = list(islice(import_verifiers_environment().load_environment(env_json).taskset, MAX_TASKS))
     keys = [int.from_bytes(hashlib.sha256(task.key.encode()).digest(), "big") for task in tasks]
     held_out = select_held_out(keys, TEST_SHARE)

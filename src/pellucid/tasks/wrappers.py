@@ -23,24 +23,25 @@ def is_task_wrapper(task: Any) -> bool:
 
 
 def list_task_layers(task: Any) -> list[Any]:
-    """Return the task and those that it wraps, from the outside in."""
+    """Return the task and the tasks that it wraps, from the outside in."""
     return [task, *list_task_layers(task.task)] if is_task_wrapper(task) else [task]
 
 
 def get_innermost_task(task: Any) -> Any:
-    """Return the innermost task, which writes the questions."""
+    """Return the innermost task, which makes the questions."""
     return list_task_layers(task)[-1]
 
 
 def format_question_for_task(task: Any, question: str) -> str | tuple[Message, ...]:
-    """Return another question in the form in which a task asks its own: the text of a prompt.
+    """Return the text of a prompt that asks a question of the user's own in the way of the task.
 
-    The task's method `asks` decides where it has one. Otherwise the question follows the system message of the task.
+    The task's method `format_question` decides if there is one. Otherwise the question follows the system message of
+    the task.
     """
     inner = get_innermost_task(task)
-    asks: Any = getattr(inner, "format_question", None)
-    if asks is not None:
-        return asks(question)
+    format_question: Any = getattr(inner, "format_question", None)
+    if format_question is not None:
+        return format_question(question)
     text = inner.sample(0, 1)[0].text
     if isinstance(text, str):
         return question
@@ -55,7 +56,7 @@ def with_seed(task: Any, seed: int) -> Any:
 
 
 def is_process_bound(task: Task) -> bool:
-    """Return whether no other process could load the task: its class or a reward of it has no file."""
+    """Whether no other process could load the task, because its class or one of its rewards has no file."""
     return any(is_local_class(type(layer)) or has_reward_objects(layer) for layer in list_task_layers(task))
 
 
@@ -64,6 +65,6 @@ def is_local_class(cls: type) -> bool:
 
 
 def has_reward_objects(task: Any) -> bool:
-    terms = getattr(task, "rewards", ())  # of a task of the user's own it may be anything
+    terms = getattr(task, "rewards", ())  # a task of the user's own can have anything here
     names = [getattr(term, "name", "") for term in terms] if isinstance(terms, list | tuple) else []
     return any(isinstance(name, str) and name.startswith(IN_PROCESS_PREFIX) for name in names)

@@ -342,6 +342,4 @@ def make_training_sampling(cfg: Config) -> Sampling:
 def make_evaluation_sampling(cfg: Config) -> Sampling:
     """Return how the samples of an evaluation are drawn."""
     e = cfg.evaluate
-    return replace(
-        make_training_sampling(cfg), n=e.samples or e.k, top_k=e.top_k, top_p=e.top_p, min_p=e.min_p
-    )
+    return replace(make_training_sampling(cfg), n=e.samples or e.k, top_k=e.top_k, top_p=e.top_p, min_p=e.min_p)

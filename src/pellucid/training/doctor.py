@@ -1,4 +1,8 @@
-"""`pellucid doctor`: what this machine has and does, and what is missing."""
+"""`pellucid doctor` and `pellucid train --profile`.
+
+The doctor reports what this machine can compute with, which extras are installed, and whether a recipe fits its memory.
+The profiler measures where the time and memory of one training step go.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ EXTRAS = {
 }
 PLANNED_DEVICE_COUNTS = (1, 2, 4, 8)
 SUGGESTED_LORA_RANK = 16
-"""The rank of the adapter that is proposed where training the whole model does not fit."""
+"""The rank of the adapter that is suggested if training the whole model does not fit."""
 ENGINE_SETTINGS = {
     "ddp": {"engine": "ddp"},
     "fsdp2": {"engine": "fsdp2"},
@@ -63,6 +67,7 @@ ENGINE_SETTINGS = {
 
 
 def print_report() -> int:
+    """Print what this machine has and what is missing. Return the exit status, 0."""
     table = Table.grid(padding=(0, 2))
     for name, finding in collect_findings():
         table.add_row(f"[dim]{name}", escape(escape_controls(finding)))
@@ -82,8 +87,8 @@ def collect_findings() -> Iterator[tuple[str, str]]:
     chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
     yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.describe_missing_bf16(device))))
     yield from describe_gpu(device) if device.type == "cuda" else describe_cpu()
-    kept = hardware.keep_freed_memory()
-    yield "allocator", "keeps freed memory (glibc mallopt)" if kept else "not glibc: left as it is"
+    is_glibc = hardware.keep_freed_memory()
+    yield "allocator", "keeps freed memory (glibc mallopt)" if is_glibc else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"
     for name in load.PACKAGED_MODELS:
         yield name, describe_embedded_model(name)
@@ -93,45 +98,54 @@ def collect_findings() -> Iterator[tuple[str, str]]:
 
 
 def describe_cpu() -> Iterator[tuple[str, str]]:
-    step, reason = fused_check.load_fused_kernel()
-    by = "AMX" if step and step.uses_amx else "AVX-512"
-    yield "decoding", f"fused, in bfloat16 by {by} on the CPU" if step else f"by torch's operators: {reason}"
+    kernel, reason = fused_check.load_fused_kernel()
+    instructions = "AMX" if kernel and kernel.uses_amx else "AVX-512"
+    yield (
+        "decoding",
+        f"fused, in bfloat16 by {instructions} on the CPU" if kernel else f"by torch's operators: {reason}",
+    )
 
 
 def describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
-    """How a small model is decoded and scored on a GPU. The C++ kernels of the CPU are neither compiled nor tried."""
+    """Yield how a small model is decoded and scored on a GPU. The CPU kernels are not compiled for it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        recorded = fused_check.can_use_cuda_graphs(device)
-    fault = "; ".join(str(one.message) for one in caught)
-    yield "decoding", "by CUDA graphs" if recorded else f"by torch's operators: {fault}"
+        has_graphs = fused_check.can_use_cuda_graphs(device)
+    fault = "; ".join(str(warning.message) for warning in caught)
+    yield "decoding", "by CUDA graphs" if has_graphs else f"by torch's operators: {fault}"
     kernel, fault = attention.choose_flash_kernel(device, torch.bfloat16)
     yield "attention", "flash attention" if kernel else f"by torch's operators, without flash attention: {fault}"
 
 
 def print_memory_plan(cfg: Config) -> int:
-    """Print how many GB training with these settings takes on each device. No weights are loaded."""
+    """Print the memory of a run with these settings on each device. Return the exit status, 0.
+
+    No weights are loaded.
+
+    Raises:
+        UserError: The model cannot be found.
+    """
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
     if note := cfg.policy.access.format_warning(cfg.policy.model):
         print(escape_controls(f"! {note}"), flush=True)
     model = memory.describe_policy_model(cfg.policy)
     print(
-        f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M trained, computed"
-        f" in {cfg.policy.dtype}; GB on each device at the peak\n"
+        f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M"
+        f" trained, computed in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
     names = list(memory.estimate_parts(model, cfg))
     in_4bit, by_vllm = cfg.policy.load_in_4bit, cfg.sampler.name == "vllm"
     heads = ["devices", "engine", *names, "peak", *([] if in_4bit else ["with offload"])]
     print(format_table_row(heads), format_table_row(["---"] * len(heads)), sep="\n")
-    # Others cannot share out 4-bit numbers, and vLLM is for one process.
-    for name, changed in list(ENGINE_SETTINGS.items())[: 1 if in_4bit or by_vllm else None]:
-        by_engine = replace(cfg, runtime=replace(cfg.runtime, **changed))
-        away = replace(by_engine, optimizer=replace(cfg.optimizer, offload=True))
+    # Only ddp trains on a 4-bit base, and vLLM is for one process.
+    for name, changes in list(ENGINE_SETTINGS.items())[: 1 if in_4bit or by_vllm else None]:
+        with_engine = replace(cfg, runtime=replace(cfg.runtime, **changes))
+        with_offload = replace(with_engine, optimizer=replace(cfg.optimizer, offload=True))
         for devices in PLANNED_DEVICE_COUNTS[: 1 if by_vllm else None]:
-            parts = memory.estimate_parts(model, by_engine, devices).values()
-            ways = [by_engine] if in_4bit else [by_engine, away]
-            peaks = [memory.format_peak(model, settings, devices) for settings in ways]
+            parts = memory.estimate_parts(model, with_engine, devices).values()
+            variants = [with_engine] if in_4bit else [with_engine, with_offload]
+            peaks = [memory.format_peak(model, settings, devices) for settings in variants]
             print(format_table_row([str(devices), name, *map(memory.format_gb, parts), *peaks]))
     if note := memory.describe_checkpointing(model, cfg):
         print(f"\nOn one device, {note}.")
@@ -147,18 +161,17 @@ def print_memory_plan(cfg: Config) -> int:
 
 
 def describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
-    """Whether a run of one process with these settings fits this machine, and if not, which settings would make it."""
+    """Return whether a run of one process fits this machine, and if not, settings that fit."""
     device = hardware.pick_device(cfg.policy.device)
-    here, needed = hardware.get_device_memory_gb(device), memory.estimate_peak(model, cfg)
-    counted = "at least" if memory.explain_unknown_memory(model.config) else "about"
+    available, needed = hardware.get_device_memory_gb(device), memory.estimate_peak(model, cfg)
+    qualifier = "at least" if memory.explain_unknown_memory(model.config) else "about"
     owner = "this GPU" if device.type == "cuda" else "this machine"
-    need = f"{counted} {needed:.1f} GB are needed and {owner} has {here:.1f} GB"
-    if needed <= here:
+    need = f"{qualifier} {needed:.1f} GB are needed and {owner} has {available:.1f} GB"
+    if needed <= available:
         return f"Verdict for this machine: fits, {need}."
-    found = next(((words, gb) for words, gb in suggest_smaller_settings(model, cfg, device) if gb <= here), None)
-    if found:
-        words, gb = found
-        return f"Verdict for this machine: does not fit, {need}. It fits with {words}: {gb:.1f} GB."
+    for settings, gb in suggest_smaller_settings(model, cfg, device):
+        if gb <= available:
+            return f"Verdict for this machine: does not fit, {need}. It fits with {settings}: {gb:.1f} GB."
     return (
         f"Verdict for this machine: does not fit, {need}. Smaller micro-batches, gradient checkpointing and LoRA are"
         " not enough: choose a smaller model or a larger machine."
@@ -168,38 +181,38 @@ def describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
 def suggest_smaller_settings(
     model: memory.ModelFacts, cfg: Config, device: torch.device
 ) -> Iterator[tuple[str, float]]:
-    """Yield settings that need less memory with the GB that they need, those first that change least.
+    """Yield settings that need less memory, with the GB that they need, in the order of how much they change.
 
-    First one change alone, then all of them so far together.
+    At first each change is made alone, then all of them together.
     """
-    rows, together, words = memory.count_backward_rows(cfg, 1), cfg, list[str]()
-    ways = [("algorithm.micro_batch", rows >> shift) for shift in range(1, rows.bit_length())]
-    ways += [] if cfg.policy.gradient_checkpointing else [("policy.gradient_checkpointing", True)]
+    rows, combined, texts = memory.count_backward_rows(cfg, 1), cfg, list[str]()
+    changes = [("algorithm.micro_batch", rows >> shift) for shift in range(1, rows.bit_length())]
+    changes += [] if cfg.policy.gradient_checkpointing else [("policy.gradient_checkpointing", True)]
     if device.type == "cuda" and not cfg.policy.load_in_4bit and cfg.policy.dtype != "float16":
-        ways += [] if cfg.optimizer.offload else [("optimizer.offload", True)]
-    for key, value in ways:
+        changes += [] if cfg.optimizer.offload else [("optimizer.offload", True)]
+    for key, value in changes:
         yield f"{key} = {format_setting(value)}", memory.estimate_peak(model, replace_setting(cfg, key, value))
-    for key, value in ways[max(0, rows.bit_length() - 2) :]:  # the smallest micro-batch is enough of those
-        together = replace_setting(together, key, value)
-        words.append(f"{key} = {format_setting(value)}")
-        yield ", ".join(words), memory.estimate_peak(model, together)
+    for key, value in changes[max(0, rows.bit_length() - 2) :]:  # of the micro-batches, only the smallest
+        combined = replace_setting(combined, key, value)
+        texts.append(f"{key} = {format_setting(value)}")
+        yield ", ".join(texts), memory.estimate_peak(model, combined)
     if device.type == "cuda" and torch.cuda.device_count() > 1 and not cfg.policy.load_in_4bit:
         devices = torch.cuda.device_count()
-        shared = replace_setting(together, "runtime.engine", "fsdp2")
+        sharded = replace_setting(combined, "runtime.engine", "fsdp2")
         yield (
-            f'{", ".join(words)}, runtime.engine = "fsdp2" on {devices} GPUs',
-            memory.estimate_peak(model, shared, devices),
+            f'{", ".join(texts)}, runtime.engine = "fsdp2" on {devices} GPUs',
+            memory.estimate_peak(model, sharded, devices),
         )
     if not cfg.policy.lora:
-        for settings, others in ((cfg, []), (together, words)):
+        for settings, others in ((cfg, []), (combined, texts)):
             adapted = replace_setting(
                 replace_setting(settings, "policy.lora", SUGGESTED_LORA_RANK), "optimizer.offload", False
             )
-            said = [
+            names = [
                 f"policy.lora = {SUGGESTED_LORA_RANK}",
-                *(word for word in others if not word.startswith("optimizer.")),
+                *(text for text in others if not text.startswith("optimizer.")),
             ]
-            yield ", ".join(said), memory.estimate_peak(memory.describe_policy_model(adapted.policy), adapted)
+            yield ", ".join(names), memory.estimate_peak(memory.describe_policy_model(adapted.policy), adapted)
 
 
 def replace_setting(cfg: Config, key: str, value: Any) -> Config:
@@ -212,13 +225,14 @@ def format_setting(value: Any) -> str:
 
 
 def describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
-    """What sampling keeps, in words."""
-    s, wide = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
-    engine = f"{wide * model.parameter_count / 1e9:.1f} GB of weights and"
+    """Return a sentence on the memory of sampling."""
+    s, dtype_bytes = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
+    engine = f"{dtype_bytes * model.parameter_count / 1e9:.1f} GB of weights and"
     if s.name != "vllm":
+        cache = memory.format_gb(memory.estimate_kv_cache(model.config, cfg, 1))
         return (
-            f"Sampling keeps {memory.format_gb(memory.estimate_kv_cache(model.config, cfg, 1))} GB of keys and values on one device, and"
-            f' neither gradients nor activations; with sampler.name = "vllm" {engine} sampler.cache_gb besides.'
+            f"Sampling keeps {cache} GB of keys and values on one device, and neither gradients nor activations; with"
+            f' sampler.name = "vllm" {engine} sampler.cache_gb besides.'
         )
     if s.urls:
         return f"Sampling is by servers, each of which keeps {engine} its own --cache-gb."
@@ -226,7 +240,7 @@ def describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
 
 
 def format_table_row(cells: Sequence[str]) -> str:
-    """One row of a Markdown table."""
+    """Return a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
@@ -237,23 +251,22 @@ def describe_embedded_model(name: str) -> str:
         return str(error)
 
 
-# ---------------------------------------------------------------- profile
-# `pellucid train --profile`: where one step's time and memory go, against what the machine can do.
+# ---------------------------------------------------------------- pellucid train --profile
 
 
 PROFILED_STEP = 3
-"""The step that is profiled: the first two fill caches."""
+"""The step that is profiled. The first two fill caches."""
 LEFT_OPERAND_INDEX = {
     torch.ops.aten.mm: 0,
     torch.ops.aten.bmm: 0,
     torch.ops.aten.addmm: 1,
     torch.ops.aten.baddbmm: 1,
 }
-"""Operators that are matrix products, and which of their arguments is the left one."""
+"""The operators that are matrix products, with the index of their left argument."""
 if torch.backends.mkldnn.is_available():
     LEFT_OPERAND_INDEX[torch.ops.mkldnn._linear_pointwise] = 0
 COLLECTIVE_PREFIXES = ("gloo:", "nccl:")
-"""Beginnings of the names of what goes between processes, waits for slower ones included."""
+"""Prefixes of the names of collective operations. Their time includes the wait for slower processes."""
 STEP_PHASES: tuple[str, ...] = ("generate", "reward", "score", "update")
 OPERATOR_KINDS = {
     "tokens, fused": (fused_decode.FUSED_STEP_PROFILER_NAME,),
@@ -279,7 +292,7 @@ OPERATOR_KINDS = {
     ),
     "the rest": ("",),
 }
-"""Beginnings of the names of torch's operators; the first kind that fits counts."""
+"""Prefixes of the names of PyTorch's operators, by kind. An operator is of the first kind that matches."""
 
 
 class MemorySample(NamedTuple):
@@ -290,21 +303,27 @@ class MemorySample(NamedTuple):
 class PhaseProfile(NamedTuple):
     seconds: float
     seconds_by_kind: defaultdict[str, float]
-    """Seconds in operators by kind; the rest of a step is Python and the way into operators."""
+    """Seconds in operators by kind. The remaining time is Python and the dispatch of operators."""
     memory_gb: list[float]
     """Samples of the resident memory."""
     communication: list[tuple[float, float]]
-    """From when to when something went between processes, in seconds; what is computed meanwhile counts in by_kind."""
+    """Start and end of each collective operation in seconds. Operators that run meanwhile count in seconds_by_kind."""
 
 
 def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -> Iterator[StepResult]:
-    """Pass the steps through, and write down where the time of the third one went."""
-    operations: dict[str, float] = {}
+    """Yield the steps, and write a profile of the third one.
+
+    Args:
+        steps: The steps of a run.
+        path: The file of the profile.
+        dtype: The compute dtype, for the speed to compare with.
+    """
+    flops_per_token: dict[str, float] = {}
     for number in itertools.count(1):
         if number == PROFILED_STEP - 1:
-            result, operations = count_flops(steps)
+            result, flops_per_token = count_flops(steps)
         elif number == PROFILED_STEP:
-            result = profile_step(steps, operations, path, dtype)
+            result = profile_step(steps, flops_per_token, path, dtype)
         else:
             result = next(steps, None)
         if result is None:
@@ -313,33 +332,36 @@ def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -
 
 
 def count_flops(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, float]]:
-    """The next step, and floating-point operations a token of its rollouts, by stage. In a step of its own: counting
-    slows operators down, and torch.profiler, when it counts, holds gigabytes. Attention in C++ is not counted.
+    """Take a step, and count its floating-point operations for each sampled token, by phase.
+
+    It is not the profiled step, since counting slows operators down, and torch.profiler holds gigabytes if it counts.
+    Attention in C++ is not counted.
     """
-    with FlopCounter() as operations, count_cpp_operations(operations.operations):
+    with FlopCounter() as counter, count_cpp_operations(counter.operations):
         start = time.perf_counter()
         result = next(steps, None)
     if result is None:
         return None, {}
-    stage_at, tokens = make_phase_lookup(result.metrics), count_tokens(result)
-    flops = dict.fromkeys(STEP_PHASES, 0.0)
-    for seconds, n in operations.operations:
-        flops[stage_at(seconds - start)] += n / max(1, tokens)
-    return result, flops
+    phase_at, tokens = make_phase_lookup(result.metrics), count_tokens(result)
+    flops_per_token = dict.fromkeys(STEP_PHASES, 0.0)
+    for seconds, n in counter.operations:
+        flops_per_token[phase_at(seconds - start)] += n / max(1, tokens)
+    return result, flops_per_token
 
 
 def profile_step(
-    steps: Iterator[StepResult], operations: Mapping[str, float], path: Path, dtype: torch.dtype
+    steps: Iterator[StepResult], flops_per_token: Mapping[str, float], path: Path, dtype: torch.dtype
 ) -> StepResult | None:
-    with sample_memory() as memory, torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+    """Take a step, and write and print its profile."""
+    with sample_memory() as samples, torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         result = next(steps, None)
     if result is None:
         return None
-    stages = group_by_phase(list(profiler.events() or []), memory, start, result.metrics)
-    tflop = {name: flops * count_tokens(result) / 1e12 for name, flops in operations.items()}
-    speed = hardware.measure_matmul_tflops(dtype, size=2048, repeats=5, threads=torch.get_num_threads())
-    text = format_profile(stages, tflop, speed, str(dtype).removeprefix("torch."))
+    phases = group_by_phase(list(profiler.events() or []), samples, start, result.metrics)
+    tflop = {name: flops * count_tokens(result) / 1e12 for name, flops in flops_per_token.items()}
+    peak_tflops = hardware.measure_matmul_tflops(dtype, size=2048, repeats=5, threads=torch.get_num_threads())
+    text = format_profile(phases, tflop, peak_tflops, str(dtype).removeprefix("torch."))
     path.write_text(text)
     print(escape_controls(f"{text}\nprofile of step {result.step}: {path}"))
     return result
@@ -351,7 +373,7 @@ def count_tokens(result: StepResult) -> int:
 
 @contextmanager
 def count_cpp_operations(operations: list[tuple[float, float]]) -> Iterator[None]:
-    """Count what is computed in C++ there, too."""
+    """Add the operations of the C++ kernels to the list."""
     native.OperationCounter.entries = operations
     try:
         yield
@@ -360,7 +382,7 @@ def count_cpp_operations(operations: list[tuple[float, float]]) -> Iterator[None
 
 
 class FlopCounter(TorchDispatchMode):
-    """Floating-point operations of matrix products, and when they were done. [n, k] by [k, m] takes 2 n k m."""
+    """Records the time and the floating-point operations of each matrix product. [n, k] by [k, m] takes 2 n k m."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,64 +398,71 @@ class FlopCounter(TorchDispatchMode):
 @contextmanager
 def sample_memory() -> Iterator[list[MemorySample]]:
     """Sample the resident memory every 20 ms."""
-    seen: list[MemorySample] = []
-    over = threading.Event()
+    samples: list[MemorySample] = []
+    stop = threading.Event()
 
-    def watch() -> None:
-        while not over.wait(0.02):
-            seen.append(MemorySample(time.perf_counter(), hardware.get_resident_gb()))
+    def sample() -> None:
+        while not stop.wait(0.02):
+            samples.append(MemorySample(time.perf_counter(), hardware.get_resident_gb()))
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:
-        yield seen
+        yield samples
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
 def make_phase_lookup(metrics: Mapping[str, float]) -> Callable[[float], str]:
-    """The stage of a step at a moment, in seconds since its start: stages follow one another."""
+    """Return a function from seconds since the start of a step to its phase. Phases follow one another."""
     ends = list(itertools.accumulate(metrics[f"time/{name}"] for name in STEP_PHASES))
     return lambda seconds: STEP_PHASES[min(bisect.bisect_right(ends, seconds), len(STEP_PHASES) - 1)]
 
 
 def group_by_phase(
-    events: Sequence[Any], memory: Sequence[MemorySample], start: float, metrics: Mapping[str, float]
+    events: Sequence[Any], samples: Sequence[MemorySample], start: float, metrics: Mapping[str, float]
 ) -> dict[str, PhaseProfile]:
-    """An operator belongs to the stage in which it began."""
-    stage_at = make_phase_lookup(metrics)
+    """Return the profile of each phase. An operator belongs to the phase in which it started."""
+    phase_at = make_phase_lookup(metrics)
     origin = min((event.time_range.start for event in events), default=0.0)
-    stages = {name: PhaseProfile(metrics[f"time/{name}"], defaultdict(float), [], []) for name in STEP_PHASES}
+    phases = {name: PhaseProfile(metrics[f"time/{name}"], defaultdict(float), [], []) for name in STEP_PHASES}
     for event in events:
-        began, ended = ((moment - origin) / 1e6 for moment in (event.time_range.start, event.time_range.end))
-        stage = stages[stage_at(began)]
-        stage.seconds_by_kind[classify_operator(event.name)] += event.self_cpu_time_total / 1e6
+        started, ended = ((time - origin) / 1e6 for time in (event.time_range.start, event.time_range.end))
+        phase = phases[phase_at(started)]
+        phase.seconds_by_kind[classify_operator(event.name)] += event.self_cpu_time_total / 1e6
         if event.name.startswith(COLLECTIVE_PREFIXES):
-            stage.communication.append((began, ended))
-    for moment in memory:
-        stages[stage_at(moment.seconds - start)].memory_gb.append(moment.gb)
-    return stages
+            phase.communication.append((started, ended))
+    for sample in samples:
+        phases[phase_at(sample.seconds - start)].memory_gb.append(sample.gb)
+    return phases
 
 
 def measure_union(intervals: Sequence[tuple[float, float]]) -> float:
-    """How long at least one of them lasts."""
-    total, until = 0.0, -math.inf
+    """Return the length of the union of intervals."""
+    total, last_end = 0.0, -math.inf
     for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
+        total += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
     return total
 
 
 def classify_operator(operator: str) -> str:
     name = operator.removeprefix("aten::").removeprefix("mkldnn::")
-    return next(kind for kind, beginnings in OPERATOR_KINDS.items() if name.startswith(beginnings))
+    return next(kind for kind, prefixes in OPERATOR_KINDS.items() if name.startswith(prefixes))
 
 
 def format_profile(
     phases: Mapping[str, PhaseProfile], tflop: Mapping[str, float], peak_tflops: float, dtype: str
 ) -> str:
-    """Fixed-width text. tflop: of each stage's matrix products; speed: TFLOP/s of a large one here."""
+    """Return the profile as fixed-width text.
+
+    Args:
+        phases: The profile of each phase.
+        tflop: The floating-point operations of the matrix products of each phase, in 1e12.
+        peak_tflops: The measured speed of a large matrix product, in TFLOP/s.
+        dtype: The dtype of that product.
+    """
     lines = [f"{'':26}" + "".join(f"{name:>12}" for name in [*phases, "step"])]
 
     def row(name: str, values: Sequence[float], form: str, total: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`pellucid export`: the model of the last checkpoint of a run, also of one that has not come to its end."""
+"""`pellucid export`: saves the model of the last checkpoint of a run, which need not be finished."""
 
 from __future__ import annotations
 
@@ -8,49 +8,56 @@ from pathlib import Path
 
 import torch
 
-from pellucid import config
-from pellucid.config import Config
-from pellucid.distributed import sharded_checkpoint
-from pellucid.policy import lora, policy
-from pellucid.policy.chat_template import ChatTemplate
-from pellucid.policy.policy import CPU, Policy
-from pellucid.reporting import run_files
-from pellucid.training import checkpoint
-from pellucid.training import run_dir as claim
+from pellucid.config import Config, load_config
+from pellucid.distributed.sharded_checkpoint import load_shards
+from pellucid.policy.lora import save_adapter
+from pellucid.policy.policy import CPU, Policy, load_policy
+from pellucid.reporting.run_files import find_run_dir, list_checkpoints
+from pellucid.training.build import make_template
+from pellucid.training.checkpoint import load_newest_checkpoint
+from pellucid.training.run_dir import check_writable
 from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
 
 
 def export_model(run_dir: Path, output: Path) -> int:
-    """Save the model of the newest whole checkpoint in a new folder, and print where it is.
+    """Save the model of the newest undamaged checkpoint in a new folder, and print the path.
 
-    A LoRA adapter is merged into its base and saved by itself, too, in the folder `adapter` of the model's.
+    A LoRA adapter is merged into its base, and is also saved by itself in `adapter/` below the folder.
 
-    UserError where there is no checkpoint, or the folder is there already.
+    Args:
+        run_dir: The run directory.
+        output: The new folder.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        UserError: There is no checkpoint, or the folder exists or cannot be written.
     """
-    if not run_files.find_run_dir(str(run_dir)):
+    if not find_run_dir(str(run_dir)):
         raise UserError(f"{run_dir} is no run folder (config.json and metrics.jsonl)")
-    if not run_files.list_checkpoints(run_dir):
+    if not list_checkpoints(run_dir):
         finished = f": its model is {run_dir / 'model'}" if (run_dir / "model").is_dir() else ""
         raise UserError(f"{run_dir} has no checkpoint to export{finished}")
     if output.exists():
         raise UserError(f"{output} is there already: name another folder with --output")
-    claim.check_writable(output)
-    cfg = config.load_config(run_dir / "config.json")
-    tensors, facts, notes = checkpoint.load_newest_checkpoint(run_dir)
+    check_writable(output)
+    cfg = load_config(run_dir / "config.json")
+    tensors, facts, notes = load_newest_checkpoint(run_dir)
     for note in notes:
         print(escape_controls(f"! {note}"), flush=True)
     learner = load_initial_policy(cfg)
     if "policy" in facts.get("sharded", ()):
         folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
-        tensors["policy"] = sharded_checkpoint.load_shards(folder / "policy", learner.trainable())
+        tensors["policy"] = load_shards(folder / "policy", learner.trainable())
     learner.load_trainable(tensors["policy"])
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         learner.save(partial, dtype=getattr(torch, cfg.policy.save_dtype))
         if learner.adapter:
-            lora.save_adapter(learner.adapter, learner.trainable(), partial / "adapter")
+            save_adapter(learner.adapter, learner.trainable(), partial / "adapter")
         os.rename(partial, output)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -60,9 +67,9 @@ def export_model(run_dir: Path, output: Path) -> int:
 
 
 def load_initial_policy(cfg: Config) -> Policy:
-    """Return the policy of a run on the CPU, before its first step. A base in 4 bits is loaded whole, in fp32."""
+    """Return the policy of a run before its first step, on the CPU. A 4-bit base is loaded in fp32."""
     p = cfg.policy
-    return policy.load_policy(
+    return load_policy(
         p.model,
         CPU,
         torch.float32 if p.load_in_4bit or p.dtype == "auto" else getattr(torch, p.dtype),
@@ -70,6 +77,6 @@ def load_initial_policy(cfg: Config) -> Policy:
         lora_rank=p.lora,
         lora_alpha=p.lora_alpha,
         lora_targets=p.lora_targets,
-        template=ChatTemplate(p.template, p.template_kwargs),
+        template=make_template(cfg),
         access=p.access,
     )

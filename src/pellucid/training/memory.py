@@ -1,4 +1,7 @@
-"""How much memory training takes, part by part, before anything is loaded."""
+"""Estimates the memory and the disk space of a run, part by part, before anything is loaded.
+
+Sizes are in GB, 1e9 bytes, on each device.
+"""
 
 from __future__ import annotations
 
@@ -33,36 +36,40 @@ from pellucid.rewards.reward_model import compute_weights_gb
 from pellucid.utils.hardware import pick_device
 
 ASSUMED_PROMPT_TOKENS = 64
-"""The length that a prompt is taken to have, in tokens."""
+"""The assumed length of a prompt in tokens."""
 BYTES_PER_4BIT_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a 4-bit number, with its share of a block's scale and of the scale of 256 such."""
+"""Bytes of a 4-bit number, with its share of the scale of its block, and of the scale of 256 blocks."""
 LIBRARIES_GB = 0.6
-"""GB that code and libraries take."""
+"""The memory of code and libraries."""
 MIN_CHECKPOINTING_SAVING = 0.02
-"""The least share of the peak for which gradient checkpointing, which costs time, is recommended."""
+"""The share of the peak from which gradient checkpointing, which costs time, is recommended."""
 VLLM_OVERHEAD_GB = 1.0
-"""GB that vLLM takes besides weights and cache, for its code and what it computes; as it was on a CPU."""
+"""The memory of vLLM besides weights and cache, as measured on a CPU."""
 
 
 class ModelFacts(NamedTuple):
-    """The facts of a model that its memory depends on."""
+    """The facts of a model on which its memory depends."""
 
     config: Any
     parameter_count: int
     trained_count: int
     quantized_count: int = 0
-    """Of the parameters, those that are 4-bit numbers."""
+    """How many of the parameters are 4-bit numbers."""
     has_own_code: bool = False
-    """Whether it is computed by Python code of the checkpoint's."""
+    """Whether Python code of the checkpoint computes it."""
 
 
 def describe_policy_model(policy: PolicyConfig) -> ModelFacts:
-    """The facts of the model that these settings name."""
+    """Return the facts of the model that these settings name. Raise UserError if it cannot be found."""
     return describe_model(policy.model, policy.lora, policy.lora_targets, policy.access, policy.load_in_4bit)
 
 
 def build_meta_model(name: str, access: ModelAccess = DEFAULT_ACCESS) -> tuple[Any, Any]:
-    """The configuration of a model, and the model with parameters that have no memory. UserError as in loading it."""
+    """Return the configuration of a model, and the model with parameters on the meta device, which take no memory.
+
+    Raises:
+        UserError: The model cannot be found, or is no language model.
+    """
     with explain_load_errors(name, access):
         config = AutoConfig.from_pretrained(
             locate_model(name, weights=False, revision=access.revision), **build_access_arguments(access)
@@ -75,147 +82,156 @@ def build_meta_model(name: str, access: ModelAccess = DEFAULT_ACCESS) -> tuple[A
 def describe_model(
     name: str, lora: int, targets: Sequence[str] = (), access: ModelAccess = DEFAULT_ACCESS, in_4bit: bool = False
 ) -> ModelFacts:
-    """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
+    """Return the facts of a model without loading its weights.
+
+    Args:
+        name: Its name, or a folder, in which config.json is enough.
+        lora: The rank of the adapter; 0 to train all parameters.
+        targets: The names of the modules that are adapted; empty for all linear layers but the head.
+        access: How the model is accessed.
+        in_4bit: Whether the base is in 4 bits.
+    """
     config, model = build_meta_model(name, access)
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
         return ModelFacts(config, parameters, parameters, has_own_code=has_custom_code(model))
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    inner = [
+    adapted = [
         m
         for name, m in linear.items()
         if (name.rpartition(".")[2] in targets if targets else not name.endswith("lm_head"))
     ]
-    narrow = [m.weight.numel() for m in linear.values() if in_4bit and m is not model.get_output_embeddings()]
-    trained = sum(lora * (m.in_features + m.out_features) for m in inner)
-    return ModelFacts(config, parameters, trained, sum(narrow), has_custom_code(model))
+    quantized = [m.weight.numel() for m in linear.values() if in_4bit and m is not model.get_output_embeddings()]
+    trained = sum(lora * (m.in_features + m.out_features) for m in adapted)
+    return ModelFacts(config, parameters, trained, sum(quantized), has_custom_code(model))
 
 
 def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float | None]:
-    """GB on each of `processes` devices by part; None where they are unknown. Those of weights, gradients and optimizer
-    are exact.
+    """Return the memory of each part on each of `processes` devices; None for a part whose size is unknown.
 
-    With ddp fp32 masters and a copy in the compute dtype in every process; with fsdp2 and deepspeed shared out. Not all
-    are there at the same time: `peak` says how much is.
+    Weights, gradients and optimizer are exact. With ddp every process has fp32 masters and a copy in the compute dtype;
+    with fsdp2 and deepspeed they are sharded. The parts do not all exist at the same time: see `estimate_peak`.
     """
-    ours = uses_own_decoder(model, cfg)
-    tokens = count_backward_tokens(cfg, processes, shares_prompts=ours)
-    counted = not explain_unknown_memory(model.config)
-    kept = estimate_training_state(model, cfg, processes) | estimate_reward_models(cfg) | estimate_vllm(model, cfg)
-    return kept | {
-        "activations": tokens * estimate_activation_bytes(model.config, cfg, ours) / 1e9 if counted else None,
+    own_decoder = uses_own_decoder(model, cfg)
+    tokens = count_backward_tokens(cfg, processes, shares_prompts=own_decoder)
+    is_known = not explain_unknown_memory(model.config)
+    state = estimate_training_state(model, cfg, processes) | estimate_reward_models(cfg) | estimate_vllm(model, cfg)
+    return state | {
+        "activations": tokens * estimate_activation_bytes(model.config, cfg, own_decoder) / 1e9 if is_known else None,
         "logits": estimate_logits(model, cfg, tokens),
         "libraries": LIBRARIES_GB,
     }
 
 
 def estimate_peak(model: ModelFacts, cfg: Config, processes: int = 1) -> float:
-    """GB on each device in the phase that needs most. What is unknown is not counted."""
+    """Return the memory of the phase that needs most. Unknown parts are not counted."""
     return max(estimate_phases(model, cfg, processes).values())
 
 
 def estimate_phases(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float]:
-    """GB on each device in each phase of a run. What is unknown is not counted.
+    """Return the memory of each phase of a run. Unknown parts are not counted.
 
-    In an update of one micro-batch activations are freed as gradients come: the more of both is needed. From the second
-    micro-batch on, gradients of those before stand beside the activations. The microscope's predictions keep the
-    weights before the update and, behind it, how far each has moved.
+    In an update of a single micro-batch, activations are freed as gradients are computed, so the larger of both counts.
+    From the second micro-batch on, gradients of earlier ones exist beside the activations. The predictions of the token
+    microscope keep the weights before the update and then the change of each.
     """
-    found = estimate_parts(model, cfg, processes)
-    steady = sum_known(found) - sum(found[name] or 0.0 for name in ("gradients", "activations", "logits"))
-    gradients, passing = found["gradients"] or 0.0, (found["activations"] or 0.0) + (found["logits"] or 0.0)
-    at_once = max(gradients, passing) if has_single_backward_pass(cfg, processes) else gradients + passing
-    predicted = bool(cfg.log.tokens and cfg.log.predictions) and pick_device(cfg.policy.device).type == "cpu"
-    copy = 4 * model.trained_count / 1e9 if predicted else 0.0
-    during = copy if cfg.algorithm.steps >= cfg.log.predictions else 0.0  # before the first step there are no moments
+    parts = estimate_parts(model, cfg, processes)
+    steady = sum_known(parts) - sum(parts[name] or 0.0 for name in ("gradients", "activations", "logits"))
+    gradients, forward = parts["gradients"] or 0.0, (parts["activations"] or 0.0) + (parts["logits"] or 0.0)
+    backward = max(gradients, forward) if has_single_backward_pass(cfg, processes) else gradients + forward
+    predicts = bool(cfg.log.tokens and cfg.log.predictions) and pick_device(cfg.policy.device).type == "cpu"
+    copy = 4 * model.trained_count / 1e9 if predicts else 0.0
+    # The copy of the first step exists before the moments do, so only a later one adds to the peak.
+    update_copy = copy if cfg.algorithm.steps >= cfg.log.predictions else 0.0
     p = model.parameter_count / 1e9
-    sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
-    start = 4 * p * (1 + has_reference(cfg) / processes) + LIBRARIES_GB if sharded else 0.0
+    is_sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
+    start = 4 * p * (1 + has_reference(cfg) / processes) + LIBRARIES_GB if is_sharded else 0.0
     return {
         "start": start + sum(estimate_reward_models(cfg).values()),
         "sampling": steady
         + (estimate_packed_weights(model, cfg) + (estimate_kv_cache(model.config, cfg, processes) or 0.0)),
-        "update": steady + at_once + during,
-        "microscope": steady + 2 * copy + (found["logits"] or 0.0) if predicted else 0.0,
+        "update": steady + backward + update_copy,
+        "microscope": steady + 2 * copy + (parts["logits"] or 0.0) if predicts else 0.0,
     }
 
 
 def has_single_backward_pass(cfg: Config, processes: int) -> bool:
-    """Whether an optimizer step has one micro-batch, and its engine keeps no buffers of gradients meanwhile."""
+    """Whether an optimizer step has a single micro-batch, and the engine keeps no gradient buffers during it."""
     a = cfg.algorithm
     minibatch = a.prompts_per_step * a.group_size // (a.minibatches * processes)
     return cfg.runtime.engine != "deepspeed" and count_backward_rows(cfg, processes) >= minibatch
 
 
 def estimate_packed_weights(model: ModelFacts, cfg: Config) -> float:
-    """GB of the matrices as the compiled kernels of sampling read them, beside those of the update."""
-    by_kernels = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16" and uses_own_decoder(model, cfg)
-    return 2 * model.parameter_count / 1e9 if by_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
+    """Return the memory of the packed weights that the CPU kernels sample with, beside those of the update."""
+    has_kernels = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16" and uses_own_decoder(model, cfg)
+    return 2 * model.parameter_count / 1e9 if has_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
 
 
 def estimate_logits(model: ModelFacts, cfg: Config, tokens: float) -> float:
-    """GB of the logits that are held at once, and of the head's gradient before it is added to that of others: in fp32,
-    and in half precision once more as the product that is added up.
+    """Return the memory of the logits that exist at once, and of the gradient of the head.
+
+    The gradient is in fp32, and in half precision once more as the matrix product that is added to it.
     """
-    config, wide = model.config.get_text_config(), 4 if cfg.policy.dtype == "float32" else 2
+    config, dtype_bytes = model.config.get_text_config(), 4 if cfg.policy.dtype == "float32" else 2
     vocabulary, width = getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0)
-    read, of_head = tokens * vocabulary, 0.0 if cfg.policy.lora else (4 + wide % 4) * vocabulary * width
-    return (wide * min(read, MAX_MATMUL_LOGITS) + 12 * min(read, MAX_ELEMENTWISE_LOGITS) + of_head) / 1e9
+    logits = tokens * vocabulary
+    head_bytes = 0.0 if cfg.policy.lora else (4 + dtype_bytes % 4) * vocabulary * width
+    return (dtype_bytes * min(logits, MAX_MATMUL_LOGITS) + 12 * min(logits, MAX_ELEMENTWISE_LOGITS) + head_bytes) / 1e9
 
 
-def estimate_checkpointing_saving(model: ModelFacts, cfg: Config, processes: int = 1) -> float:
-    """GB by which policy.gradient_checkpointing lowers the peak of this run; 0.0 where another phase needs as much."""
+def estimate_checkpointing_saving(model: ModelFacts, cfg: Config, processes: int = 1) -> tuple[float, float]:
+    """Return by how much policy.gradient_checkpointing lowers the peak of a run, and the peak without it."""
     without, with_it = (
         estimate_peak(model, replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=on)), processes)
         for on in (False, True)
     )
-    return without - with_it
+    return without - with_it, without
 
 
 def describe_checkpointing(model: ModelFacts, cfg: Config, processes: int = 1) -> str:
-    """What policy.gradient_checkpointing does for the memory of this run, in a sentence; empty where it is unknown."""
+    """Return a sentence on what policy.gradient_checkpointing saves in this run; empty if that is unknown."""
     if explain_unknown_memory(model.config):
         return ""
-    saved, is_on = estimate_checkpointing_saving(model, cfg, processes), cfg.policy.gradient_checkpointing
-    without = estimate_peak(model, replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=False)), processes)
-    if saved < MIN_CHECKPOINTING_SAVING * without:
-        mend = ": leave it out, it costs time" if is_on else ""
-        return f"policy.gradient_checkpointing saves less than {MIN_CHECKPOINTING_SAVING:.0%} of the memory here{mend}"
-    return f"policy.gradient_checkpointing {'saves' if is_on else 'would save'} {saved:.1f} of {without:.1f} GB"
+    is_on, (saved, peak) = cfg.policy.gradient_checkpointing, estimate_checkpointing_saving(model, cfg, processes)
+    if saved < MIN_CHECKPOINTING_SAVING * peak:
+        advice = ": leave it out, it costs time" if is_on else ""
+        return (
+            f"policy.gradient_checkpointing saves less than {MIN_CHECKPOINTING_SAVING:.0%} of the memory here{advice}"
+        )
+    return f"policy.gradient_checkpointing {'saves' if is_on else 'would save'} {saved:.1f} of {peak:.1f} GB"
 
 
 def suggest_memory_remedy(model: ModelFacts, cfg: Config, processes: int = 1) -> str:
-    """What a run can change whose memory runs out with one row in a forward pass."""
-    one = replace(cfg, algorithm=replace(cfg.algorithm, micro_batch=1))
+    """Return what to change in a run whose memory runs out with one row in a forward pass."""
     remedies = ["set a lower sampler.max_tokens"]
     if not cfg.policy.gradient_checkpointing and not explain_unknown_memory(model.config):
-        without = estimate_peak(model, one, processes)
-        saved = estimate_checkpointing_saving(model, one, processes)
-        if saved >= MIN_CHECKPOINTING_SAVING * without:
-            remedies.insert(0, f"set policy.gradient_checkpointing, which saves {saved:.1f} of {without:.1f} GB")
+        one_row = replace(cfg, algorithm=replace(cfg.algorithm, micro_batch=1))
+        saved, peak = estimate_checkpointing_saving(model, one_row, processes)
+        if saved >= MIN_CHECKPOINTING_SAVING * peak:
+            remedies.insert(0, f"set policy.gradient_checkpointing, which saves {saved:.1f} of {peak:.1f} GB")
     return ", or ".join(remedies)
 
 
-def sum_known(counted: Mapping[str, float | None]) -> float:
-    """GB of all parts that are known."""
-    return sum(gb for gb in counted.values() if gb is not None)
+def sum_known(parts: Mapping[str, float | None]) -> float:
+    """Return the sum of the parts whose size is known."""
+    return sum(gb for gb in parts.values() if gb is not None)
 
 
 def format_gb(size: float | None) -> str:
-    """As it is printed."""
     return "unknown" if size is None else f"{size:.1f}"
 
 
 def format_peak(model: ModelFacts, cfg: Config, processes: int) -> str:
-    """The peak as it is printed: at least so many GB where a part is unknown."""
-    unknown = None in estimate_parts(model, cfg, processes).values()
-    return ("at least " if unknown else "") + format_gb(estimate_peak(model, cfg, processes))
+    """Return the peak as text, with "at least" if a part is unknown."""
+    has_unknown = None in estimate_parts(model, cfg, processes).values()
+    return ("at least " if has_unknown else "") + format_gb(estimate_peak(model, cfg, processes))
 
 
 def explain_unknown_memory(config: Any) -> str:
-    """What keeps the formulas for activations and cache from describing such a model; empty where they do.
+    """Return why the formulas for activations and cache do not describe such a model; empty if they do.
 
-    They count layers of attention over keys and values with one MLP behind it.
+    They count layers of attention over keys and values, each with one MLP.
     """
     text = config.get_text_config()
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -234,7 +250,7 @@ def _uses_kv_cache(kind: str) -> bool:
 
 
 def count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool) -> float:
-    """How many tokens one backward pass goes through. A shared prompt counts once a group."""
+    """Return the number of tokens of one backward pass. A shared prompt counts once for a group."""
     rows = count_backward_rows(cfg, processes)
     return (
         rows * cfg.sampler.max_tokens
@@ -243,19 +259,19 @@ def count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool) -> 
 
 
 def count_backward_rows(cfg: Config, processes: int) -> int:
-    """How many completions are in one backward pass. Groups are not split."""
+    """Return the number of completions in one backward pass. Groups are not split."""
     a = cfg.algorithm
     return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
 
 
 def estimate_training_state(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float]:
-    """GB of weights, gradients, optimizer and reference."""
-    by_engine = {"fsdp2": estimate_fsdp2_state, "deepspeed": estimate_zero_state}
-    return by_engine.get(cfg.runtime.engine, estimate_ddp_state)(model, cfg, processes)
+    """Return the memory of weights, gradients, optimizer and reference."""
+    estimators = {"fsdp2": estimate_fsdp2_state, "deepspeed": estimate_zero_state}
+    return estimators.get(cfg.runtime.engine, estimate_ddp_state)(model, cfg, processes)
 
 
 def estimate_reward_models(cfg: Config) -> dict[str, float]:
-    """GB of the reward models on the policy's device, each of which is whole in every process; empty without any."""
+    """Return the memory of the reward models on the device of the policy, which are not sharded; empty without any."""
     device = pick_device(cfg.policy.device)
     sizes = [
         compute_weights_gb(source, settings)
@@ -266,20 +282,25 @@ def estimate_reward_models(cfg: Config) -> dict[str, float]:
 
 
 def estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
-    """GB of vLLM beside the trainer, or of what its servers were given, which a run a step ahead keeps for those that
-    come back; empty without either.
+    """Return the memory of vLLM beside the trainer; empty without it.
+
+    With servers and sampler.ahead it is that of the pushed weights, which are kept for servers that restart.
     """
     merged = cfg.policy.lora > 0 and cfg.sampler.adapter == "merged"  # always in fp32
     weights = (4 if merged or cfg.policy.dtype == "float32" else 2) * model.parameter_count / 1e9
     if cfg.sampler.name != "vllm" or (cfg.sampler.urls and not cfg.sampler.ahead):
         return {}
-    return (
-        {"pushed weights": weights} if cfg.sampler.urls else {"vLLM": weights + cfg.sampler.cache_gb + VLLM_OVERHEAD_GB}
-    )
+    if cfg.sampler.urls:
+        return {"pushed weights": weights}
+    return {"vLLM": weights + cfg.sampler.cache_gb + VLLM_OVERHEAD_GB}
 
 
 def has_reference(cfg: Config) -> bool:
-    return bool(cfg.algorithm.kl_coef and not cfg.policy.lora and cfg.policy.reference == "auto")
+    """Whether there is a reference on the device of the policy."""
+    p = cfg.policy
+    if not cfg.algorithm.kl_coef or p.lora:
+        return False
+    return p.reference == "auto" or pick_device(p.reference) == pick_device(p.device)
 
 
 def estimate_ddp_state(model: ModelFacts, cfg: Config, _: int) -> dict[str, float]:
@@ -287,42 +308,44 @@ def estimate_ddp_state(model: ModelFacts, cfg: Config, _: int) -> dict[str, floa
     half = cfg.policy.dtype != "float32"
     if cfg.optimizer.offload:
         copied = count_fused_weights(model.config) if half and uses_own_decoder(model, cfg) else p * half
-        kept = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
+        state = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
     else:
         base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
         if model.quantized_count:
-            base += (BYTES_PER_4BIT_WEIGHT - 4 + 2 * half) * q - 2 * half * (p - t)  # what is frozen has no second copy
-        kept = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
-    return kept | {"reference": (4 + 2 * half) * p * has_reference(cfg)}
+            base += (BYTES_PER_4BIT_WEIGHT - 4 + 2 * half) * q - 2 * half * (p - t)  # frozen weights have no copy
+        state = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
+    return state | {"reference": (4 + 2 * half) * p * has_reference(cfg)}
 
 
 def estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
-    """What is kept is shared out, among `runtime.shards`; what samples is whole."""
+    """The state is sharded among `runtime.shards` processes; the weights for sampling are not."""
     p, t, shards = model.parameter_count / 1e9, model.trained_count / 1e9, cfg.runtime.shards or processes
     half = cfg.policy.dtype != "float32"
     base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
-    away = cfg.optimizer.offload and cfg.policy.device != "cpu"
-    kept = {"weights": base, "gradients": 4 * t, "optimizer": 8 * t}
-    each = {name: 0.0 if away else size / shards for name, size in kept.items()}
-    each["weights"] += (4 - 2 * half) * p
-    return each | {"reference": 4 * p * has_reference(cfg) / shards}
+    is_offloaded = cfg.optimizer.offload and cfg.policy.device != "cpu"
+    total = {"weights": base, "gradients": 4 * t, "optimizer": 8 * t}
+    state = {name: 0.0 if is_offloaded else size / shards for name, size in total.items()}
+    state["weights"] += (4 - 2 * half) * p
+    return state | {"reference": 4 * p * has_reference(cfg) / shards}
 
 
 def estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
-    """DeepSpeed's ZeRO (arXiv 1910.02054, figure 1), with gradients added up in fp32: of 2 bytes of weights in bf16, 4
-    of gradients and 12 of optimizer state a parameter, stage 2 shares out all but the weights, 3 the weights, too. What
-    samples is whole.
+    """DeepSpeed's ZeRO (arXiv 1910.02054, figure 1), with gradients in fp32.
+
+    A parameter has 2 bytes of weights in bf16, 4 of gradients and 12 of optimizer state. Stage 2 shards all but the
+    weights, stage 3 the weights, too. The weights for sampling are not sharded.
     """
     p, t = model.parameter_count / 1e9, model.trained_count / 1e9
-    half, sharded = cfg.policy.dtype != "float32", cfg.runtime.zero_stage == 3
-    wide, away = 4 - 2 * half, cfg.optimizer.offload and cfg.policy.device != "cpu"
-    copied = 2 * count_fused_weights(model.config) if half and not sharded and uses_own_decoder(model, cfg) else 0.0
-    own_masters = half or not sharded or cfg.optimizer.offload  # else the weights are the masters
+    half, is_stage_3 = cfg.policy.dtype != "float32", cfg.runtime.zero_stage == 3
+    dtype_bytes, is_offloaded = 4 - 2 * half, cfg.optimizer.offload and cfg.policy.device != "cpu"
+    has_copies = half and not is_stage_3 and uses_own_decoder(model, cfg)
+    copied = 2 * count_fused_weights(model.config) if has_copies else 0.0
+    own_masters = half or not is_stage_3 or cfg.optimizer.offload  # else the weights are the masters
     return {
-        "weights": wide * p * (1 + 1 / processes if sharded else 1) + copied,
-        "gradients": 4 * (REDUCE_BUCKET_ELEMENTS / 1e9 + (0.0 if away else t / processes)),
-        "optimizer": 0.0 if away else (8 + 4 * own_masters) * t / processes,
-        "reference": has_reference(cfg) * (wide * p / processes if sharded else (4 + 2 * half) * p),
+        "weights": dtype_bytes * p * (1 + 1 / processes if is_stage_3 else 1) + copied,
+        "gradients": 4 * (REDUCE_BUCKET_ELEMENTS / 1e9 + (0.0 if is_offloaded else t / processes)),
+        "optimizer": 0.0 if is_offloaded else (8 + 4 * own_masters) * t / processes,
+        "reference": has_reference(cfg) * (dtype_bytes * p / processes if is_stage_3 else (4 + 2 * half) * p),
     }
 
 
@@ -331,7 +354,7 @@ def uses_own_decoder(model: ModelFacts, cfg: Config) -> bool:
 
 
 def predict_fallback_reason(model: ModelFacts, cfg: Config) -> str:
-    """Why transformers will compute and not our decoder, as `Policy.fallback_reason` says once it is loaded."""
+    """Return why transformers will compute and not our decoder, as `Policy.find_fallback_reason` does later."""
     if cfg.policy.engine == "transformers":
         return "policy.engine"
     if model.has_own_code:
@@ -342,14 +365,17 @@ def predict_fallback_reason(model: ModelFacts, cfg: Config) -> str:
 
 
 def count_fused_weights(config: Any) -> float:
-    """1e9 weights of projections that our decoder joins, in a copy even where the masters have its dtype."""
+    """Return the number of weights, in 1e9, of projections that our decoder fuses.
+
+    They are a copy even if the masters have the dtype of the decoder.
+    """
     heads, key_heads, size = get_head_sizes(config)
     rows = (heads + 2 * key_heads) * size + 2 * config.intermediate_size
     return rows * config.hidden_size * config.num_hidden_layers / 1e9
 
 
 def get_head_sizes(config: Any) -> tuple[int, int, int]:
-    """Query heads, key heads and head size."""
+    """Return the number of query heads, of key heads, and the head size."""
     config = config.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -357,58 +383,59 @@ def get_head_sizes(config: Any) -> tuple[int, int, int]:
 
 
 def estimate_activation_bytes(config: Any, cfg: Config, own_decoder: bool) -> float:
-    """Bytes that the backward pass needs of one token: of all layers, or the residual stream and one layer where they
-    are recomputed. Counted for our own decoder; through transformers half as much again, as a rule of thumb.
+    """Return the bytes of activations that the backward pass needs for one token.
+
+    They are those of all layers, or with gradient checkpointing the residual stream and one layer. The count is of our
+    decoder; for transformers, 1.5 times as many are assumed.
     """
     config = config.get_text_config()
     layer, layers = estimate_layer_bytes(config, 4 if cfg.policy.dtype == "float32" else 2), config.num_hidden_layers
-    kept = 4 * config.hidden_size * (layers + 1) + layer if cfg.policy.gradient_checkpointing else layer * layers
-    return kept if own_decoder else 1.5 * kept
+    total = 4 * config.hidden_size * (layers + 1) + layer if cfg.policy.gradient_checkpointing else layer * layers
+    return total if own_decoder else 1.5 * total
 
 
 def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
-    """Bytes that one layer keeps of one token: the residual stream twice in fp32, and in `wide` bytes what its matrices
-    and its attention read. Attention by operators pads rows, and there a prompt's keys and values stand once more
-    beside those of each response; attention in one call, in half precision, keeps what the heads have read instead.
+    """Return the bytes that one layer keeps for one token.
+
+    They are the residual stream twice in fp32, and in the compute dtype the inputs of the matrices and of attention.
+    Attention by operators pads rows and repeats the keys and values of a prompt for each response. The kernel,
+    in half precision, keeps the output of the heads instead.
     """
     heads, key_heads, size = get_head_sizes(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    normed, projected, turned = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
+    normed, projected, rotated = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
     padded = (2 * heads + 4 * key_heads) * size
-    attention = projected + turned + (heads * size if dtype_bytes == 2 and size in KERNEL_HEAD_SIZES else padded)
+    attention = projected + rotated + (heads * size if dtype_bytes == 2 and size in KERNEL_HEAD_SIZES else padded)
     return 8 * config.hidden_size + dtype_bytes * (normed + attention + 3 * inner)
 
 
 def estimate_kv_cache(config: Any, cfg: Config, processes: int) -> float | None:
-    """GB of keys and values of the rows while they are sampled, each prompt once; None where they are unknown. The
-    update needs more.
-    """
+    """Return the memory of the KV cache, with each prompt once; None if it is unknown."""
     if explain_unknown_memory(config):
         return None
     config, a, s = config.get_text_config(), cfg.algorithm, cfg.sampler
     rows = min(s.rows, max(a.group_size, a.prompts_per_step * a.group_size // processes))
     tokens = rows * s.max_tokens + rows / a.group_size * ASSUMED_PROMPT_TOKENS
     _, key_heads, size = get_head_sizes(config)
-    wide = 4 if cfg.policy.dtype == "float32" else 2
-    return 2 * wide * tokens * config.num_hidden_layers * key_heads * size / 1e9
+    dtype_bytes = 4 if cfg.policy.dtype == "float32" else 2
+    return 2 * dtype_bytes * tokens * config.num_hidden_layers * key_heads * size / 1e9
 
 
-# ---------------------------------------------------------------- room
-# How much room a run takes on its disk: while it trains, and when it is finished.
+# ---------------------------------------------------------------- disk space
 
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Sizes in GB. Logs come on top of them."""
+    """The disk space of a run, without its logs."""
 
     model_gb: float
     checkpoint_gb: float
     max_checkpoints: int
-    """The most checkpoints that lie side by side: a new one is whole before the oldest goes."""
+    """The most checkpoints that exist at once: a new one is complete before the oldest is removed."""
     final_checkpoints: int
-    """The checkpoints that are left when the run is finished."""
+    """The number of checkpoints of the finished run."""
     replaced_gb: float
-    """What a resumed run has there already, and replaces."""
+    """The size of existing files that a resumed run replaces."""
     free_gb: float
 
     @property
@@ -421,45 +448,46 @@ class DiskPlan:
 
     @property
     def needed_gb(self) -> float:
-        """How much must be free."""
+        """The disk space that must be free."""
         return self.peak_gb - self.replaced_gb
 
     def describe(self, is_saved: bool) -> str:
-        """One line. is_saved: the run writes checkpoints, and not only where it is stopped."""
-        kept = {0: "the model", 1: "the model and the newest checkpoint"}.get(
+        """Return one line. `is_saved` says whether the run writes checkpoints, and not only when it is stopped."""
+        remaining = {0: "the model", 1: "the model and the newest checkpoint"}.get(
             self.final_checkpoints, f"the model and {self.final_checkpoints} checkpoints"
         )
         stopped = "" if is_saved else f", {self.checkpoint_gb:.1f} more where it is stopped"
-        most = f"up to {self.peak_gb:.1f} GB of {self.free_gb:.0f} GB free{stopped}"
-        return f"{most}; left at the end: {self.final_gb:.1f} GB, {kept}"
+        peak = f"up to {self.peak_gb:.1f} GB of {self.free_gb:.0f} GB free{stopped}"
+        return f"{peak}; left at the end: {self.final_gb:.1f} GB, {remaining}"
 
 
 def plan_disk(cfg: Config, model: ModelFacts, run_dir: Path) -> DiskPlan:
-    settings, found = cfg.checkpoint, len(list_checkpoints(run_dir))
-    saves = max(math.ceil(cfg.algorithm.steps / settings.every), found + (found > 0)) if settings.every else 0
-    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    """Plan the disk space of a run from the facts of its model."""
+    settings, existing = cfg.checkpoint, len(list_checkpoints(run_dir))
+    saves = max(math.ceil(cfg.algorithm.steps / settings.every), existing + (existing > 0)) if settings.every else 0
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     return DiskPlan(
         model_gb=count_model_bytes(model, cfg) / 1e9,
         checkpoint_gb=count_checkpoint_bytes(model, cfg) / 1e9,
         max_checkpoints=min(settings.keep_last + 1, saves),
         final_checkpoints=min({"newest": 1, "all": settings.keep_last, "none": 0}[settings.keep_finished], saves),
         replaced_gb=count_replaced_bytes(run_dir) / 1e9,
-        free_gb=shutil.disk_usage(place).free / 1e9,
+        free_gb=shutil.disk_usage(nearest).free / 1e9,
     )
 
 
 def count_model_bytes(model: ModelFacts, cfg: Config) -> int:
-    narrow = cfg.policy.save_dtype != "float32"
-    return model.parameter_count * (2 if narrow else 4) + (4 * model.trained_count if cfg.policy.lora else 0)
+    dtype_bytes = 4 if cfg.policy.save_dtype == "float32" else 2
+    return model.parameter_count * dtype_bytes + (4 * model.trained_count if cfg.policy.lora else 0)
 
 
 def count_checkpoint_bytes(model: ModelFacts, cfg: Config) -> int:
-    """Bytes of a checkpoint: weights, or their masters, and two moments in fp32."""
-    moving = 4 * model.parameter_count if cfg.algorithm.reference_every else 0
-    return 12 * model.trained_count + moving
+    """Return the bytes of a checkpoint: weights, or their masters, and two moments in fp32."""
+    reference = 4 * model.parameter_count if cfg.algorithm.reference_every else 0
+    return 12 * model.trained_count + reference
 
 
 def count_replaced_bytes(run_dir: Path) -> int:
-    """Bytes on disk that a resumed run will replace."""
-    old = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*"), *run_dir.glob("adapter/*")]
-    return sum(os.path.getsize(path) for path in old if path.is_file())
+    """Return the bytes on disk that a resumed run will replace."""
+    paths = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*"), *run_dir.glob("adapter/*")]
+    return sum(os.path.getsize(path) for path in paths if path.is_file())

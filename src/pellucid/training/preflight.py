@@ -1,4 +1,8 @@
-"""What a person sees before step 1: the derived numbers, one real exchange, and whether there is anything to learn."""
+"""Checks settings and data before step 1, and shows what the run will do.
+
+`run_preflight_checks` runs before a model is loaded. Later come the plan, one exchange, the predicted share of
+zero-variance groups, and a check of all prompts of a data set against the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -78,12 +82,12 @@ from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import escape_controls
 
 CUT_OFF_WARNING_SHARE = 0.1
-"""From which share of the samples on a line says that they were cut off."""
+"""The share of cut-off samples from which a warning is printed."""
 MAX_GIVEN_CHARACTERS = 4000
-"""How many characters are shown at a time of what was not sampled."""
+"""The most characters that are shown of tokens that were not sampled."""
 MARK_STYLE = "bold cyan"
 FAILED_WARNING_SHARE = 0.1
-"""From which share of the rewards on the advice is to mend them."""
+"""The share of failed rewards from which the advice is to mend them."""
 OTHER_ARITHMETIC_NOTE = '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
 
 
@@ -123,15 +127,15 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
 
 
 def find_model_facts(cfg: Config) -> memory.ModelFacts | None:
-    """Return the facts of the model of a run; None where it cannot be found, of which loading it says more."""
+    """Return the facts of the model of a run; None if it cannot be found."""
     try:
         return memory.describe_policy_model(cfg.policy)
-    except UserError:
+    except UserError:  # loading the model raises an error that says more
         return None
 
 
 def collect_disclosure_notes(cfg: Config) -> list[str]:
-    """Return the lines that must be shown before graders are loaded and before anything is sent to anybody."""
+    """Return the notes that must be shown before graders are loaded and before data is sent to servers."""
     return [
         *collect_grader_notices(cfg.task),
         *([vllm_client.format_servers_notice(cfg.sampler.urls)] if cfg.sampler.urls else []),
@@ -139,7 +143,7 @@ def collect_disclosure_notes(cfg: Config) -> list[str]:
 
 
 def check_reward_signatures(cfg: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise UserError for a reward function that does not take what it will be given."""
+    """Raise UserError for a reward function that does not accept the arguments it will get."""
     environments = ["environments"] if hasattr(get_innermost_task(cfg.task), "environment_spec") else []
     for term in get_reward_terms(get_grading_task(cfg.task)):
         if is_function_term(term.name):
@@ -150,7 +154,7 @@ def check_reward_signatures(cfg: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def check_model_config(cfg: Config, model: memory.ModelFacts) -> None:
-    """Raise UserError where the configuration of the model shows that it cannot do what the settings ask."""
+    """Raise UserError if the configuration of the model does not fit the settings."""
     text = model.config.get_text_config()
     if cfg.sampler.max_tokens >= get_context_length(text):
         raise UserError(
@@ -164,37 +168,42 @@ def check_model_config(cfg: Config, model: memory.ModelFacts) -> None:
 
 
 def check_similarity_layer(layer: int, text: Any) -> None:
-    """Raise UserError for a layer that a model of this configuration does not have."""
+    """Raise UserError if the model does not have this layer."""
     layers = getattr(text, "num_hidden_layers", None)
     if layers is not None and not -layers <= layer + 1 <= layers + 1:
         raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
 
 
 def check_disk_space(cfg: Config, model: memory.ModelFacts, run_dir: Path) -> None:
-    """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
-    needs = memory.plan_disk(cfg, model, run_dir)
-    if needs.needed_gb > needs.free_gb:
-        checkpoints = format_count(needs.max_checkpoints, "checkpoint")
+    """Raise UserError if the disk has no room for the model and its checkpoints, one more than are kept."""
+    plan = memory.plan_disk(cfg, model, run_dir)
+    if plan.needed_gb > plan.free_gb:
+        checkpoints = format_count(plan.max_checkpoints, "checkpoint")
         raise UserError(
-            f"{run_dir} needs {needs.needed_gb:.1f} GB for the model and {checkpoints}, and {needs.free_gb:.1f} GB are free:"
-            " make room, lower checkpoint.keep_last, or choose another folder with --run"
+            f"{run_dir} needs {plan.needed_gb:.1f} GB for the model and {checkpoints}, and {plan.free_gb:.1f} GB are"
+            " free: make room, lower checkpoint.keep_last, or choose another folder with --run"
         )
 
 
-def show_loaded_plan(cfg: Config, policy: Policy, world_size: int, run_dir: Path) -> None:
-    show_plan(cfg, describe_loaded_model(policy), policy.find_fallback_reason(), world_size, run_dir)
-
-
 def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: int, run_dir: Path) -> None:
-    """Print the numbers that follow from the settings. `fallback` is why our decoder does not compute, or empty."""
+    """Print the numbers that follow from the settings.
+
+    Args:
+        cfg: The settings.
+        model: The facts of the model.
+        fallback: Why transformers computes and not our decoder; empty if our decoder does.
+        world_size: The number of processes.
+        run_dir: The run directory.
+    """
     a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
     completions = a.prompts_per_step * a.group_size
     reason = memory.explain_unknown_memory(model.config)
-    expected, here = memory.estimate_peak(model, cfg, world_size), hardware.get_device_memory_gb(device)
+    expected, available = memory.estimate_peak(model, cfg, world_size), hardware.get_device_memory_gb(device)
     note = memory.describe_checkpointing(model, cfg, world_size)
     table = Table.grid(padding=(0, 2))
     for name, value in {
-        "model": f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M trained",
+        "model": f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters,"
+        f" {model.trained_count / 1e6:.1f} M trained",
         "computes": f"in {cfg.policy.dtype} on {device}, {world_size} process{'es' if world_size > 1 else ''}, by"
         + (f" transformers ({fallback})" if fallback else " our decoder"),
         **describe_rows(cfg),
@@ -206,22 +215,22 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
         "memory": ("at least" if reason else "about")
         + f" {expected:.1f} GB expected"
         + (f", activations unknown ({reason})" if reason else "")
-        + (f" of {here:.0f} GB: pellucid doctor --plan says what would fit" if expected > here else "")
-        + (f"; {note}" if note and (expected > here or cfg.policy.gradient_checkpointing) else ""),
+        + (f" of {available:.0f} GB: pellucid doctor --plan says what would fit" if expected > available else "")
+        + (f"; {note}" if note and (expected > available or cfg.policy.gradient_checkpointing) else ""),
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.estimate_reward_models(cfg).items()},
         "disk": memory.plan_disk(cfg, model, run_dir).describe(cfg.checkpoint.every > 0),
     }.items():
         table.add_row(f"[dim]{name}", escape(escape_controls(value)))
     rich.print(table)
     slow = {"float32": hardware.describe_missing_bf16, "float16": hardware.describe_slow_float16}.get(cfg.policy.dtype)
-    other = cfg.sampler.inexact_setting
-    corrected = OTHER_ARITHMETIC_NOTE.format(other, a.correction) if other else ""
-    for line in filter(None, (slow(device) if slow else "", corrected, *find_inert_settings(a))):
+    inexact = cfg.sampler.inexact_setting
+    correction_note = OTHER_ARITHMETIC_NOTE.format(inexact, a.correction) if inexact else ""
+    for line in filter(None, (slow(device) if slow else "", correction_note, *find_inert_settings(a))):
         print(escape_controls(f"! {line}"), flush=True)
 
 
 def describe_rows(cfg: Config) -> dict[str, str]:
-    """How many rows train and how many are held out; empty for a task that makes its questions."""
+    """Return how many rows train and how many are held out; empty for a task that generates its questions."""
     train, test = (count_split_rows(cfg, split) for split in ("train", "test"))
     if train is None:
         return {}
@@ -232,7 +241,7 @@ def describe_rows(cfg: Config) -> dict[str, str]:
 
 
 def count_split_rows(cfg: Config, split: str) -> int | None:
-    """The number of rows of a split; None where the task does not know it."""
+    """Return the number of rows of a split; None if the task does not know it."""
     try:
         return getattr(with_split(get_innermost_task(cfg.task), split), "question_count", None)
     except UserError:  # nothing is held out
@@ -240,29 +249,26 @@ def count_split_rows(cfg: Config, split: str) -> int | None:
 
 
 def show_exchange(policy: Policy, group: Group) -> None:
-    """Print the exact strings, special tokens included; a bar stands where sampling began, and where it gave way."""
+    """Print the exact strings, special tokens included. A bar marks where sampled tokens begin and end."""
     completion, reward = group.completions[0], group.rewards[0]
-    shown, after_sampled = format_tokens(policy, group.prompt_ids, is_given=True), False
-    for ids, given in split_spans(completion):
-        shown.append("" if given and not after_sampled else "|", MARK_STYLE).append_text(
-            format_tokens(policy, ids, given)
+    text, was_sampled = format_tokens(policy, group.prompt_ids, is_given=True), False
+    for ids, is_given in split_spans(completion):
+        text.append("" if is_given and not was_sampled else "|", MARK_STYLE).append_text(
+            format_tokens(policy, ids, is_given)
         )
-        after_sampled = not given
-    rich.print(Text("\n"), shown, sep="")
-    graded = f"not graded: {format_error_line(reward)}" if reward.failed else f"reward {reward.value:g}"
-    verdict = graded + (f", gold answer {escape_controls(group.prompt.answer)}" if group.prompt.answer else "")
-    given = len(completion.token_ids) - completion.length
-    lengths = f"{completion.length} sampled" + (f", {given} given" if given else "")
-    held = (
-        f" in {', '.join(describe_tool_use(count_turns(completion), get_tool_events(completion)))}"
-        if completion.messages
-        else ""
-    )
-    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {lengths}{escape(held)}; {escape(verdict)}\n")
+        was_sampled = not is_given
+    rich.print(Text("\n"), text, sep="")
+    grade = f"not graded: {format_error_line(reward)}" if reward.failed else f"reward {reward.value:g}"
+    grade += f", gold answer {escape_controls(group.prompt.answer)}" if group.prompt.answer else ""
+    given_count = len(completion.token_ids) - completion.length
+    lengths = f"{completion.length} sampled" + (f", {given_count} given" if given_count else "")
+    if completion.messages:
+        lengths += f" in {', '.join(describe_tool_use(count_turns(completion), get_tool_events(completion)))}"
+    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {escape(lengths)}; {escape(grade)}\n")
 
 
 def format_tokens(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
-    """The string of these tokens for the screen; of what was given dim, and without the middle of a very long one."""
+    """Return the string of these tokens for the screen. Given tokens are dim; of many, the middle is left out."""
     text = escape_controls(policy.decode(ids, special=True))
     begin, left_out, end = cut_middle(text, MAX_GIVEN_CHARACTERS if is_given else len(text))
     between = f"[{format_count(left_out, 'character')} left out]" if left_out else ""
@@ -271,80 +277,81 @@ def format_tokens(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
 
 
 def split_spans(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """The tokens of a completion, stretch by stretch, and whether each was given and not sampled."""
-    at = 0
+    """Yield the tokens of a completion span by span, with whether a span was given and not sampled."""
+    position = 0
     for start, end in completion.given_spans:
-        if start > at:
-            yield completion.token_ids[at:start], False
+        if start > position:
+            yield completion.token_ids[position:start], False
         yield completion.token_ids[start:end], True
-        at = end
-    if rest := completion.token_ids[at:]:
+        position = end
+    if rest := completion.token_ids[position:]:
         yield rest, False
 
 
 def refuse_failed_rewards(groups: Sequence[Group]) -> None:
-    """Raise NotBegunError where every reward of the first look failed: there is nothing to learn from."""
+    """Raise NotBegunError if every reward failed: there is nothing to learn from."""
     if have_all_failed(groups) and find_first_error(groups):
         n = sum(len(group.rewards) for group in groups)
         raise NotBegunError(f"every reward of the first {n} samples failed, the first with {find_first_error(groups)}")
 
 
 def refuse_inapplicable_rewards(groups: Sequence[Group]) -> None:
-    """Raise NotBegunError where every reward of the first look is None: there is nothing to learn from."""
+    """Raise NotBegunError if every reward is None: there is nothing to learn from."""
     rewards = [reward for group in groups for reward in group.rewards]
     if rewards and not any(reward.applies for reward in rewards):
         raise NotBegunError(
-            f"every reward of the first {format_count(len(rewards), 'sample')} is None: no reward applies to these rows, and"
-            " nothing can be learned from them; return a number, or name a reward for them in task.rewards"
+            f"every reward of the first {format_count(len(rewards), 'sample')} is None: no reward applies to these"
+            " rows, and nothing can be learned from them; return a number, or name a reward for them in task.rewards"
         )
 
 
 def show_signal(groups: Sequence[Group], cfg: Config, eos_ids: Collection[int]) -> None:
-    """Print how many groups will be dead, from at least as many samples of each prompt, and how much is cut off.
+    """Print the predicted share of zero-variance groups, advice if it is large, and warnings about cut-off samples.
 
-    ends: the end-of-sequence tokens.
+    Args:
+        groups: Graded groups of at least algorithm.group_size samples each.
+        cfg: The settings.
+        eos_ids: The end-of-sequence tokens.
     """
     graded = [reward for group in groups for reward in group.rewards if not reward.failed]
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
-    dead, found = estimate_zero_variance_share(groups, cfg)
-    failures = describe_failures(groups)
+    share, prediction = estimate_zero_variance_share(groups, cfg)
     few = len(groups) < MIN_INTERVAL_PROMPTS
     print(
-        f"{describe_outcome(graded, len(groups))}; {found}",
-        failures or give_advice(dead, graded, can_add_prefixes(cfg), few),
+        f"{describe_outcome(graded, len(groups))}; {prediction}",
+        describe_failures(groups) or give_advice(share, graded, can_add_prefixes(cfg), few),
     )
-    for warning in find_cut_off_warnings(
-        [completion for group in groups for completion in group.completions], cfg, eos_ids
-    ):
+    completions = [completion for group in groups for completion in group.completions]
+    for warning in find_cut_off_warnings(completions, cfg, eos_ids):
         print(escape_controls(f"! {warning}"), flush=True)
 
 
 def estimate_zero_variance_share(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:
-    """The share of groups that will have equal rewards, and a sentence on it, to follow the number of prompts."""
-    size, least = cfg.algorithm.group_size, cfg.algorithm.min_reward_range
+    """Return the share of groups that will have equal rewards, and a clause on it for a sentence."""
+    size, min_range = cfg.algorithm.group_size, cfg.algorithm.min_reward_range
     rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
     dead = estimate_if_enough(
-        estimate_share, [predict_zero_variance_share([of_prompt], size, least) for of_prompt in rewards]
+        estimate_share, [predict_zero_variance_share([values], size, min_range) for values in rewards]
     )
     interval = f"95% interval {dead.low:.0%} to {dead.high:.0%}" if dead.has_interval else TOO_FEW_PROMPTS
     return dead.value, f"judging by them, {dead.value:.0%} of groups of {size} will be dead ({interval})."
 
 
 def describe_failures(groups: Sequence[Group]) -> str:
-    """What to do where more than a few rewards failed: nothing that is said of the others would help."""
+    """Return advice to mend the rewards if FAILED_WARNING_SHARE of them failed; else an empty string."""
     rewards = [reward for group in groups for reward in group.rewards if reward.applies]
     share = fmean(reward.failed for reward in rewards) if rewards else 0.0
     if share < FAILED_WARNING_SHARE:
         return ""
     terms = format_failed_terms(compute_failed_shares(rewards))
-    whose = f" ({terms})" if terms else ""
-    return f"{share:.0%} of rewards failed{whose}, the first with {find_first_error(groups)}: mend them first."
+    in_brackets = f" ({terms})" if terms else ""
+    return f"{share:.0%} of rewards failed{in_brackets}, the first with {find_first_error(groups)}: mend them first."
 
 
 def describe_outcome(graded: Sequence[Reward], prompts: int) -> str:
-    """How the samples did, and how many they are."""
+    """Return the share of right samples, or the mean reward, and the number of samples."""
     n = f"{format_count(len(graded), 'sample')} of {format_count(prompts, 'prompt')}"
     if rewards_are_verdicts(graded):
         return f"{fmean(reward.is_correct for reward in graded):.0%} of {n} are right"
@@ -354,58 +361,60 @@ def describe_outcome(graded: Sequence[Reward], prompts: int) -> str:
 def give_advice(
     zero_variance_share: float, graded: Sequence[Reward], has_workings: bool = False, few: bool = False
 ) -> str:
-    """What to do where many groups will be dead: all alike, they have no gradient.
+    """Return what to change if many groups will have zero variance, and so no gradient.
 
-    can_begin: the task can begin the answers, and does not do so yet. few: too few prompts were asked to promise
-    anything.
+    Args:
+        zero_variance_share: The predicted share of these groups.
+        graded: The rewards of the samples.
+        has_workings: Whether the task has workings that could be prefixes, and gives none yet.
+        few: Whether there are too few prompts for a promise.
     """
     if zero_variance_share < 0.5:
         return "" if few else "That is enough contrast to learn from."
     too_easy = fmean(reward.is_correct for reward in graded) >= 0.5
-    judged = "harder prompts" if too_easy else "easier prompts or a better-prompted start"
-    ways = [
+    other_prompts = "harder prompts" if too_easy else "easier prompts or a better-prompted start"
+    changes = [
         "a larger algorithm.group_size",
         "algorithm.max_rounds to draw dead groups anew",
-        judged if rewards_are_verdicts(graded) else "a reward that grades more finely",
+        other_prompts if rewards_are_verdicts(graded) else "a reward that grades more finely",
     ]
     if has_workings and not too_easy:
-        ways.append('prefixes, the beginnings of right answers: [task] name = "prefixed" around this task')
-    return (
-        f"{'These prompts' if few else 'Most sampling'} will teach little: use {', '.join(ways[:-1])}, or {ways[-1]}."
-    )
+        changes.append('prefixes, the beginnings of right answers: [task] name = "prefixed" around this task')
+    subject = "These prompts" if few else "Most sampling"
+    return f"{subject} will teach little: use {', '.join(changes[:-1])}, or {changes[-1]}."
 
 
 def can_add_prefixes(cfg: Config) -> bool:
-    """Whether the task writes workings that could be prefixes, and nothing gives them yet."""
-    given = any(isinstance(layer, Prefixed) for layer in list_task_layers(cfg.task))
-    return not given and hasattr(get_innermost_task(cfg.task), "working")
+    """Whether the task has workings that could be prefixes, and gives none yet."""
+    is_prefixed = any(isinstance(layer, Prefixed) for layer in list_task_layers(cfg.task))
+    return not is_prefixed and hasattr(get_innermost_task(cfg.task), "working")
 
 
 def find_cut_off_warnings(completions: Sequence[Completion], cfg: Config, eos_ids: Collection[int]) -> Iterator[str]:
-    """Lines on the samples, and on the turns of conversations, that did not come to an end: for more than a few.
+    """Yield warnings if CUT_OFF_WARNING_SHARE of the samples, or of the conversations by a turn, were cut off.
 
     A conversation that ended with the last of sampler.turns is not cut off.
     """
-    n, most, longest = len(completions), cfg.sampler.turn_tokens, cfg.sampler.max_tokens
-    of_turns = [find_cut_turns(completion, most, eos_ids) for completion in completions]
-    turns = sum(any(cut) for cut in of_turns)
-    cut = sum(not c.finished and not (at and at[-1]) for c, at in zip(completions, of_turns, strict=True))
-    if turns and turns >= CUT_OFF_WARNING_SHARE * n:
+    n, turn_limit, limit = len(completions), cfg.sampler.turn_tokens, cfg.sampler.max_tokens
+    cut_turns = [find_cut_turns(completion, turn_limit, eos_ids) for completion in completions]
+    with_cut_turn = sum(any(turns) for turns in cut_turns)
+    cut_off = sum(not c.finished and not (turns and turns[-1]) for c, turns in zip(completions, cut_turns, strict=True))
+    if with_cut_turn and with_cut_turn >= CUT_OFF_WARNING_SHARE * n:
         yield (
-            f"{turns / n:.0%} of {format_count(n, 'sample')} have a turn that was cut off at sampler.turn_tokens = {most}:"
-            " raise it, or ask for shorter turns"
+            f"{with_cut_turn / n:.0%} of {format_count(n, 'sample')} have a turn that was cut off at"
+            f" sampler.turn_tokens = {turn_limit}: raise it, or ask for shorter turns"
         )
-    if cut >= CUT_OFF_WARNING_SHARE * n:
-        held = any(completion.messages for completion in completions)
-        all_in_it = ", which is for all that follows the question, whoever says it" if held else ""
+    if cut_off >= CUT_OFF_WARNING_SHARE * n:
+        has_conversations = any(completion.messages for completion in completions)
+        scope = ", which is for all that follows the question, whoever says it" if has_conversations else ""
         yield (
-            f"{cut / n:.0%} of {format_count(n, 'sample')} were cut off at sampler.max_tokens = {longest}{all_in_it}: raise"
-            " it, or ask for shorter answers, if what is cut off is the answer"
+            f"{cut_off / n:.0%} of {format_count(n, 'sample')} were cut off at sampler.max_tokens = {limit}{scope}:"
+            " raise it, or ask for shorter answers, if what is cut off is the answer"
         )
 
 
 def find_cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection[int]) -> list[bool]:
-    """Whether each turn of a conversation was cut off at so many tokens; empty where a turn may have any number."""
+    """Return whether each turn of a conversation was cut off at `max_tokens`; an empty list if turns have no limit."""
     turns = (
         [ids for ids, is_given in split_spans(completion) if not is_given] if max_tokens and completion.messages else []
     )
@@ -413,7 +422,7 @@ def find_cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection[
 
 
 def describe_loaded_model(policy: Policy) -> memory.ModelFacts:
-    """The facts of a model as it is loaded."""
+    """Return the facts of a loaded model."""
     sizes = [(count_weights(p), p) for p in policy.model.parameters()]
     return memory.ModelFacts(
         policy.model.config,
@@ -424,27 +433,27 @@ def describe_loaded_model(policy: Policy) -> memory.ModelFacts:
     )
 
 
-# ---------------------------------------------------------------- bad_rows
-# Which prompts a policy cannot be asked: all of a data set are tokenized before step 1, before a model is loaded.
+# ---------------------------------------------------------------- bad rows
+# All prompts of a data set are tokenized before the model is loaded, to find those that the policy cannot read.
 
 
 TOKENIZE_BATCH_SIZE = 1024
-"""How many prompts are tokenized at once, in parallel where the tokenizer is a fast one."""
+"""The number of prompts that are tokenized at once, in parallel by a fast tokenizer."""
 MIN_CACHED_ROWS = 2048
-"""From how many rows on the result is kept on disk."""
+"""The number of rows from which the result is cached on disk."""
 PROBE_PROMPT_COUNT = 256
-"""How many prompts of a task without an end are tried."""
+"""The number of prompts that are checked of a task that generates them."""
 
 
 class PromptLimits(NamedTuple):
-    """What a prompt must keep to."""
+    """The limits that each prompt must be within."""
 
     max_prompt_tokens: int
     """The most tokens that leave room for a completion in the context of the model."""
     max_completion_tokens: int
-    """sampler.max_tokens, which the completion may have."""
+    """sampler.max_tokens, the limit of a completion."""
     vocabulary_size: int
-    """The number of tokens that the model has embeddings of."""
+    """The number of embeddings of the model."""
 
 
 def check_configured_prompts(cfg: Config, config: PreTrainedConfig) -> None:
@@ -466,16 +475,22 @@ def check_configured_prompts(cfg: Config, config: PreTrainedConfig) -> None:
 def check_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, context_length: int, vocabulary_size: int, splits: Sequence[str]
 ) -> None:
-    """Tokenize all prompts of a data set, or some of a task without an end, and mark or refuse those that are bad.
+    """Tokenize all prompts of a data set, or some of a task that generates them, and mark or refuse bad ones.
 
-    context: the most tokens that the model reads. vocabulary: how many tokens it has embeddings of. splits: those of
-    which bad rows are an error where they are not to be skipped.
+    Args:
+        cfg: The settings.
+        tokenizer: The tokenizer of the policy.
+        context_length: The context of the model in tokens.
+        vocabulary_size: The number of embeddings of the model.
+        splits: The splits whose bad rows are an error if they are not to be skipped.
+
+    Raises:
+        DataError: There are bad prompts that are not to be skipped.
     """
     limits = PromptLimits(context_length - cfg.sampler.max_tokens, cfg.sampler.max_tokens, vocabulary_size)
     task = get_innermost_task(cfg.task)
-    if limits.max_prompt_tokens < 1 or hasattr(
-        task, "environment_spec"
-    ):  # the world of a conversation says how it begins, later
+    # The prompt of a conversation is only known when its environment has started.
+    if limits.max_prompt_tokens < 1 or hasattr(task, "environment_spec"):
         return
     if hasattr(task, "as_dataset"):
         check_dataset_prompts(task.as_dataset(), tokenizer, limits, splits)
@@ -486,9 +501,9 @@ def check_prompts(
 def check_dataset_prompts(
     task: Dataset, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits, splits: Sequence[str]
 ) -> None:
-    """Mark the bad rows of a data set. DataError where they are not to be skipped, or no others are left."""
-    found = {key: find_bad_rows(scan_source(key), tokenizer, limits) for key in list_scan_keys(task)}
-    for key, bad in found.items():
+    """Mark the bad rows of a data set. Raise DataError if they are not to be skipped, or no other rows remain."""
+    bad_rows = {key: find_bad_rows(scan_source(key), tokenizer, limits) for key in list_scan_keys(task)}
+    for key, bad in bad_rows.items():
         mark_bad_rows(key, bad if task.skip_bad_rows or len(splits) > 1 else filter_by_split(task, key, bad, splits))
     if not task.skip_bad_rows and (bad := list_bad_rows(task)):
         raise DataError(
@@ -503,11 +518,11 @@ def check_dataset_prompts(
 
 
 def filter_by_split(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits: Sequence[str]) -> dict[int, str]:
-    """Return those of the bad rows of a source that are in one of these splits."""
-    chosen = [load_split_prompts(replace(task, split=split)) for split in splits]
+    """Return the bad rows of a source that are in one of these splits."""
+    prompts_by_split = [load_split_prompts(replace(task, split=split)) for split in splits]
     rows = scan_source(key).prompts.rows
-    inside = {place for prompts in chosen if prompts.rows is rows for place in prompts.indices}
-    return {place: reason for place, reason in bad.items() if place in inside}
+    indices = {index for prompts in prompts_by_split if prompts.rows is rows for index in prompts.indices}
+    return {index: reason for index, reason in bad.items() if index in indices}
 
 
 def count_rows(task: Dataset) -> int:
@@ -517,58 +532,57 @@ def count_rows(task: Dataset) -> int:
 def check_probe_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits, splits: Sequence[str]
 ) -> None:
-    """Raise DataError for a bad prompt among the first ones of a task that makes its questions."""
-    for prompt, reason in zip(
-        some := list(sample_first_prompts(cfg, splits)), find_prompt_faults(some, tokenizer, limits), strict=True
-    ):
-        if reason:
-            asked = " ".join(prompt.question.split())[:60]
-            raise DataError(f'{cfg.task_name}: prompt {prompt.id}, "{asked}": {reason}')
+    """Raise DataError for a bad prompt among the first ones of a task that generates its questions."""
+    prompts = list(sample_first_prompts(cfg, splits))
+    for prompt, fault in zip(prompts, find_prompt_faults(prompts, tokenizer, limits), strict=True):
+        if fault:
+            question = " ".join(prompt.question.split())[:60]
+            raise DataError(f'{cfg.task_name}: prompt {prompt.id}, "{question}": {fault}')
 
 
 def sample_first_prompts(cfg: Config, splits: Sequence[str]) -> Iterator[Prompt]:
-    """Yield the prompts of the first step of the user's own task, and of as many steps as needed of one of ours."""
+    """Yield PROBE_PROMPT_COUNT prompts of a task of ours, or those of the first step of a task of the user.
+
+    A task of the user may depend on being called once for each step.
+    """
     train, n = get_innermost_task(with_split(cfg.task, "train")), cfg.algorithm.prompts_per_step
-    ours = type(train).__module__.startswith("pellucid.")
-    for step in range(-(-PROBE_PROMPT_COUNT // n) if ours else 1) if "train" in splits else ():
+    is_ours = type(train).__module__.startswith("pellucid.")
+    for step in range(-(-PROBE_PROMPT_COUNT // n) if is_ours else 1) if "train" in splits else ():
         yield from train.sample(step, n)
     if "test" in splits and cfg.evaluate.every:
         yield from sample_held_out_prompts(get_innermost_task(with_split(cfg.task, "test")), cfg.evaluate.n)
 
 
-# ---------------------------------------------------------------- reasons
-
-
 def find_bad_rows(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits) -> dict[int, str]:
-    """Return why rows of a source cannot be asked, by their places. Known from an earlier run where it can be."""
+    """Return the faults of bad rows of a source by their indices, from the cache of an earlier run if there is one."""
     if len(scanned.prompts) < MIN_CACHED_ROWS:
         return find_bad_rows_uncached(scanned, tokenizer, limits)
     path = get_cache_path(scanned, tokenizer, limits)
-    with suppress(OSError, ValueError, AttributeError):  # a damaged file is written anew
-        return {int(place): str(reason) for place, reason in json.loads(path.read_text(encoding="utf-8")).items()}
-    found = find_bad_rows_uncached(scanned, tokenizer, limits)
+    with suppress(OSError, ValueError, AttributeError):  # a damaged file is replaced
+        return {int(index): str(fault) for index, fault in json.loads(path.read_text(encoding="utf-8")).items()}
+    bad = find_bad_rows_uncached(scanned, tokenizer, limits)
     with suppress(OSError):  # the next run tokenizes them again
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_file_atomically(path, json.dumps(found))
-    return found
+        files.write_file_atomically(path, json.dumps(bad))
+    return bad
 
 
 def find_bad_rows_uncached(
     scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
 ) -> dict[int, str]:
-    places = [place for place, known in enumerate(scanned.fingerprints) if known]
-    found: dict[int, str] = {}
-    for start in range(0, len(places), TOKENIZE_BATCH_SIZE):
-        batch = places[start : start + TOKENIZE_BATCH_SIZE]
-        faults = find_prompt_faults([scanned.prompts[place] for place in batch], tokenizer, limits)
-        found |= {place: fault for place, fault in zip(batch, faults, strict=True) if fault}
-    return found
+    indices = [index for index, fingerprint in enumerate(scanned.fingerprints) if fingerprint]
+    bad: dict[int, str] = {}
+    for start in range(0, len(indices), TOKENIZE_BATCH_SIZE):
+        batch = indices[start : start + TOKENIZE_BATCH_SIZE]
+        faults = find_prompt_faults([scanned.prompts[index] for index in batch], tokenizer, limits)
+        bad |= {index: fault for index, fault in zip(batch, faults, strict=True) if fault}
+    return bad
 
 
 def find_prompt_faults(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
 ) -> list[str]:
-    """Return for each prompt why it cannot be asked; empty where it can."""
+    """Return the fault of each prompt; empty for a good one."""
     faults: list[str] = [""] * len(prompts)
     texts: dict[int, PromptText] = {}
     for i, prompt in enumerate(prompts):
@@ -589,7 +603,7 @@ def find_prompt_faults(
 
 
 def get_cache_path(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits) -> Path:
-    """Return where the result for these very prompts, this tokenizer and these limits is kept."""
+    """Return the path of the cached result for these prompts, this tokenizer and these limits."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     facts = (

@@ -1,4 +1,8 @@
-"""Who a run folder belongs to: nobody, a run that came to nothing, a run that can go on, or another process."""
+"""Locks and checks the directory of a run: whether a run can start or resume there, and with which changed settings.
+
+The module is used before torch is imported. It also finds the files that settings name, makes their paths absolute,
+since a run may be resumed from any folder, and computes their digests.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pellucid import config
-from pellucid.config import Config, PolicyConfig, dump_config
-from pellucid.reporting import loggers
+from pellucid.config import Config, PolicyConfig, dump_config, load_config, resolve_config
+from pellucid.reporting.loggers import truncate_logs
 from pellucid.reporting.report import flatten_config
 from pellucid.reporting.run_files import (
     Record,
@@ -42,39 +45,42 @@ RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RA
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that writes files, of those that train together. Known before torch is imported."""
+    """Whether this is the process of the run that writes files. Known before torch is imported."""
     return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 @contextmanager
 def hold_run_dir(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, which is made where it is missing, until this process ends in any way.
+    """Create a run directory if it is missing, and hold its lock until the context or this process ends.
 
-    One that was made for a run that could not begin, since the model is not there or its rewards fail, goes again; from
-    one that was there its rows do.
+    If the run cannot start, since its model is missing or its rewards fail, a new directory is removed again; from an
+    existing one, only the rows that were written for this run.
+
+    Raises:
+        UserError: Another process trains in the directory.
     """
-    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    new_folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
     with hold_lock(run_dir / LOCK_FILE, format_lock_owner(run_dir)):
-        rows_before = (run_dir / DATA_FILE).exists()
+        had_rows = (run_dir / DATA_FILE).exists()
         try:
             yield
         except NotBegunError:
-            if made:
+            if new_folders:
                 clear_run_dir(run_dir)
             raise
         finally:
-            if not rows_before and not (run_dir / "config.json").exists():
+            if not had_rows and not (run_dir / "config.json").exists():
                 (run_dir / DATA_FILE).unlink(missing_ok=True)
-            if made and set(os.listdir(run_dir)) <= {LOCK_FILE}:
-                with suppress(OSError):  # Windows keeps a file that is open, and others may be in the folders above
+            if new_folders and set(os.listdir(run_dir)) <= {LOCK_FILE}:
+                with suppress(OSError):  # Windows keeps open files, and the parents may have other content by now
                     (run_dir / LOCK_FILE).unlink()
-                    for folder in made:
+                    for folder in new_folders:
                         folder.rmdir()
 
 
 def clear_run_dir(run_dir: Path) -> None:
-    """Remove all that is in the folder but its lock."""
+    """Remove everything but the lock."""
     for path in [path for path in run_dir.iterdir() if path.name != LOCK_FILE]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -83,7 +89,7 @@ def clear_run_dir(run_dir: Path) -> None:
 
 
 def refuse_locked_run_dir(run_dir: Path) -> None:
-    """Raise UserError where another process trains in the folder."""
+    """Raise UserError if another process trains in the directory."""
     check_unlocked(run_dir / LOCK_FILE, format_lock_owner(run_dir))
 
 
@@ -92,22 +98,22 @@ def format_lock_owner(run_dir: Path) -> str:
 
 
 def list_foreign_files(run_dir: Path) -> list[str]:
-    """Names in a folder without a config.json that are no part of a run; hidden files do not count."""
+    """Return the names of files that are no part of a run, in a folder without config.json. Hidden files do not count."""
     if (run_dir / "config.json").is_file() or not run_dir.is_dir():
         return []
-    ours = ("config.json.partial", DATA_FILE)
-    return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name not in ours)
+    own_names = ("config.json.partial", DATA_FILE)
+    return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name not in own_names)
 
 
 def check_new_run_dir(run_dir: Path) -> None:
-    """Raise UserError where no run can begin in the folder. Nothing is loaded, and nothing is written."""
+    """Raise UserError if no run can start in the directory. Nothing is loaded or written."""
     check_writable(run_dir)
     refuse_locked_run_dir(run_dir)
     check_free_run_dir(run_dir)
 
 
 def check_free_run_dir(run_dir: Path) -> None:
-    """Raise UserError where a new run would destroy something in the folder."""
+    """Raise UserError if a new run would destroy something in the directory."""
     names = list_foreign_files(run_dir)
     if not names and (run_dir / "config.json").is_file() and "algorithm" not in read_config(run_dir):
         names = ["config.json"]  # of a model, or damaged
@@ -118,9 +124,9 @@ def check_free_run_dir(run_dir: Path) -> None:
 
 
 def check_begun_run_dir(run_dir: Path, cfg: Config) -> None:
-    """Raise UserError where a run of other settings has left steps in the folder, though no checkpoint."""
+    """Raise UserError if the directory has steps of a run with other settings, though no checkpoint."""
     if any(read_records(run_dir / "metrics.jsonl")):
-        for key in find_relevant_changes(run_dir, dump_settings(config.resolve_config(cfg))):
+        for key in find_relevant_changes(run_dir, dump_settings(resolve_config(cfg))):
             raise UserError(
                 f"{run_dir} holds steps of a run with another {key}: begin again with --resume {run_dir}, or choose"
                 " another folder with --run"
@@ -128,7 +134,7 @@ def check_begun_run_dir(run_dir: Path, cfg: Config) -> None:
 
 
 def check_resumable_run_dir(run_dir: Path) -> None:
-    """Raise UserError where no run can be resumed in the folder. Nothing is loaded, and nothing is written."""
+    """Raise UserError if no run can be resumed in the directory. Nothing is loaded or written."""
     path = run_dir / "config.json"
     if not path.is_file():
         raise UserError(f"--resume {run_dir}: there is no run in that folder (no config.json){suggest_path(run_dir)}")
@@ -145,49 +151,50 @@ def check_resumable_run_dir(run_dir: Path) -> None:
 
 
 def describe_finished_run(run_dir: Path, resume_changes: SettingChanges, steps: int) -> str:
-    """What is said at once of a run that is resumed with the settings it was finished with; empty for any other."""
+    """Return a message if a resume with these settings has nothing to do; else an empty string."""
     if resume_changes or not is_run_finished(run_dir) or not has_last_model(run_dir):
         return ""
     done = max((row["step"] for row in read_records(run_dir / "metrics.jsonl")), default=0)
-    saved = list_checkpoints(run_dir)
-    if saved and get_checkpoint_step(saved[-1]) < done:  # the steps after the newest checkpoint can be taken again
+    checkpoints = list_checkpoints(run_dir)
+    # The steps after the newest checkpoint can be taken again.
+    if checkpoints and get_checkpoint_step(checkpoints[-1]) < done:
         return ""
-    left = "nothing is left to do" if done >= steps else "its minutes are used up"
-    return f"{run_dir} is finished after step {done}: {left}; --algorithm.steps {2 * steps} would take more steps"
+    reason = "nothing is left to do" if done >= steps else "its minutes are used up"
+    return f"{run_dir} is finished after step {done}: {reason}; --algorithm.steps {2 * steps} would take more steps"
 
 
 def has_last_model(run_dir: Path) -> bool:
-    """Whether the model was saved after the last step was logged; an older one is that of fewer steps."""
-    saved = [path.stat().st_mtime_ns for path in (run_dir / "model").glob("*")]
-    return max(saved, default=0) >= (run_dir / "metrics.jsonl").stat().st_mtime_ns
+    """Whether the model was saved after the last step was logged. An older one is the model of fewer steps."""
+    times = [path.stat().st_mtime_ns for path in (run_dir / "model").glob("*")]
+    return max(times, default=0) >= (run_dir / "metrics.jsonl").stat().st_mtime_ns
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raise UserError where the folder cannot be made or written to. Nothing is left behind."""
-    place = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    """Raise UserError if the directory cannot be created or written to. Nothing is left behind."""
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     try:
-        with suppress(FileNotFoundError):  # but not a name that is too long
+        with suppress(FileNotFoundError):  # a name that is too long raises another OSError
             run_dir.lstat()
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise UserError(f"{run_dir} cannot be written to ({error.strerror}): choose another folder") from error
 
 
 def record_bad_data(run_dir: Path, reason: str) -> None:
-    """Note that a run was ended by its data, which may then be other data when the run goes on."""
+    """Record that the data ended the run, so that the next resume may change it."""
     files.write_file_atomically(get_bad_data_path(run_dir), f"{reason}\n")
 
 
 def remove_logs(run_dir: Path) -> None:
-    """Remove the logs of a run that came to no checkpoint."""
-    loggers.truncate_logs(run_dir, -1)
+    """Remove the logs of a run that has no checkpoint."""
+    truncate_logs(run_dir, -1)
     for folder in ("tensorboard", "tokens"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
 
 
-# ---------------------------------------------------------------- changes
-# What a resume may change of a run's settings: all that leaves its log true, comparable from end to end.
+# ---------------------------------------------------------------- settings that a resume may change
+# A resume may change the settings that keep the metrics of a run comparable from the first step to the last.
 
 
 CHANGEABLE_SETTINGS = (
@@ -212,8 +219,8 @@ CHANGEABLE_SETTINGS = (
     "checkpoint.",
     "log.",
 )
-"""How far, on what machine and how fast: the learning rate of each step stands in metrics.jsonl. Questions, rewards,
-samples and objective stay what they were; which rewards failed for want of time or memory stands there too."""
+"""The number of steps, the machine and the speed. The learning rate of each step is in metrics.jsonl, and so is which
+rewards failed for lack of time or memory. Questions, rewards, sampling and objective must stay the same."""
 
 NUMERICALLY_NEUTRAL_SETTINGS = (
     "policy.save_dtype",
@@ -223,103 +230,108 @@ NUMERICALLY_NEUTRAL_SETTINGS = (
     "reward.workers",
     "reward.patience",
 )
-"""Settings that change no number of a run."""
+"""Settings that change no result of a run."""
 
 CHANGEABLE_TERM_SETTINGS = {
     "judge": ("base_url", "key", "concurrency", "timeout", "retries", "step_timeout", "cache"),
     "reward_model": ("device", "batch"),
 }
-"""By the table of a term of the reward, what may change of it: where and how fast it is computed."""
+"""By the table of a reward term, its keys that may change: where and how fast the term is computed."""
 
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 
 DATA_KEY_PATTERN = re.compile(r"task\.(?:task\.)*(?:data|test_data)(?:\.\d+)?")
-"""Settings that name data, whatever tasks are around it. They may change, and so may the content of the files, where
-the run was ended by its data."""
+"""Settings that name data, of the task itself or of one within it. If the data ended the run, these settings and the
+content of the files may change."""
 SKIP_BAD_ROWS_PATTERN = re.compile(r"task\.(?:task\.)*skip_bad_rows")
-"""Always free: rows that it leaves out were never trained on."""
+"""This may always change, since the rows that it leaves out were never trained on."""
 
 SettingChanges = Mapping[str, Sequence[Any]]
+"""The old and the new value by dotted key."""
 
 
 def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
-    """The settings that a resume changes: (old, new) by dotted key. UserError for one that must stay as it was."""
+    """Return the settings that a resume with `cfg` changes.
+
+    Raises:
+        UserError: One of them must not change.
+    """
     changed, steps = find_setting_changes(run_dir, dump_settings(cfg)), cfg.algorithm.steps
     done = max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0)
     if steps < done:
         raise UserError(f"{run_dir} has taken {done} steps already: algorithm.steps = {steps} must be at least {done}")
     data_may_change = get_bad_data_path(run_dir).is_file()
-    for key, (was, is_) in changed.items():
+    for key, (old, new) in changed.items():
         if data_may_change and DATA_KEY_PATTERN.fullmatch(key):
             continue
         if (
             not key.startswith(CHANGEABLE_SETTINGS)
             and not SKIP_BAD_ROWS_PATTERN.fullmatch(key)
-            and not (key.endswith(".rewards") and is_same_grading(was, is_))
+            and not (key.endswith(".rewards") and is_same_grading(old, new))
         ):
-            ready = "" if (run_dir / "model").is_dir() else "when it is finished, "
+            when = "" if (run_dir / "model").is_dir() else "when it is finished, "
             raise UserError(
-                f"{run_dir} was trained with {key} = {was}, now {is_}: resume it with what it was, or {ready}start"
+                f"{run_dir} was trained with {key} = {old}, now {new}: resume it with what it was, or {when}start"
                 f" a new run from its model with --policy.model {run_dir / 'model'}"
             )
     return changed
 
 
 def get_bad_data_path(run_dir: Path) -> Path:
-    """Return the file of a run folder that says how its data ended the run, if it did."""
+    """Return the file that says how the data ended the run."""
     return run_dir / "bad_data.txt"
 
 
-def is_same_grading(was: Any, is_: Any) -> bool:
-    """Whether two lists of terms of a reward differ only in how they are computed."""
+def is_same_grading(old: Any, new: Any) -> bool:
+    """Whether two lists of reward terms differ only in how the terms are computed."""
     return (
-        isinstance(was, list)
-        and isinstance(is_, list)
-        and list(map(strip_execution_settings, was)) == list(map(strip_execution_settings, is_))
+        isinstance(old, list)
+        and isinstance(new, list)
+        and list(map(strip_execution_settings, old)) == list(map(strip_execution_settings, new))
     )
 
 
 def strip_execution_settings(term: Any) -> Any:
-    """What a term of the reward says, wherever and however fast it is computed."""
+    """Return a reward term without the settings of where and how fast it is computed."""
     if not isinstance(term, Mapping):
         return term
-    tables = {name: term[name] for name in CHANGEABLE_TERM_SETTINGS if isinstance(term.get(name), Mapping)}
-    cut = {
-        name: {key: table[key] for key in table if key not in CHANGEABLE_TERM_SETTINGS[name]}
-        for name, table in tables.items()
+    tables = {
+        name: {key: value for key, value in term[name].items() if key not in changeable}
+        for name, changeable in CHANGEABLE_TERM_SETTINGS.items()
+        if isinstance(term.get(name), Mapping)
     }
-    return {**term, **cut, "timeout": None}
+    return {**term, **tables, "timeout": None}
 
 
 def find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
-    """By dotted key, in what a run and settings as `files.recorded` has them differ: a setting or a file's content.
+    """Return the differences between the settings of a run and other settings (`dump_settings`).
 
-    A dtype that is left to the machine is the run's, and so is a commit that a branch or a tag leads to as far as is
-    known here. The same file in another place is the same.
+    A file counts as changed if its content is different, wherever it is. The dtype "auto" is that of the run. A branch
+    or a tag is the commit to which it leads in the cache of the Hub.
     """
-    theirs, ours = (
-        dict(flatten_config(of)) for of in (dump_settings(config.load_config(run_dir / "config.json")), settings)
+    old, new = (
+        dict(flatten_config(values)) for values in (dump_settings(load_config(run_dir / "config.json")), settings)
     )
-    then, now = read_config(run_dir).get("digests") or {}, digest_named_files(settings)  # an older version noted none
-    if ours["policy.dtype"] == "auto":
-        ours["policy.dtype"] = theirs["policy.dtype"]
-    if known := find_cached_commit(ours["policy.model"], ours["policy.revision"], theirs["policy.revision"]):
-        ours["policy.revision"] = known
+    old_digests, new_digests = read_config(run_dir)["digests"], digest_named_files(settings)
+    if new["policy.dtype"] == "auto":
+        new["policy.dtype"] = old["policy.dtype"]
+    if commit := find_cached_commit(new["policy.model"], new["policy.revision"], old["policy.revision"]):
+        new["policy.revision"] = commit
     changed = {
-        key: (theirs.get(key), ours.get(key))
-        for key in {**ours, **theirs}
-        if theirs.get(key) != ours.get(key) and not (key in then and then[key] == now.get(key))
+        key: (old.get(key), new.get(key))
+        for key in {**new, **old}
+        if old.get(key) != new.get(key) and not (key in old_digests and old_digests[key] == new_digests.get(key))
     }
     edited = {
-        key: (format_file_digest(then[key]), format_file_digest(now.get(key, "none")))
-        for key in then
-        if then[key] != now.get(key)
+        key: (format_file_digest(digest), format_file_digest(new_digests.get(key, "none")))
+        for key, digest in old_digests.items()
+        if digest != new_digests.get(key)
     }
     return {**edited, **changed}
 
 
 def find_cached_commit(model: str, revision: str, recorded: str) -> str:
-    """The commit that a revision leads to by the Hub's cache; the recorded one where that does not know it."""
+    """Return the commit of a revision by the cache of the Hub; the recorded one if the cache does not know it."""
     if revision == recorded or not COMMIT_PATTERN.fullmatch(recorded) or COMMIT_PATTERN.fullmatch(revision):
         return revision
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - most models have no revision
@@ -332,10 +344,10 @@ def find_cached_commit(model: str, revision: str, recorded: str) -> str:
 
 
 def find_relevant_changes(run_dir: Path, settings: Record) -> SettingChanges:
-    """`unlike` without the settings that change no number, whose defaults may be others in a later version."""
+    """Return `find_setting_changes` without the settings that change no result."""
     return {
-        key: both
-        for key, both in find_setting_changes(run_dir, settings).items()
+        key: change
+        for key, change in find_setting_changes(run_dir, settings).items()
         if not key.startswith(NUMERICALLY_NEUTRAL_SETTINGS)
     }
 
@@ -345,34 +357,33 @@ def format_file_digest(digest: str) -> str:
 
 
 def add_resume_record(run_dir: Path, step: int, changed: SettingChanges, facts: Record) -> Record:
-    """The facts of a run as of its start, with the list of its resumes; this one is the last."""
-    before = read_config(run_dir)
-    now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "changed": dict(changed), **facts}
-    started = {name: before.get(name, fact) for name, fact in facts.items()}
-    return {**started, "resumes": [*(before.get("resumes") or []), now]}
+    """Return the facts of the start of a run with the list of its resumes, to which this one is appended."""
+    recorded = read_config(run_dir)
+    resume = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "changed": dict(changed), **facts}
+    at_start = {name: recorded.get(name, fact) for name, fact in facts.items()}
+    return {**at_start, "resumes": [*(recorded.get("resumes") or []), resume]}
 
 
 def describe_resume(run_dir: Path, step: int, facts: Record) -> str:
-    """One line on the last resume: the step it goes on from, and what has changed since."""
-    *earlier, now = [{**facts, "changed": {}}, *facts["resumes"]]
-    changed = [f"{key} = {is_} (was {was})" for key, (was, is_) in now["changed"].items()]
+    """Return a line on the last resume: the step after which it continues, and what has changed."""
+    *earlier, resume = [{**facts, "changed": {}}, *facts["resumes"]]
+    changes = [f"{key} = {new} (was {old})" for key, (old, new) in resume["changed"].items()]
     versions = earlier[-1]["versions"]
-    changed += [
-        f"{name} {is_} (was {was})" for name, is_ in now["versions"].items() if (was := versions.get(name)) != is_
+    changes += [
+        f"{name} {new} (was {old})" for name, new in resume["versions"].items() if (old := versions.get(name)) != new
     ]
-    return f"{run_dir} goes on after step {step}" + (f", with {', '.join(changed)}" if changed else "")
+    return f"{run_dir} goes on after step {step}" + (f", with {', '.join(changes)}" if changes else "")
 
 
-# ---------------------------------------------------------------- files
-# The files that settings name: their absolute paths, since a run may go on from any folder, and their digests.
+# ---------------------------------------------------------------- files that settings name
 
 
 AXES = ("advantage", "objective")
-"""Of `[algorithm]`: settings that may name a function of the user's own."""
+"""The settings of `[algorithm]` that may name a function of the user."""
 
 
 def dump_settings(cfg: Config) -> dict[str, Any]:
-    """All settings as JSON, as `config.dump` gives them, with the absolute paths of all files that exist."""
+    """Return all settings as JSON values (`dump_config`), with absolute paths of all files that exist."""
     values = dump_config(cfg)
     model = values["policy"]["model"]
     if model != PolicyConfig.model and os.path.exists(os.path.expanduser(model)):
@@ -383,7 +394,7 @@ def dump_settings(cfg: Config) -> dict[str, Any]:
 
 
 def resolve_paths(value: Any) -> Any:
-    """A task's section, or a value in it, with absolute paths."""
+    """Return the section of a task, or a value in it, with absolute paths."""
     if isinstance(value, Mapping):
         return {key: resolve_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -392,7 +403,7 @@ def resolve_paths(value: Any) -> Any:
 
 
 def resolve_path(value: str) -> str:
-    """A text with the absolute path of the files or the reward model that it names; any other as it is."""
+    """Return a text with the absolute path of the files or the reward model that it names; any other unchanged."""
     if is_file_pattern(value):
         return make_absolute(value)
     if value.startswith(REWARD_MODEL_PREFIX):
@@ -407,44 +418,44 @@ def resolve_path(value: str) -> str:
 
 
 def digest_named_files(settings: Record) -> dict[str, str]:
-    """By dotted key, the sha256 of each file that the settings of task, axes and policy name: code, prefixes, data.
+    """Return by dotted key the sha256 of each file that the settings of task, axes and policy name.
 
-    Of what was given to `pellucid.train` it is that of its source.
+    These are code, prefixes, data and templates. An object that was passed to `pellucid.train` has the digest of its
+    source.
     """
-    axes = {axis: settings["algorithm"][axis] for axis in AXES}
-    template = {"template": settings["policy"].get("template", "")}
-    named = [
+    sources = [
         *find_named_files(settings["task"], "task"),
-        *find_named_files(axes, "algorithm"),
-        *find_named_files(template, "policy"),
+        *find_named_files({axis: settings["algorithm"][axis] for axis in AXES}, "algorithm"),
+        *find_named_files({"template": settings["policy"]["template"]}, "policy"),
     ]
-    return {key: digest_source(what) for key, what in named}
+    return {key: digest_source(source) for key, source in sources}
 
 
 def digest_code_files(settings: Record) -> dict[str, str]:
-    """By dotted key, the sha256 of each file of code that the settings of task and axes name."""
-    named = {**settings["task"], **{axis: settings["algorithm"][axis] for axis in AXES}}
-    found = [
-        (key, path) for key, path in find_named_files(named, "") if isinstance(path, Path) and path.suffix == ".py"
-    ]
-    return {key.removeprefix("."): digest_source(path) for key, path in found}
+    """Return by dotted key the sha256 of each code file that the settings of task and axes name."""
+    values = {**settings["task"], **{axis: settings["algorithm"][axis] for axis in AXES}}
+    return {
+        key.removeprefix("."): digest_source(path)
+        for key, path in find_named_files(values, "")
+        if isinstance(path, Path) and path.suffix == ".py"
+    }
 
 
 def digest_source(source: Path | Sequence[Path] | str) -> str:
-    """The sha256 of a file, of several, or of a source."""
-    if isinstance(source, str):
-        return hashlib.sha256(source.encode()).hexdigest()
-    return files.compute_file_digest(source) if isinstance(source, Path) else digest_file_list(source)
+    """Return the sha256 of a file, of several files, or of a text.
 
-
-def digest_file_list(paths: Sequence[Path]) -> str:
-    """The sha256 of what `sha256sum` prints of files, by their names: it tells one more, one less and one edited."""
-    lines = "".join(f"{files.compute_file_digest(path)}  {path.name}\n" for path in paths)
-    return hashlib.sha256(lines.encode()).hexdigest()
+    That of several is the sha256 of what `sha256sum` prints of them, so it changes if a file is added, removed or
+    edited.
+    """
+    if isinstance(source, Path):
+        return files.compute_file_digest(source)
+    if not isinstance(source, str):
+        source = "".join(f"{files.compute_file_digest(path)}  {path.name}\n" for path in source)
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def find_named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Path] | str]]:
-    """What is behind settings, by dotted key: a file, all that match a pattern, or the source of what has no file."""
+    """Yield by dotted key the file that a setting names, all files of a pattern, or the source of an object."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from find_named_files(item, f"{key}.{name}")
@@ -460,7 +471,7 @@ def find_named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Pa
 
 
 def find_file(value: str) -> Path | None:
-    """The file behind `path/to/file.ext`, `path/to/file.py:Name` or, once it is imported, `module:Name`."""
+    """Return the file of `path/to/file.ext`, `path/to/file.py:Name` or, once it is imported, `module:Name`."""
     source, _, name = value.rpartition(":")
     if name.isidentifier() and source in sys.modules:
         origin = getattr(sys.modules[source], "__file__", None)
@@ -470,7 +481,7 @@ def find_file(value: str) -> Path | None:
 
 
 def get_source(thing: Any) -> str:
-    """The source of a function or a class; empty where it has none of its own, as a lambda in the middle of a line."""
+    """Return the source of a function or a class; empty if there is none by itself, as of a lambda within a line."""
     if getattr(thing, "__name__", "<lambda>") == "<lambda>":
         return ""
     with suppress(OSError, TypeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import platform
 import sys
@@ -240,26 +239,3 @@ def describe_hardware() -> dict[str, str | int | float]:
         "memory_gb": round(get_memory_gb(), 1),
         "gpus": ", ".join(gpus),
     }
-
-
-# ---------------------------------------------------------------- imports
-# The first import of torch: nothing of it is garbage, and nothing is looked for there.
-
-
-@contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Import in here what imports torch, while the garbage collector rests.
-
-    It would look again and again through modules that stay until the process ends, which takes as long as half of the
-    import itself; it leaves them alone from here on, also at the end. Where torch is imported already nothing is done:
-    the process is another program's, and so is its garbage.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.freeze()

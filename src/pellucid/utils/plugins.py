@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -232,3 +233,21 @@ def is_reachable(endpoint: str) -> bool:
         print(escape_controls(text), flush=True)
         return False
     return True
+
+
+@contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector while torch is imported, and exempt the imported modules from it afterwards.
+
+    The collector would search modules that stay until the process ends, again and again, which takes half as long as
+    the import itself. If torch is imported already, this does nothing: the process is another program's.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
