@@ -26,13 +26,13 @@ warnings.filterwarnings("ignore", "IProgress")  # of a progress bar that is not 
 import torch
 from transformers.utils import logging
 
-from pellucid.policy import load
+from pellucid.policy.load import load_pretrained
 from pellucid.tasks.expected import Expected
 from pellucid.types import Completion, Prompt
 
 logging.disable_progress_bar()
 torch.manual_seed(42)
-policy, tokenizer = load.load_pretrained("smollm2-135m", torch.float32)
+policy, tokenizer = load_pretrained("smollm2-135m", torch.float32)
 policy.eval()  # no dropout: with it, the ratio of a policy to itself would not be 1
 reference = copy.deepcopy(policy).requires_grad_(False)  # frozen, fp32, on the CPU
 

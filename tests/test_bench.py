@@ -406,5 +406,5 @@ def test_three_axes_and_their_limits_are_on_one_plot(of):
     assert [[(p.x, p.y) for p in line.points] for line in lines] == [[(1, 3), (2, 6), (4, 12)]] * 3 + [
         [(1, 1), (2, 2), (4, 4)]
     ] * 3
-    assert growth.picture(growth.charts(rows)).count("<svg class") == 3
+    assert growth.join_charts(growth.charts(rows)).count("<svg class") == 3
     assert "| 128 | 6.00 | 2.00 | 1.00 | 2.00 | 3.00 | 1.0 |" in growth.table("tokens", rows["tokens"])

@@ -1,11 +1,11 @@
 """Pellucid: Group Relative Policy Optimization, clear enough to see through.
 
-`import pellucid` is light: what it exports is imported when it is used, and torch when a first step is taken.
+`import pellucid` is light: an exported name is imported when it is used, and torch with the first step of a run.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as typing has it: `python -m pellucid` comes here before __main__ has seen to the import path
+TYPE_CHECKING = False  # not imported from typing: `python -m pellucid` runs this before __main__ mends the import path
 if TYPE_CHECKING:
     from pellucid import algorithm
     from pellucid.algorithm.grpo import StepResult
@@ -38,9 +38,10 @@ EXPORT_MODULES = {
     "Task": "pellucid.types",
     "train": "pellucid.api",
 }
+"""The modules of exported names; all others are in pellucid.types."""
 
 
-if not TYPE_CHECKING:  # who would take any name for one that is exported
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

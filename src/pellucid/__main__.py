@@ -1,4 +1,4 @@
-"""Where the process begins: what it prints may go nowhere, and a stop request may come before all is imported."""
+"""The entry point of the process. Its output may be closed, and a signal may come before all is imported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:
     try:
         here = os.getcwd()
-    except OSError:  # it was removed, which cli.py says
+    except OSError:  # it was removed, which cli.py reports
         here = ""
-    # `python -m` puts the working directory first: a file of the user's called tomllib.py would be taken for Python's.
+    # `python -m` puts the working directory first: a user's file called tomllib.py would be imported for Python's.
     if sys.path[0] == here:
         del sys.path[0]
 
@@ -23,7 +23,7 @@ def main() -> None:
     for number in list_stop_signals():
         signal.signal(number, exit_immediately)
     sys.stdout, sys.stderr = make_tolerant_stream(sys.stdout, 1), make_tolerant_stream(sys.stderr, 2)
-    from pellucid.cli import main  # noqa: PLC0415 - takes its time, in which a stop request may come
+    from pellucid.cli import main  # noqa: PLC0415 - it is slow, and a signal may come meanwhile
 
     main()
 

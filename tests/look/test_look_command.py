@@ -20,6 +20,6 @@ def test_steps_that_a_resume_deletes_meanwhile_are_told_in_a_line(tmp_path, monk
         return of_files(runs, step)
 
     monkeypatch.setattr(single_file, "count_file_bytes", deleting)
-    with pytest.raises(UserError, match=r"step-000003\.parquet went while it was read, .*: look again"):
+    with pytest.raises(UserError, match=r"step-000003\.parquet was deleted while it was read, .*: look again"):
         run_look([run], 0, tmp_path / "page.html", open_browser=False)
     assert not (tmp_path / "page.html").exists()

@@ -97,7 +97,9 @@ def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkey
         token_files, "read_tokens", lambda folder, step, columns=None: read.append(step) or whole(folder, step, columns)
     )
     monkeypatch.setattr(single_file, "SAMPLE_SIZE", 2)
-    said = single_file.write_page([run], tmp_path / "page.html", limit=len(single_file.build_inspect_page({})[0]) + 60_000)
+    said = single_file.write_page(
+        [run], tmp_path / "page.html", limit=len(single_file.build_inspect_page({})[0]) + 60_000
+    )
     held = answers(tmp_path / "page.html")["packed"]["counts"]
     assert 2 < held["tokens"][0] < 30
     assert 2 < held["summaries"][0] < 60

@@ -60,7 +60,18 @@ def test_data_by_its_key(server):
     assert "no tokens of step 7" in json.loads(body)["error"]
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/../config.json", "/page/words.json", "/page/../page/app.js", "/data/1/overview", "/data/0/../x", "/data/"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "/../config.json",
+        "/page/words.json",
+        "/page/../page/app.js",
+        "/data/1/overview",
+        "/data/0/../x",
+        "/data/",
+    ],
+)
 def test_there_is_nothing_else(server, path):
     assert asked(server, path)[0].status == 404
 

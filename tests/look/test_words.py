@@ -34,4 +34,6 @@ def test_values_stand_where_the_sentence_names_them():
 
 
 def test_data_is_never_read_as_markup():
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", "".join(load_modules().values()))
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", "".join(load_modules().values())
+    )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import byte_tokenizer
-from pellucid.policy.text import PARTIAL_CHARACTER, TokenTexts
+from pellucid.policy.text import REPLACEMENT, TokenTexts
 
 BYTES = byte_tokenizer()
 
@@ -30,12 +30,12 @@ def test_joined_they_are_the_whole_whatever_the_bytes_are(ids):
 def test_of_whole_characters_no_token_says_a_part(text):
     texts = TokenTexts(decode).decode_each(BYTES.encode(text))
     assert "".join(texts) == text
-    assert not any(PARTIAL_CHARACTER in one for one in texts)
+    assert not any(REPLACEMENT in one for one in texts)
 
 
 def test_a_character_that_is_never_completed_is_said_at_the_end():
     ids = BYTES.encode("a你")[:-1]
-    assert TokenTexts(decode).decode_each(ids) == ["a", "", PARTIAL_CHARACTER]
+    assert TokenTexts(decode).decode_each(ids) == ["a", "", REPLACEMENT]
 
 
 def test_the_space_that_a_tokenizer_leaves_out_at_the_beginning_of_a_text_is_said_within_it():

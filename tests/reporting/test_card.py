@@ -11,7 +11,7 @@ from pellucid import config
 from pellucid.reporting.eval_metrics import make_evaluation_record
 from pellucid.reporting.loggers import format_json_line
 from pellucid.share import find_base_model, make_model_card
-from pellucid.training import run_dir as files
+from pellucid.training.run_dir import digest_named_files, dump_settings
 from pellucid.types import Estimate, Evaluation
 
 SUMS = '[task]\nname = "arithmetic"\n[algorithm]\nseed = 5\n'
@@ -31,10 +31,10 @@ def written(tmp_path):
 
     def write(recipe, *evaluations, **facts):
         (tmp_path / "recipe.toml").write_text(recipe)
-        settings = files.dump_settings(config.resolve_config(config.load_config(tmp_path / "recipe.toml")))
+        settings = dump_settings(config.resolve_config(config.load_config(tmp_path / "recipe.toml")))
         run_dir = tmp_path / "run"
         (run_dir / "model").mkdir(parents=True, exist_ok=True)
-        known = {**settings, **FACTS, "digests": files.digest_named_files(settings), **facts}
+        known = {**settings, **FACTS, "digests": digest_named_files(settings), **facts}
         (run_dir / "config.json").write_text(json.dumps(known))
         steps = [{"step": 1, "time/step": 30.0}, {"step": 2, "time/step": 300.0}]
         (run_dir / "metrics.jsonl").write_text("".join(map(format_json_line, steps)))

@@ -91,7 +91,7 @@ def write_config(cell, *overrides):
     settled = ["--policy.dtype", "bfloat16", "--algorithm.max-length", "64", "--task.seed", "3"]
     settings = config.dump_config(config.load_config(None, ["--algorithm.seed", str(cell.seed), *settled, *overrides]))
     cell.run_dir.mkdir(parents=True)
-    (cell.run_dir / "config.json").write_text(json.dumps({**settings, "versions": {"torch": "2"}}))
+    (cell.run_dir / "config.json").write_text(json.dumps({**settings, "digests": {}, "versions": {"torch": "2"}}))
 
 
 RECIPE = config.load_config(None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import tomllib
+
 import pytest
 
 from pellucid import cli, config
@@ -38,3 +41,11 @@ def test_each_process_must_have_as_many_prompts(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=r"prompts_per_step = 4 must be a multiple of processes \* minibatches = 6"):
         check_settings(config.load_config(None, ["--algorithm.prompts-per-step", "4", "--algorithm.minibatches", "2"]))
+
+
+def test_infinities_and_nan_are_printed_as_toml_reads_them():
+    """A task of the user may have them as defaults."""
+    values = {"task": {"high": math.inf, "lows": [-math.inf], "unknown": math.nan}}
+    read = tomllib.loads(config.format_toml(values))["task"]
+    assert (read["high"], read["lows"]) == (math.inf, [-math.inf])
+    assert math.isnan(read["unknown"])

@@ -23,8 +23,7 @@ from pellucid.policy.policy import Policy
 from pellucid.reporting.run_files import list_checkpoints
 from pellucid.rollout.native import NativeSampler
 from pellucid.training import checkpoint, memory, run
-from pellucid.training import run_dir as changes
-from pellucid.training import run_dir as claim
+from pellucid.training.run_dir import CHANGEABLE_SETTINGS, is_first_process
 from pellucid.types import UserError
 from runs import asked_to_stop, same_run, train
 
@@ -113,13 +112,13 @@ def files_of(pid):
 
 
 def test_a_lock_is_asked_for_by_the_process_that_writes_alone(monkeypatch):
-    assert claim.is_first_process()
+    assert is_first_process()
     for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         with monkeypatch.context() as patched:
             patched.setenv(name, "1")
-            assert not claim.is_first_process()
+            assert not is_first_process()
             patched.setenv(name, "0")
-            assert claim.is_first_process()
+            assert is_first_process()
 
 
 # ---------------------------------------------------------------- what may change at a resume
@@ -230,9 +229,9 @@ def test_a_pattern_is_all_of_its_files_and_one_more_is_another_experiment(recipe
 
 
 def test_every_setting_is_either_free_at_a_resume_or_not():
-    assert "algorithm.steps".startswith(changes.CHANGEABLE_SETTINGS)
+    assert "algorithm.steps".startswith(CHANGEABLE_SETTINGS)
     for key in ("task.digits", "algorithm.group_size", "sampler.temperature", "evaluate.n", "policy.model"):
-        assert not key.startswith(changes.CHANGEABLE_SETTINGS), key
+        assert not key.startswith(CHANGEABLE_SETTINGS), key
 
 
 # ---------------------------------------------------------------- before the first checkpoint

@@ -105,21 +105,16 @@ def train(
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     collector: RolloutCollector | None = None,
 ) -> Iterator[StepResult]:
-    """Train a policy, one step per iteration. Between steps the caller may evaluate, save or stop.
+    """Train a policy and yield the result of each step. Between steps the caller may evaluate, save or stop.
 
     Args:
         task: The source of prompts and rewards.
         sampler: Generates completions. It receives the weights of the policy after each step.
         policy: The model that is trained, in place.
-        runtime: The processes of the run and their optimizer.
-        cfg: The settings of the algorithm.
         reference: The model from which the KL is measured; needed where cfg.kl_coef > 0.
         state: The state after the last finished step, updated in place. None starts from step 0.
-        sampling: How completions are sampled. Its `n` and `seed` are ignored: cfg and the step set them.
-        collector: Where the rollouts come from. None generates those of each step when the step begins.
-
-    Yields:
-        The result of each step.
+        sampling: How completions are sampled. The step sets `n` and `seed`.
+        collector: Where rollouts come from. None generates those of each step when the step begins.
     """
     state = state or TrainingState()
     state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef

@@ -1,10 +1,10 @@
 """DeepSpeed's ZeRO (arXiv 1910.02054): stage 2 shards gradients and optimizer state, stage 3 the weights as well.
 
-DeepSpeed holds the fp32 masters and their moments; the model's parameters are in the compute dtype, as in any program
-of its users, and gradients are added up in fp32. `deepspeed.initialize` is called here, not Accelerate's plug-in,
-whose backward pass takes the optimizer step with it: clipping, rate and micro-batches are the loop's.
+DeepSpeed holds the fp32 masters and their moments. The parameters of the model are in the compute dtype, and gradients
+are summed in fp32. Accelerate's plug-in for DeepSpeed is not used, since its backward pass takes the optimizer step,
+and the training loop decides on clipping, learning rate and micro-batches.
 
-What is saved is laid out as FSDP2 lays it out, tensor by tensor, so that any engine goes on with it.
+Checkpoints have the layout of FSDP2, tensor by tensor, so that any engine can resume them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pellucid.types import UserError
 from pellucid.utils.plugins import import_extra
 
 PERSISTENCE_THRESHOLD_ELEMENTS = 10_000
-"""Parameters of fewer elements, such as norms, stay whole in stage 3."""
+"""Parameters with fewer elements, such as norms, are not sharded in stage 3."""
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class SkipZeroGradientAdamW(torch.optim.AdamW):
-    """AdamW that does nothing where the whole gradient is 0: momentum alone would move the weights."""
+    """AdamW that takes no step if the gradient is 0, since momentum alone would move the weights."""
 
     get_grad_norm: Callable[[], float]
 
@@ -48,7 +48,7 @@ class SkipZeroGradientAdamW(torch.optim.AdamW):
 
 
 class ShardedParameters:
-    """Parameters that stage 3 has sharded, whole from `unshard` to `reshard`."""
+    """Parameters that stage 3 has sharded. They are gathered from `unshard` to `reshard`."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         self.parameters = list(parameters)
@@ -58,14 +58,14 @@ class ShardedParameters:
             missing[0].all_gather(missing)
 
     def reshard(self, persistent: bool = False) -> None:
-        """Keep only this process's parts; of those that stay whole, too, where `persistent` says so."""
-        kept = [p for p in self.parameters if p.ds_status.name == "AVAILABLE" and (persistent or not p.ds_persist)]
-        if kept:
-            kept[0].partition(kept)
+        """Keep only the shards of this process; with `persistent` also of parameters that stage 3 leaves unsharded."""
+        gathered = [p for p in self.parameters if p.ds_status.name == "AVAILABLE" and (persistent or not p.ds_persist)]
+        if gathered:
+            gathered[0].partition(gathered)
 
 
 class ZeroEngine:
-    """A policy whose optimizer steps DeepSpeed takes."""
+    """A training engine whose optimizer steps DeepSpeed takes."""
 
     is_lockstep = True
 
@@ -73,20 +73,20 @@ class ZeroEngine:
         self.policy, self.stage, self.world_size = policy, stage, world_size
         self.mesh: DeviceMesh = fsdp2.make_device_mesh(policy.device, world_size, 0)
         self.deepspeed = import_deepspeed(policy.device)
-        rounded = any(p.dtype != policy.dtype for p in policy.trainable().values())
-        exact = {name: copy_to_cpu(p) for name, p in policy.trainable().items()} if rounded else {}
-        reads = policy.list_external_parameters() if stage == 3 else []
+        will_round = any(p.dtype != policy.dtype for p in policy.trainable().values())
+        unrounded = {name: copy_to_cpu(p) for name, p in policy.trainable().items()} if will_round else {}
+        external_parameters = policy.list_external_parameters() if stage == 3 else []
         self.deepspeed_config = build_deepspeed_config(policy.dtype, cfg, stage)
         facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
         self.optimizer = SkipZeroGradientAdamW(list(policy.trainable().values()), **facts, fused=True)
         self.optimizer.get_grad_norm = self.get_grad_norm
         self.zero_optimizer: Any = None
-        self.module = self.wrap_policy(policy, reads, self.optimizer)
+        self.module = self.wrap_policy(policy, external_parameters, self.optimizer)
         self.zero_optimizer = self.module.optimizer
         self.parameters = policy.trainable()
         self.initialize_moments()
-        if exact:
-            self.load_masters(exact)
+        if unrounded:
+            self.load_masters(unrounded)
 
     def wrap_policy(
         self,
@@ -94,7 +94,7 @@ class ZeroEngine:
         external_parameters: Sequence[tuple[torch.nn.Module, list[Any]]],
         optimizer: Any = None,
     ) -> Any:
-        """DeepSpeed's engine around the module of a policy, which takes its place."""
+        """Replace the module of a policy by a DeepSpeed engine around it, and return the engine."""
         module = policy.module
         policy.module, *_ = self.deepspeed.initialize(model=module, optimizer=optimizer, config=self.deepspeed_config)
         for reader, parameters in external_parameters:
@@ -102,12 +102,11 @@ class ZeroEngine:
                 self.deepspeed.zero.register_external_parameter(reader, p)
         if self.stage == 3:
             policy.sharded_modules = [ShardedParameters(module.parameters())]
-            # What was gathered to sample from is dropped before the layers gather for themselves.
+            # Parameters that were gathered for sampling are freed before the layers gather them one by one.
             policy.module.register_forward_pre_hook(lambda *_: policy.sharded_modules[0].reshard())
         return policy.module
 
     def shard_reference(self, reference: ShardablePolicy) -> None:
-        """Shard a frozen policy on the same device, where weights are sharded."""
         if self.stage == 3 and reference.device == self.policy.device:
             self.wrap_policy(reference, reference.list_external_parameters())
 
@@ -120,24 +119,24 @@ class ZeroEngine:
         self.module.backward(loss.to(self.policy.device))
 
     def reset_for_retry(self) -> bool:
-        """DeepSpeed makes no part of a step again."""
+        """DeepSpeed cannot repeat a part of a step."""
         return False
 
     def get_grad_norm(self) -> float:
-        """Of the gradient before it was clipped; DeepSpeed knows it before it asks for the step."""
+        """Return the norm before clipping, which DeepSpeed computes before it calls the optimizer."""
         return float(self.zero_optimizer._global_grad_norm)
 
     def step(self, lr: float) -> dict[str, float]:
-        """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
+        """Clip the gradient, take a step unless the gradient is 0 or not finite, and clear it. Return metrics."""
         self.optimizer.param_groups[0]["lr"] = lr
         self.module.step()
         norm = math.inf if self.zero_optimizer.overflow else self.get_grad_norm()
         return {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
 
-    # ------------------------------------------------------------ what is saved, tensor by tensor
+    # ------------------------------------------------------------ state of checkpoints
 
     def initialize_moments(self) -> None:
-        """Moments of 0, as AdamW begins with, so that they can be read and loaded before the first step."""
+        """Set the moments to 0, as AdamW does in the first step, so that they can be read and loaded before it."""
         for flat in self.get_flat_masters():
             self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device)} | {
                 moment: torch.zeros_like(flat) for moment in MOMENT_NAMES
@@ -146,7 +145,7 @@ class ZeroEngine:
             self.zero_optimizer._lazy_init_hp_params_optimizer_state()
 
     def get_flat_masters(self) -> list[Tensor]:
-        """This process's part of the masters, flat, a tensor a group."""
+        """Return the shard of the masters of this process, one flat tensor for each parameter group."""
         return (
             self.zero_optimizer.fp32_partitioned_groups_flat
             if self.stage == 3
@@ -154,23 +153,24 @@ class ZeroEngine:
         )
 
     def shard_tensor(self, value: Tensor) -> Tensor:
-        """This process's part of a whole tensor, as FSDP2 would lay it out."""
+        """Return the shard of this process in the layout of FSDP2."""
         return distribute_tensor(value, self.mesh, [Shard(0)], src_data_rank=None)
 
     def masters(self) -> dict[str, Tensor]:
-        read = self.deepspeed.utils.safe_get_full_fp32_param
-        return {name: self.shard_tensor(read(p)) for name, p in self.parameters.items()}
+        get_master = self.deepspeed.utils.safe_get_full_fp32_param
+        return {name: self.shard_tensor(get_master(p)) for name, p in self.parameters.items()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        read, steps = (
-            self.deepspeed.utils.safe_get_full_optimizer_state,
-            self.optimizer.state[self.get_flat_masters()[0]]["step"],
-        )
-        found = {m: {name: self.shard_tensor(read(p, m)) for name, p in self.parameters.items()} for m in MOMENT_NAMES}
-        return {"step": {name: steps.clone() for name in self.parameters}, **found}
+        get_moment = self.deepspeed.utils.safe_get_full_optimizer_state
+        steps = self.optimizer.state[self.get_flat_masters()[0]]["step"]
+        moments = {
+            moment: {name: self.shard_tensor(get_moment(p, moment)) for name, p in self.parameters.items()}
+            for moment in MOMENT_NAMES
+        }
+        return {"step": {name: steps.clone() for name in self.parameters}, **moments}
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by name, trained ones unrounded; this process's part of each."""
+        """Return the shard of this process of all parameters by name, of trained ones of the fp32 master."""
         frozen = {name: p for name, p in self.policy.weights().items() if name not in self.parameters}
         return {**{name: self.shard_tensor(gather_full_tensor(p)) for name, p in frozen.items()}, **self.masters()}
 
@@ -178,8 +178,9 @@ class ZeroEngine:
         if masters.keys() != self.parameters.keys():
             raise UserError(POLICY_MISMATCH)
         if self.stage == 3:
-            ShardedParameters(self.parameters.values()).reshard(persistent=True)  # what is whole would stay as it was
-        for name, p in self.parameters.items():  # in one order in all processes
+            # Gathered parameters would keep their old values.
+            ShardedParameters(self.parameters.values()).reshard(persistent=True)
+        for name, p in self.parameters.items():  # in the same order in all processes
             self.write_local_shard(p, gather_full_tensor(masters[name]))
         if self.stage == 2:
             self.zero_optimizer.update_lp_params()
@@ -187,7 +188,7 @@ class ZeroEngine:
                 torch.autograd.graph.increment_version(p)
 
     def load_moments(self, moments: Moments) -> None:
-        if not moments:  # no step had been taken
+        if not moments:  # the checkpoint is from before the first step
             return
         for flat in self.get_flat_masters():
             self.optimizer.state[flat]["step"].copy_(next(iter(moments["step"].values())))
@@ -196,7 +197,7 @@ class ZeroEngine:
                 self.write_local_shard(p, gather_full_tensor(moments[moment][name]), moment)
 
     def write_local_shard(self, p: Any, value: Tensor, moment: str | None = None) -> None:
-        """Set this process's part of a master, or of one of its moments, from the whole tensor."""
+        """Set the shard of this process of a master, or of one of its moments, from the full tensor."""
         tools, value = self.deepspeed.utils, value.to(p.device, torch.float32)
         if self.stage == 2:
             if moment:
@@ -205,12 +206,12 @@ class ZeroEngine:
                 tools.safe_set_full_fp32_param(p, value)
             return
         size = p.ds_tensor.numel()
-        part = F.pad(value.flatten(), (0, size * self.world_size - value.numel())).split(size)[self.rank]
+        shard = F.pad(value.flatten(), (0, size * self.world_size - value.numel())).split(size)[self.rank]
         if moment:
-            tools.safe_set_local_optimizer_state(p, part, moment)
+            tools.safe_set_local_optimizer_state(p, shard, moment)
         else:
-            tools.safe_set_local_fp32_param(p, part)
-            p.ds_tensor.copy_(part)
+            tools.safe_set_local_fp32_param(p, shard)
+            p.ds_tensor.copy_(shard)
 
     @property
     def rank(self) -> int:
@@ -224,18 +225,22 @@ class ZeroEngine:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, which picks its accelerator when it is imported and says much while it works."""
+    """Import DeepSpeed for a device, which it chooses at import, and silence its log.
+
+    Raises:
+        UserError: DeepSpeed is not installed.
+    """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    found = import_extra("deepspeed", "deepspeed", 'runtime.engine = "deepspeed"')
+    module = import_extra("deepspeed", "deepspeed", 'runtime.engine = "deepspeed"')
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    os.environ.setdefault("LOCAL_RANK", "0")  # one process that was started by itself
-    return found
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed needs it; a single process without a launcher has none
+    return module
 
 
 def build_deepspeed_config(dtype: torch.dtype, cfg: AdamWConfig, stage: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration. Every micro-batch is summed as it is: the loop knows how many there are."""
+    """Return DeepSpeed's configuration. It sums micro-batches unscaled, since token weights already scale the loss."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

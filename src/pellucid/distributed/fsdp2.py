@@ -1,14 +1,13 @@
-"""FSDP2: of each parameter, its gradient and its moments a process keeps a part; a layer is gathered while it computes.
+"""FSDP2: each process holds a shard of every parameter, gradient and moment, and gathers a layer while it computes.
 
-`torch.distributed.fsdp.fully_shard`, on our own decoder and on transformers' models alike. Masters stay in fp32; layers
-of our decoder are gathered in the dtype of computing, and gradients are added up in fp32. A mesh of two dimensions
-shards within a group of processes, such as those of a machine, and replicates across (hybrid sharding).
+This is `torch.distributed.fsdp.fully_shard` on our decoder and on transformers' models. Masters are in fp32. Layers of
+our decoder are gathered in the compute dtype, and gradients are summed in fp32. A mesh of two dimensions shards within
+a group of processes, such as those of a machine, and replicates across groups (hybrid sharding).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from pellucid.types import UserError
 
 
 class ShardablePolicy(Protocol):
-    """The part of a policy that is sharded."""
+    """What sharding needs of a policy."""
 
     module: nn.Module
     sharded_modules: Sequence[ShardedModule]
@@ -36,8 +35,12 @@ class ShardablePolicy(Protocol):
 
 
 def make_device_mesh(device: torch.device, world_size: int, shard_count: int) -> DeviceMesh:
-    """All processes in groups of `shards`, 0 being one group. UserError where they do not divide the processes."""
-    if not dist.is_initialized():  # one process, started by itself
+    """Return the mesh of all processes, in groups of `shard_count` that share the parameters; 0 is a single group.
+
+    Raises:
+        UserError: `shard_count` does not divide the number of processes.
+    """
+    if not dist.is_initialized():  # a single process without a launcher
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     shard_count = shard_count or world_size
     if world_size % shard_count:
@@ -50,8 +53,10 @@ def make_device_mesh(device: torch.device, world_size: int, shard_count: int) ->
 
 
 def shard_policy(policy: ShardablePolicy, mesh: DeviceMesh, offload: bool) -> None:
-    """Shard a policy in place: each block is a group of parameters, what is left of the module another."""
-    wide = MixedPrecisionPolicy(policy.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    away = CPUOffloadPolicy() if offload and policy.device.type != "cpu" else OffloadPolicy()
-    one = partial(fully_shard, mesh=mesh, mp_policy=wide, offload_policy=away)
-    policy.sharded_modules = [one(module) for module in (*policy.blocks(), policy.module)]
+    """Shard a policy in place. Each block is gathered by itself, and the rest of the module at once."""
+    mixed_precision = MixedPrecisionPolicy(policy.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offloading = CPUOffloadPolicy() if offload and policy.device.type != "cpu" else OffloadPolicy()
+    policy.sharded_modules = [
+        fully_shard(module, mesh=mesh, mp_policy=mixed_precision, offload_policy=offloading)
+        for module in (*policy.blocks(), policy.module)
+    ]

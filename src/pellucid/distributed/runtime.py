@@ -1,4 +1,4 @@
-"""The runtime: one process, or as many as `torchrun` started, and an engine that takes their optimizer steps."""
+"""The runtime: the processes of a run, and the engine that takes their optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,30 +24,64 @@ from pellucid.utils import hardware
 
 T = TypeVar("T")
 MISSING_ITEM = object()
-"""Stands for an item that one process has less than another."""
+"""Fills up the items of a process that has fewer than another."""
 
 
 class TrainingEngine(Protocol):
-    """Whoever holds parameters, gradients and moments, and takes optimizer steps with them: `Plain` or `Zero`."""
+    """Holds parameters, gradients and moments, and takes optimizer steps: `TorchEngine` or `ZeroEngine`."""
 
     @property
-    def is_lockstep(self) -> bool: ...
-    def shard_reference(self, reference: ShardablePolicy) -> None: ...
-    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]: ...
+    def is_lockstep(self) -> bool:
+        """Whether all processes must make the same number of forward and backward passes."""
+        ...
+
+    def shard_reference(self, reference: ShardablePolicy) -> None:
+        """Shard a frozen policy if it is on the device of the trained one, and that one is sharded."""
+        ...
+
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context of the passes of a micro-batch; `is_last` is the last of an optimizer step."""
+        ...
+
     def backward(self, loss: Tensor) -> None: ...
-    def reset_for_retry(self) -> bool: ...
-    def step(self, lr: float) -> dict[str, float]: ...
-    def weights(self) -> dict[str, Tensor]: ...
-    def masters(self) -> dict[str, Tensor]: ...
+    def reset_for_retry(self) -> bool:
+        """Drop the gradients of an interrupted step. Return whether the step can be repeated."""
+        ...
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip the gradient, take a step and clear the gradient. Return metrics, with `grad_norm` and `skipped`."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all parameters by name; of sharded ones the shard of this process."""
+        ...
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return the trained parameters in fp32 by name; of sharded ones the shard of this process."""
+        ...
+
     def load_masters(self, masters: Mapping[str, Tensor]) -> None: ...
-    def moments(self) -> dict[str, dict[str, Tensor]]: ...
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of the optimizer by moment and by parameter name."""
+        ...
+
     def load_moments(self, moments: Moments) -> None: ...
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Return the facts of a checkpoint besides tensors."""
+        ...
+
     def load_state(self, facts: Mapping[str, Any]) -> None: ...
 
 
 class Runtime:
-    """Optimizer steps on the gradient of a global sum. `total` is the number of optimizer steps of the whole run."""
+    """One process, or as many as a launcher started, which train on the gradient of a global sum.
+
+    Args:
+        policy: The policy that is trained.
+        optimizer: The settings of the optimizer.
+        total_updates: The number of optimizer steps of the run, for the learning rate.
+        cfg: The settings of the processes.
+    """
 
     def __init__(
         self,
@@ -57,8 +91,10 @@ class Runtime:
         cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.cfg, self.total_updates, self.updates = optimizer, total_updates, 0
-        self.max_micro_batch_rows = 0  # the most rows at once since memory ran out; 0 where it never has
-        self.out_of_memory_hint = "set a lower sampler.max_tokens"  # where memory runs out with one row
+        self.max_micro_batch_rows = 0
+        """The most rows of a forward pass since memory ran out; 0 if it never has."""
+        self.out_of_memory_hint = "set a lower sampler.max_tokens"
+        """The advice in the error if memory runs out with one row."""
         self.policy, self.device = policy, policy.device
         join_process_group(policy.device, cfg.timeout)
         accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
@@ -76,22 +112,23 @@ class Runtime:
         return self.rank == 0
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Every world-th item, from this process's rank on. A minibatch then holds the same prompts in any world."""
+        """Return every `world_size`-th item, from the rank on: a minibatch has the same prompts for any world size."""
         return items[self.rank :: self.world_size]
 
     def gather(self, items: Sequence[Any]) -> list[Any]:
-        """The items of all processes in their global order, on every process: the inverse of `shard`."""
+        """Return the items of all processes in their global order, on every process: the inverse of `shard`."""
         if self.world_size == 1:
             return list(items)
         shards: list[list[Any]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(shards, list(items))
-        ranks = zip_longest(*shards, fillvalue=MISSING_ITEM)
-        return [item for rank_by_rank in ranks for item in rank_by_rank if item is not MISSING_ITEM]
+        rows = zip_longest(*shards, fillvalue=MISSING_ITEM)
+        return [item for row in rows for item in row if item is not MISSING_ITEM]
 
     def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes, on every process."""
         if self.world_size == 1:
             return x.clone()
-        total = x.clone().to(self.device)  # where processes meet
+        total = x.clone().to(self.device)  # collectives need the device of the process group
         dist.all_reduce(total)
         return total.to(x.device)
 
@@ -100,10 +137,11 @@ class Runtime:
         return bool(self.sum(torch.tensor(float(flag), device=self.device)))
 
     def compute_within_memory(self, compute: Callable[[int], T], rows: int) -> T:
-        """Return compute(rows). Each time memory runs out, halve the rows, in this call and all later ones.
+        """Return compute(rows). Each time memory runs out, halve the rows, in this call and in all later ones.
 
-        UserError where it runs out with one row, where other processes wait for the gradients of this one, or where the
-        engine cannot make part of a step again.
+        Raises:
+            UserError: Memory runs out with one row, or in one of several processes, or with an engine that cannot
+                repeat a part of a step.
         """
         while True:
             rows = min(rows, self.max_micro_batch_rows or rows)
@@ -112,7 +150,7 @@ class Runtime:
             except (RuntimeError, MemoryError) as error:
                 if not hardware.is_out_of_memory(error):
                     raise
-            # Only here, when the error is forgotten, are the tensors of its frames, too.
+            # Outside of `except`, the error no longer keeps the tensors of its frames alive.
             self.max_micro_batch_rows = self._halve_rows(rows)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -127,9 +165,10 @@ class Runtime:
         return rows // 2
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches. Processes exchange whole gradients once, at the last one, and sharded ones at each.
+        """Yield the micro-batches of an optimizer step, in the context of the engine.
 
-        There, all gather parameters together: one that has fewer micro-batches takes part in the others' with its last.
+        Unsharded gradients are exchanged at the last micro-batch only. If parameters are sharded, each pass gathers
+        them in all processes, so a process with fewer micro-batches makes passes of one row and no gradient.
         """
         own = len(micro_batches)
         rounds = max(self.gather([own])) if self.engine.is_lockstep else own
@@ -144,15 +183,16 @@ class Runtime:
         self.engine.backward(loss)
 
     def step(self) -> dict[str, float]:
-        """Clip the gradient, take a step, clear. A gradient that is not finite is thrown away and counted.
+        """Clip the gradient, take an optimizer step and clear the gradient. Return metrics.
 
-        So is one that is 0, of dead groups: there is nothing to learn, and momentum alone would move the weights.
+        A gradient that is not finite is dropped and counted in `skipped`. One that is 0, of zero-variance groups, is
+        dropped and counted in `idle`, since momentum alone would move the weights.
         """
         self.updates += 1
         lr = self.cfg.compute_lr(self.updates, self.total_updates)
-        taken = self.engine.step(lr)
-        return {**taken, "lr": lr, "idle": float(taken["grad_norm"] == 0)}
+        metrics = self.engine.step(lr)
+        return {**metrics, "lr": lr, "idle": float(metrics["grad_norm"] == 0)}
 
     def get_peak_memory_gb(self) -> float:
-        """Peak memory of this process in GB: of its GPU, else resident."""
+        """Return the peak memory of this process in GB: of its GPU, or its resident size without one."""
         return hardware.get_peak_memory_gb(self.device)

@@ -1,7 +1,7 @@
-"""Tensors that lie in several processes, to disk and back: each writes and reads its own part, as safetensors.
+"""Saves and loads sharded tensors: each process writes and reads its own shards, as safetensors.
 
-`torch.distributed.checkpoint` with the storage of Hugging Face: no pickle, and a part says where in its tensor it
-belongs, so that other numbers of processes, or one, read what these wrote.
+This is `torch.distributed.checkpoint` with the storage of Hugging Face. Files contain no pickle, and a shard says where
+in its tensor it belongs, so that any number of processes can load them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 MAX_FILE_BYTES = 5 * 2**30
-"""Of a file of a saved model, at most, but for one larger tensor."""
+"""The size limit of a file of a saved model. A single tensor may exceed it."""
 
 
 def has_sharded_tensors(state: Mapping[str, Tensor]) -> bool:
@@ -30,9 +30,13 @@ def has_sharded_tensors(state: Mapping[str, Tensor]) -> bool:
 
 
 def save_shards(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
-    """Write this process's parts into a folder that all of them share; they call it together. Return its own files.
+    """Write the shards of this process into a folder. All processes call this together.
 
-    OSError, in all processes, where one of them cannot write.
+    Returns:
+        The files of this process.
+
+    Raises:
+        OSError: One of the processes cannot write; raised in all of them.
     """
     _save_distributed(state, HuggingFaceStorageWriter(str(folder), save_distributed=True))
     return list(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
@@ -41,12 +45,12 @@ def save_shards(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
 def _save_distributed(state: Mapping[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
     try:
         save(dict(state), storage_writer=writer)
-    except CheckpointException as failure:  # in every process; it is no Exception
-        raise OSError(str(next(iter(failure.failures.values()))[0])) from failure
+    except CheckpointException as error:  # raised in every process; it is a BaseException
+        raise OSError(str(next(iter(error.failures.values()))[0])) from error
 
 
 def save_consolidated_model(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Write whole tensors in files as transformers reads them. They are put together on disk, in no one's memory."""
+    """Write sharded tensors as files that transformers reads. They are joined on disk, not in memory."""
     writer = HuggingFaceStorageWriter(
         str(folder), assign_files(state), save_distributed=True, enable_consolidation=True, thread_count_consolidation=2
     )
@@ -55,39 +59,41 @@ def save_consolidated_model(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def assign_files(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """For each tensor the number of its file, from 1 on."""
-    numbers, number, filled = {}, 1, 0
+    """Return the number of the file of each tensor, counted from 1."""
+    numbers, number, file_bytes = {}, 1, 0
     for name, x in state.items():
         size = x.numel() * x.element_size()
-        if filled and filled + size > MAX_FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name], filled = number, filled + size
+        if file_bytes and file_bytes + size > MAX_FILE_BYTES:
+            number, file_bytes = number + 1, 0
+        numbers[name], file_bytes = number, file_bytes + size
     return numbers
 
 
 def load_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that `write` wrote, those that `like` knows: of each what this process keeps of it there.
+    """Load tensors that `save_shards` wrote. All processes call this together.
 
-    Processes call it together.
+    Args:
+        folder: The folder of the shards.
+        like: By name, tensors with the shape, dtype and sharding to load. Other names are ignored.
     """
     state = {name: torch.empty_like(like[name]) for name in list_tensor_names(folder) if name in like}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # uninitialized: one process may read, too
+        warnings.filterwarnings("ignore", "torch.distributed is")  # uninitialized, in a single process
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     return state
 
 
 def list_tensor_names(folder: Path) -> set[str]:
-    """Of the tensors in a folder."""
-    found: set[str] = set()
+    """Return the names of all tensors in a folder."""
+    names: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            found.update(file.keys())
-    return found
+            names.update(file.keys())
+    return names
 
 
 def take_local_shard(tensor: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this process keeps where `like` is sharded, else all of it."""
+    """Return the shard of a tensor for this process if `like` is sharded, else the tensor."""
     if not isinstance(like, DTensor):
         return tensor
     tensor = tensor.to(like.device, like.dtype)

@@ -1,4 +1,4 @@
-"""Optimizer steps by torch: on parameters that stand in every process, or on FSDP2's parts of them."""
+"""Optimizer steps by PyTorch, for the engines `ddp` and `fsdp2`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pellucid.models.decoder import Decoder
 from pellucid.models.linear import gather_full_tensor
 
 Moments = Mapping[str, Mapping[str, Tensor]]
-"""The tensors of an optimizer by moment and parameter name."""
+"""The tensors of an optimizer by moment and by parameter name."""
 
 
 class TrainablePolicy(ShardablePolicy, Protocol):
-    """The part of a policy that a runtime needs."""
+    """What a runtime needs of a policy."""
 
     dtype: torch.dtype
 
@@ -52,9 +52,14 @@ def build_optimizer(cfg: AdamWConfig, policy: TrainablePolicy) -> torch.optim.Op
 
 
 class TorchEngine:
-    """`ddp`, where every process holds the whole model, and `fsdp2`, where each holds a part of every parameter.
+    """`ddp`, where every process holds the whole model, or `fsdp2`, where each holds a shard of every parameter.
 
-    anywhere: whether something is true in at least one process.
+    Args:
+        policy: The policy that is trained.
+        cfg: The settings of the optimizer.
+        runtime: The settings of the processes.
+        accelerator: Accelerate's view of the processes.
+        any_rank: Returns whether a flag is true in at least one process.
     """
 
     def __init__(
@@ -75,20 +80,19 @@ class TorchEngine:
         self.module, self.parameters = policy.module, policy.trainable()
         self.optimizer = build_optimizer(cfg, policy)
         self.scaler = GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
-        self.has_nonfinite_loss = False  # whether a loss of the next optimizer step, in this process, was not finite
+        self.has_nonfinite_loss = False
+        """Whether a loss of the next optimizer step, in this process, was not finite."""
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether processes make as many forward and backward passes as one another."""
         return self.mesh is not None
 
     def shard_reference(self, reference: ShardablePolicy) -> None:
-        """Shard a frozen policy on the same device, where the trained one is sharded."""
         if self.mesh and reference.device == self.policy.device:
             fsdp2.shard_policy(reference, self.mesh, offload=False)
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Around the passes of a micro-batch. Whole gradients meet at the last one of an optimizer step."""
+        """Return a context in which unsharded gradients are exchanged only at the last micro-batch."""
         return nullcontext() if is_last or self.mesh else self.accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
@@ -99,14 +103,15 @@ class TorchEngine:
         self.accelerator.backward(loss)
 
     def reset_for_retry(self) -> bool:
-        """Drop the gradients of a step that is to be made again. Whether it can be: FSDP2 goes on waiting for the end
-        of a backward pass that was broken off, and hands out no gradient any more.
+        """Drop the gradients of an interrupted step. Return whether the step can be repeated.
+
+        With FSDP2 it cannot: after an interrupted backward pass it waits for its end, and returns no gradients.
         """
         self.optimizer.zero_grad(set_to_none=True)
         return self.mesh is None
 
     def step(self, lr: float) -> dict[str, float]:
-        """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
+        """Clip the gradient, take a step unless the gradient is 0 or not finite, and clear it. Return metrics."""
         self.scaler.unscale_(self.optimizer)
         norm = float(gather_full_tensor(self.clip_gradients(self.cfg.max_grad_norm or math.inf)))
         self.optimizer.param_groups[0]["lr"] = lr
@@ -116,26 +121,29 @@ class TorchEngine:
         return {"grad_norm": norm, **self.update_loss_scale(norm)}
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """The norm of the gradient, which the next step takes as if it were no longer than `limit`."""
+        """Return the norm of the gradient, and scale the gradient down to `max_norm` for the next step."""
         if isinstance(self.optimizer, OnePassAdamW):
             return self.optimizer.clip_gradients(max_norm)
         return clip_grad_norm_(self.parameters.values(), max_norm)
 
     def update_loss_scale(self, norm: float) -> dict[str, float]:
-        """In fp16: a gradient that overflowed halves the scale of the loss, 2000 in a row that did not double it.
+        """Update the loss scale of fp16, and return metrics.
 
-        Not so where a loss was not finite, or the scale is 1: what does not fit then is the model's own, and is skipped
-        as in any dtype. arXiv 1710.03740, section 3.2.
+        A gradient that overflowed halves the scale, and 2000 in a row that did not double it. If a loss was not finite,
+        or the scale is 1, the scale is not the reason: it stays, and the step is skipped as in any dtype.
+
+        Source: arXiv 1710.03740, section 3.2.
         """
-        finite, scale = math.isfinite(norm), self.scaler.get_scale()
-        overflow = not finite and scale > 1 and not self.any_rank(self.has_nonfinite_loss)
-        self.scaler.update(None if finite or overflow else scale)
+        is_finite, scale = math.isfinite(norm), self.scaler.get_scale()
+        overflow = not is_finite and scale > 1 and not self.any_rank(self.has_nonfinite_loss)
+        self.scaler.update(None if is_finite or overflow else scale)
         self.has_nonfinite_loss = False
-        about_scale = {"skipped/overflow": float(overflow), "loss_scale": scale} if self.scaler.is_enabled() else {}
-        return {"skipped": float(not finite and not overflow), **about_scale}
+        metrics = {"skipped": float(not is_finite and not overflow)}
+        if self.scaler.is_enabled():
+            metrics |= {"skipped/overflow": float(overflow), "loss_scale": scale}
+        return metrics
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by name, trained or not, unrounded; of sharded ones this process's part."""
         return {**self.policy.weights(), **self.policy.masters()}
 
     def masters(self) -> dict[str, Tensor]:
@@ -155,12 +163,11 @@ class TorchEngine:
         for moment, values in moments.items():
             for name, value in values.items():
                 p = self.parameters[name]
-                # Fused AdamW keeps its step count beside the weights, any other on the CPU.
+                # Fused AdamW keeps its step count on the device of the weights, any other on the CPU.
                 on_cpu = self.cfg.offload or (moment == "step" and not self.optimizer.defaults.get("fused"))
                 self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
 
     def state(self) -> dict[str, Any]:
-        """Facts of a checkpoint besides tensors."""
         return {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
 
     def load_state(self, facts: Mapping[str, Any]) -> None:

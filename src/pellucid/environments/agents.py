@@ -85,7 +85,7 @@ class AgentRunner:
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK_HOST)))
         try:
             with exit_forked_copies():
-                value = self._call_function(request) if self._function else self._run_command(request)
+                value = (self._call_function if self._function else self._run_command)(request)
             if value is None and not self._agent_spec.has_rewards:
                 raise InvalidResultError("the agent has said no reward, and the task has no rewards")
             reward = None if value is None else validate_number(value, "what the agent returned")

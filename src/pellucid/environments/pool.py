@@ -159,13 +159,12 @@ class Conversation:
             return EnvironmentReply(
                 outcome=ConversationOutcome(answer.reward, answer.error, dict(self.events), answer.environment)
             )
-        messages = tuple(build_message(*text) for text in answer.texts)
+        messages = tuple(
+            {"role": role, **({"name": name} if name else {}), "content": content}
+            for role, name, content in answer.texts
+        )
         self.messages += messages
         return EnvironmentReply(messages)
-
-
-def build_message(role: str, name: str, content: str) -> Message:
-    return {"role": role, **({"name": name} if name else {}), "content": content}
 
 
 class EnvironmentPool:
@@ -218,10 +217,9 @@ class EnvironmentPool:
         """Return the replies that have come, with the numbers of their conversations; wait so long for the first."""
         deadline = time.monotonic() + seconds
         while True:
-            replies = [
-                *self._take_ready(),
-                *((number, reply) for number in list(self.busy) if (reply := self._receive_reply(number))),
-            ]
+            replies = list(self._ready)
+            self._ready.clear()
+            replies += [(number, reply) for number in list(self.busy) if (reply := self._receive_reply(number))]
             remaining = deadline - time.monotonic()
             connections = [worker.connection for worker in self.busy.values() if worker.connection]
             if replies or remaining <= 0 or not connections:
@@ -234,11 +232,6 @@ class EnvironmentPool:
         end_conversations(self.idle, self.busy, self._factory)
         self._conversations.clear()
         self._ready.clear()
-
-    def _take_ready(self) -> list[tuple[int, EnvironmentReply]]:
-        replies = list(self._ready)
-        self._ready.clear()
-        return replies
 
     def _send_request(self, number: int, request: BeginRequest | TurnRequest, timeout: float) -> None:
         try:

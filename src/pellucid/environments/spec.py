@@ -12,7 +12,7 @@ from pellucid.utils.plugins import load_object
 
 NON_TOOL_METHODS = ("reset", "get_reward")
 ENVIRONMENT_COLUMN = "environment"
-"""The column that names the environment of a row, where there are several."""
+"""The column that names the environment of a row, if there are several."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Why nothing happens: what a run's numbers say where its users are lost, each in a plain sentence with a mend."""
+"""Reasons why a run does not learn, found in its numbers; each has a plain sentence that names a remedy."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ from pellucid.reporting.report import get_setting
 from pellucid.reporting.run_files import Record
 
 JUDGED_STEPS = 20
-"""How many of the last steps are judged."""
+"""The number of last steps that are judged."""
 ALL_FAILED_SHARE = 0.95
+"""With this share of failed rewards, or more, the reward is said to fail always."""
 NO_SIGNAL_SHARE = 0.8
-"""The share of groups without a signal from which a run has little to learn from."""
+"""With this share of groups without a signal, or more, a run has little to learn from."""
 CUT_OFF_NOTE_SHARE, CUT_OFF_TROUBLE_SHARE = 0.1, 0.5
-"""The shares of answers that were cut off from which that is noted, and from which it holds a run back."""
+"""With these shares of cut-off answers, or more, they are noted, or hold the run back."""
 CLIPPED_TROUBLE_SHARE = 0.5
-"""The share of clipped tokens from which the clip is what holds the run back."""
+"""With this share of clipped tokens, or more, the clip holds the run back."""
 ZERO_LOSS_TOLERANCE = 1e-3
-"""A loss smaller than this is read as 0."""
+"""A loss smaller than this counts as 0."""
 TROUBLE, NOTE, FINE = "trouble", "note", "fine"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     key: str
-    """why.KEY of the words."""
+    """Its sentence is `why.KEY` of page/words.json."""
     level: str
     step: int
-    """Where it is best seen."""
+    """The step that shows it best."""
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def diagnose_run(
     config: Record, metrics: Sequence[Record], summaries: Sequence[Record], error: str = ""
 ) -> list[dict[str, Any]]:
-    """What explains a run that does not learn, then what looks wrong and is right.
+    """Return what explains a run that does not learn, then what looks wrong and is right.
 
-    summaries: of the last steps whose groups are known. error: why the last reward failed, where one did.
+    Args:
+        config: The settings of the run.
+        metrics: Its metrics, step by step.
+        summaries: The summaries of the last steps whose groups are known.
+        error: Why the last reward failed, if one did.
     """
     if not metrics:
         return [asdict(Finding("no_step", TROUBLE, 0))]
@@ -74,61 +79,63 @@ def find_reward_failures(config: Record, rows: Sequence[Record], error: str) -> 
     completions = get_setting(config, "algorithm.prompts_per_step", 0) * get_setting(config, "algorithm.group_size", 0)
     if not failed:
         return
-    where = next(row["step"] for row in reversed(rows) if row.get("reward/failed"))
-    part = min(1.0, failed / completions) if completions else 0.0
-    key = "reward_fails" if part >= ALL_FAILED_SHARE else "reward_fails_sometimes"
-    told = {
+    step = next(row["step"] for row in reversed(rows) if row.get("reward/failed"))
+    share = min(1.0, failed / completions) if completions else 0.0
+    key = "reward_fails" if share >= ALL_FAILED_SHARE else "reward_fails_sometimes"
+    values = {
         "failed": format_significant(failed),
-        "share": format_percent(part),
+        "share": format_percent(share),
         "error": error.strip().partition("\n")[0] or "?",
     }
-    yield Finding(key, TROUBLE, where, told)
+    yield Finding(key, TROUBLE, step, values)
 
 
 def find_missing_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Iterator[Finding]:
-    """All groups of equal rewards: which reward, where the groups themselves are known."""
+    """Find groups of equal rewards, and if the groups themselves are known, which reward it is."""
     right, wrong, equal = (average_metric(rows, f"groups/dead_{name}") or 0.0 for name in (ALL_RIGHT, ALL_WRONG, EQUAL))
     if right + wrong + equal < NO_SIGNAL_SHARE:
         return
     kinds = [group["signal"] for each in summaries for group in each["groups"]]
     partial = kinds.count(PARTIAL) / len(kinds) if kinds else 0.0
     last = rows[-1]["step"]
-    told = {
+    values = {
         "share": format_percent(right + wrong + equal),
         "right": format_percent(right),
         "wrong": format_percent(wrong),
     }
     if equal:
-        yield Finding("all_equal", TROUBLE, last, told)
+        yield Finding("all_equal", TROUBLE, last, values)
     elif partial > 0.5:
         reward = next(g["rewards"][0] for each in summaries for g in each["groups"] if g["signal"] == PARTIAL)
-        yield Finding("all_partial", TROUBLE, last, {**told, "reward": format_significant(reward)})
+        yield Finding("all_partial", TROUBLE, last, {**values, "reward": format_significant(reward)})
     elif right >= NO_SIGNAL_SHARE:
-        yield Finding("all_right", TROUBLE, last, told)
+        yield Finding("all_right", TROUBLE, last, values)
     elif wrong >= NO_SIGNAL_SHARE:
-        yield Finding("all_wrong", TROUBLE, last, told)
+        yield Finding("all_wrong", TROUBLE, last, values)
     else:
-        yield Finding("no_signal", TROUBLE, last, told)
+        yield Finding("no_signal", TROUBLE, last, values)
 
 
 def find_cut_off_answers(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
-    ended = average_metric(rows, "completion/finished")
-    if ended is not None and 1 - ended >= CUT_OFF_NOTE_SHARE:
-        limit, level = (
-            get_setting(config, "sampler.max_tokens", "?"),
-            TROUBLE if 1 - ended >= CUT_OFF_TROUBLE_SHARE else NOTE,
-        )
-        yield Finding("cut_off", level, rows[-1]["step"], {"share": format_percent(1 - ended), "limit": limit})
+    finished = average_metric(rows, "completion/finished")
+    if finished is not None and 1 - finished >= CUT_OFF_NOTE_SHARE:
+        limit = get_setting(config, "sampler.max_tokens", "?")
+        level = TROUBLE if 1 - finished >= CUT_OFF_TROUBLE_SHARE else NOTE
+        yield Finding("cut_off", level, rows[-1]["step"], {"share": format_percent(1 - finished), "limit": limit})
 
 
 def find_zero_terms(rows: Sequence[Record]) -> Iterator[Finding]:
-    """Terms of the reward that were 0 in every completion of the run."""
+    """Find reward terms that were 0 in every completion of the run."""
     terms = {name: None for row in rows for name in row if name.startswith("reward/") and name not in NON_TERM_METRICS}
     for name in terms:
         values = [value for row in rows if (value := row.get(name)) is not None]
         if values and not any(values):
-            told = {"term": name.removeprefix("reward/"), "all": len(values)}
-            yield Finding("never_sampled", TROUBLE, rows[-1]["step"], told)
+            yield Finding(
+                "never_sampled",
+                TROUBLE,
+                rows[-1]["step"],
+                {"term": name.removeprefix("reward/"), "all": len(values)},
+            )
 
 
 def find_clipping(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
@@ -143,7 +150,7 @@ def find_clipping(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
 
 
 def find_skipped_updates(rows: Sequence[Record]) -> Iterator[Finding]:
-    """Updates that were not taken, or by a learning rate of 0."""
+    """Find updates that were skipped, or that had a learning rate of 0."""
     if (skipped := average_metric(rows, "skipped") or 0.0) >= 0.5:
         yield Finding("skipped", TROUBLE, rows[-1]["step"], {"share": format_percent(skipped)})
     rates = [rate for row in rows[:-1] if (rate := row.get("lr")) is not None]  # the last one of a schedule may be 0
@@ -152,11 +159,11 @@ def find_skipped_updates(rows: Sequence[Record]) -> Iterator[Finding]:
 
 
 def find_zero_loss(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
-    """A loss of 0 whose gradient is not: with one optimizer step on each set of rollouts every ratio is 1."""
+    """Find a loss of 0 with a gradient: with one optimizer step on each set of rollouts every ratio is 1."""
     loss, norm = average_metric(rows, "loss"), average_metric(rows, "grad_norm")
     ratio = average_metric(rows, "ratio/mean")
     if loss is None or not norm or abs(loss) >= ZERO_LOSS_TOLERANCE:
         return
     once = get_setting(config, "algorithm.epochs", 1) == 1 and get_setting(config, "algorithm.minibatches", 1) == 1
-    told = {"loss": format_significant(loss), "norm": format_significant(norm), "ratio": format_significant(ratio)}
-    yield Finding("loss_zero" if once else "loss_small", FINE, rows[-1]["step"], told)
+    values = {"loss": format_significant(loss), "norm": format_significant(norm), "ratio": format_significant(ratio)}
+    yield Finding("loss_zero" if once else "loss_small", FINE, rows[-1]["step"], values)

@@ -1,4 +1,4 @@
-"""The questions of a run through its steps: each step is read once, and again only when its files have changed."""
+"""Summaries of the groups of a step, and the history of each question through the steps of a run."""
 
 from __future__ import annotations
 
@@ -17,89 +17,104 @@ from pellucid.reporting.token_files import get_token_metadata
 from pellucid.types import UserError, are_rewards_equal
 
 MAX_LISTED_QUESTIONS = 1000
-"""How many questions are listed, those that were asked most often."""
+"""The number of questions in the list, those that were asked most often."""
 MAX_LISTED_CHARS = 300
-"""How many characters of a question are listed."""
+"""The number of characters of a question in the list."""
 RECENT_REWARD_COUNT = 6
-"""How many of the last rewards stand beside a question."""
+"""The number of last rewards beside a question in the list."""
 MAX_SHOWN_ANSWERS = 10
-"""How many steps a question's best answer is shown of."""
+"""The number of steps whose best answer to a question is shown."""
 CURVE_TITLES = {
     "reward": ("Reward", "mean of its answers"),
     "length": ("Length", "mean of its answers, tokens"),
     "entropy": ("Entropy", "nats a token"),
 }
-"""Of each curve its title and what it measures."""
+"""The title of each curve, and what it measures."""
 Item = TypeVar("Item")
 Summary = Mapping[str, Any]
 
 
 class QuestionOccurrence(NamedTuple):
-    """A question as one group of a step was asked it."""
+    """A group of a step that was asked a question."""
 
     step: int
     group: int
     reward: float | None
-    """Mean of the completions that have one, as are the others."""
+    """The mean over the completions that have a reward, as for the other numbers."""
     length: float | None
     entropy: float | None
     recorded: bool
 
 
 class QuestionHistory:
-    """summarised: of some steps the summaries. What is kept of a group is six numbers, and of a question its text."""
+    """The groups that were asked each question. A step is read once, and again only when its files have changed.
+
+    Six numbers of each group are in memory, and the beginning of each question's text.
+
+    Args:
+        read_summaries: Returns the summaries of some steps.
+    """
 
     def __init__(self, read_summaries: Callable[[Sequence[int]], Iterable[Summary]]):
         self.read_summaries = read_summaries
         self.fingerprints: dict[int, object] = {}
-        """Of each step that was read, where its files were then."""
+        """The state of the files of each step when it was read."""
         self.by_step: dict[int, list[tuple[str, QuestionOccurrence]]] = {}
         self.prompts: dict[str, str] = {}
         self.occurrences: defaultdict[str, list[QuestionOccurrence]] = defaultdict(list)
-        """Of each question the groups that were asked it, by their steps."""
+        """The groups that were asked each question, ordered by step."""
 
     def update(self, fingerprints: Mapping[int, object]) -> None:
-        """Read the steps whose marks have changed, and forget those that are gone."""
+        """Read the steps whose fingerprints have changed, and forget those that are gone."""
         gone = self.fingerprints.keys() - fingerprints.keys()
-        changed = [step for step, mark in fingerprints.items() if self.fingerprints.get(step) != mark]
+        changed = [step for step, known in fingerprints.items() if self.fingerprints.get(step) != known]
         for step in gone:
             del self.fingerprints[step], self.by_step[step]
-        for step, found in zip(changed, self.read_summaries(changed), strict=True):
+        for step, summary in zip(changed, self.read_summaries(changed), strict=True):
             self.fingerprints[step] = fingerprints[step]
-            self.by_step[step] = [(group["question"], make_occurrence(step, group)) for group in found["groups"]]
-            for group in found["groups"]:
+            self.by_step[step] = [(group["question"], make_occurrence(step, group)) for group in summary["groups"]]
+            for group in summary["groups"]:
                 self.prompts.setdefault(group["question"], group["prompt"][:MAX_LISTED_CHARS])
         if gone or changed:
             self.occurrences = defaultdict(list)
             for step in sorted(self.by_step):
-                for name, each in self.by_step[step]:
-                    self.occurrences[name].append(each)
+                for name, occurrence in self.by_step[step]:
+                    self.occurrences[name].append(occurrence)
 
     def list_repeated(self) -> list[dict[str, Any]]:
-        """Each question that was asked more than once, most often first: how often, and its last mean rewards."""
-        often = sorted(self.occurrences.items(), key=lambda item: -len(item[1]))[:MAX_LISTED_QUESTIONS]
+        """List the questions that were asked more than once, most often first, with their last mean rewards."""
+        by_count = sorted(self.occurrences.items(), key=lambda item: -len(item[1]))[:MAX_LISTED_QUESTIONS]
         return [
             {
                 "question": name,
                 "prompt": self.prompts[name],
-                "times": len(times),
-                "last": [each.reward for each in times[-RECENT_REWARD_COUNT:]],
+                "times": len(occurrences),
+                "last": [occurrence.reward for occurrence in occurrences[-RECENT_REWARD_COUNT:]],
             }
-            for name, times in often
-            if len(times) > 1
+            for name, occurrences in by_count
+            if len(occurrences) > 1
         ]
 
     def trace_question(self, name: str, can_show_step: Callable[[int], bool]) -> dict[str, Any]:
-        """One question through the steps: its curves, and the groups whose best answers are to be shown.
+        """Return the curves of a question, and the groups whose best answers are to be shown.
 
-        shown: whether the tokens of a recorded step can be. UserError where nobody asked that.
+        Args:
+            name: The hash of the question.
+            can_show_step: Whether the tokens of a recorded step can be shown.
+
+        Raises:
+            UserError: No step asked that question.
         """
         if name not in self.occurrences:
             raise UserError(f"no step asked the question {name}")
-        times = self.occurrences[name]
-        best = [[each.step, each.group] for each in times if each.recorded and can_show_step(each.step)]
-        told = {"question": name, "prompt": self.prompts[name]}
-        return {**told, "charts": draw_question_charts(times), "best": sample_evenly(best, MAX_SHOWN_ANSWERS)}
+        occurrences = self.occurrences[name]
+        best = [[each.step, each.group] for each in occurrences if each.recorded and can_show_step(each.step)]
+        return {
+            "question": name,
+            "prompt": self.prompts[name],
+            "charts": draw_question_charts(occurrences),
+            "best": sample_evenly(best, MAX_SHOWN_ANSWERS),
+        }
 
 
 def make_occurrence(step: int, group: Summary) -> QuestionOccurrence:
@@ -108,22 +123,22 @@ def make_occurrence(step: int, group: Summary) -> QuestionOccurrence:
 
 
 def compute_mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Of those that there are."""
+    """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return fsum(known) / len(known) if known else None
 
 
 def draw_question_charts(occurrences: Sequence[QuestionOccurrence]) -> list[str]:
-    """A question that several groups of a step were asked has a point for each of them."""
-    drawn = []
+    """Return the curves of a question. If several groups of a step were asked it, each of them is a point."""
+    charts = []
     for name, (title, about) in CURVE_TITLES.items():
         points = [Point(each.step, value) for each in occurrences if (value := getattr(each, name)) is not None]
-        drawn.append(draw_chart(title, about, [Series(name, points)]))
-    return [svg for svg in drawn if svg]
+        charts.append(draw_chart(title, about, [Series(name, points)]))
+    return [svg for svg in charts if svg]
 
 
 def sample_evenly(items: Sequence[Item], limit: int) -> list[Item]:
-    """All, or so many of them at even distances, the first and the last among them."""
+    """Return all items, or `limit` of them at even distances, among them the first and the last."""
     if len(items) <= limit:
         return list(items)
     return (
@@ -131,40 +146,45 @@ def sample_evenly(items: Sequence[Item], limit: int) -> list[Item]:
     )
 
 
-# ---------------------------------------------------------------- summaries
-# What the groups of a step were: how they were rewarded, whether there was a signal, and what they taught.
+# ---------------------------------------------------------------- the summary of a step
 
 
 SIGNAL, ALL_RIGHT, ALL_WRONG, PARTIAL, ALL_FAILED = "signal", "all_right", "all_wrong", "partial", "all_failed"
 EQUAL = "equal"
 MAX_PROMPT_CHARS = 2000
-"""How many characters of a prompt a summary has; all of it is in rollouts.jsonl."""
+"""The number of characters of a prompt in a summary; rollouts.jsonl has the whole prompt."""
 
 
 def classify_signal(
     rewards: Sequence[float | None], correct: Sequence[bool | None], min_reward_range: float = 0.0
 ) -> str:
-    """Whether the rewards of a group differ, or why there is nothing to compare.
+    """Return "signal" if the rewards of a group differ, else the reason why there is nothing to compare.
 
-    "all_right", "all_wrong" where all rewards are 0 or less, "partial" where all have the same reward above 0 and not
-    all are right, "equal" where they have the same reward and nothing says which are right (`correct` is None),
-    "all_failed" where no reward could be computed. least: the range of rewards that counts as none.
+    Args:
+        rewards: The rewards of the group; None for one that failed.
+        correct: Whether each completion is right; None if nothing tells.
+        min_reward_range: Rewards within this range count as equal.
+
+    Returns:
+        "signal"; "all_right"; "all_wrong" if all rewards are equal and 0 or less; "partial" if all have the same reward
+        above 0 and not all are right; "equal" if all have the same reward and nothing tells which are right;
+        "all_failed" if no reward could be computed.
     """
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
         return ALL_FAILED
     if not are_rewards_equal(min(graded), max(graded), min_reward_range):
         return SIGNAL
-    stated = [right for right, reward in zip(correct, rewards, strict=True) if reward is not None]
-    if None in stated:
+    verdicts = [right for right, reward in zip(correct, rewards, strict=True) if reward is not None]
+    if None in verdicts:
         return EQUAL
-    if all(stated):
+    if all(verdicts):
         return ALL_RIGHT
     return PARTIAL if graded[0] > 0 else ALL_WRONG
 
 
 def hash_question(prompt: str) -> str:
-    """A short name of a question, the same in every step and every run that asks it."""
+    """Return a short name of a question, the same in every step and every run that asks it."""
     return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:12]
 
 
@@ -175,25 +195,30 @@ def summarize_step(
     min_reward_range: float = 0.0,
     verdicts: bool = True,
 ) -> dict[str, Any]:
-    """The groups of a step, in its order: from rollouts.jsonl, and where that has none from the recorded tokens.
+    """Return the groups of a step in their order.
 
-    `gradient` of a group is the sum of the gradient norms of its tokens and `entropy` the mean entropy of its sampled
-    tokens in nats, both before the update; null where its tokens were not recorded.
+    In the result, `gradient` of a group is the sum of the gradient norms of its tokens, and `entropy` the mean entropy
+    of its sampled tokens in nats, both before the update; they are null if its tokens were not recorded.
 
-    verdicts: False leaves out which answers are right, since the run's rewards are a matter of degree.
+    Args:
+        step: The step.
+        groups: The groups of rollouts.jsonl. If there are none, the recorded tokens are used instead.
+        table: The recorded tokens, if there are any.
+        min_reward_range: Rewards within this range count as equal.
+        verdicts: False leaves out which answers are right, because the run's rewards are a matter of degree.
     """
-    taught = measure_groups(table) if table is not None else {}
-    told = {j: describe_rollouts(group) for j, group in enumerate(groups)}
-    if table is not None and not told:
+    measures = measure_groups(table) if table is not None else {}
+    described = {j: describe_rollouts(group) for j, group in enumerate(groups)}
+    if table is not None and not described:
         tokens, questions = build_step_tokens(table), get_token_metadata(table).get("questions", {})
-        told = {j: describe_recorded_tokens(tokens, j, questions.get(str(j))) for j in taught}
+        described = {j: describe_recorded_tokens(tokens, j, questions.get(str(j))) for j in measures}
     rows = []
-    for j, row in told.items():
+    for j, row in described.items():
         if not verdicts:
             row["correct"] = [None] * len(row["rewards"])
         signal = classify_signal(row["rewards"], row["correct"], min_reward_range)
-        recorded = taught.get(j, {"gradient": None, "entropy": None})
-        rows.append({"group": j, **row, "signal": signal, "recorded": j in taught, **recorded})
+        measured = measures.get(j, {"gradient": None, "entropy": None})
+        rows.append({"group": j, **row, "signal": signal, "recorded": j in measures, **measured})
     return {"step": step, "groups": rows}
 
 
@@ -208,12 +233,12 @@ def describe_rollouts(group: Sequence[Record]) -> dict[str, Any]:
 
 
 def describe_recorded_tokens(tokens: StepTokens, group: int, question: str | None) -> dict[str, Any]:
-    whole = [each for each in tokens.sequences if each["group"] == group and each["branch"] == 0]
-    answers = [each for each in whole if each["completion"] >= 0]
-    templated = "".join(tokens.join_text(each) for each in whole if each["completion"] < 0)
-    prompt = templated if question is None else question  # as rollouts.jsonl has it
+    sequences = [each for each in tokens.sequences if each["group"] == group and each["branch"] == 0]
+    answers = [each for each in sequences if each["completion"] >= 0]
+    templated = "".join(tokens.join_text(each) for each in sequences if each["completion"] < 0)
+    prompt = templated if question is None else question  # the prompt without the chat template, as in rollouts.jsonl
     return {
-        **describe_question(prompt, whole[0]["prompt_id"]),
+        **describe_question(prompt, sequences[0]["prompt_id"]),
         "rewards": [each["reward"] for each in answers],
         "correct": [each["correct"] for each in answers],
         "finished": [bool(each["finished"]) for each in answers],

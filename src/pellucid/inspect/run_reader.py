@@ -1,6 +1,6 @@
-"""What a run folder answers, by key: the same JSON for the page of a server, for a page on disk and for the terminal.
+"""Answers on a run folder by key: the same JSON for the page of a server, for a page on disk and for the terminal.
 
-Keys: "overview", "summaries/PAGE", "tokens/STEP", "questions", "question/NAME", "why".
+The keys are "overview", "summaries/PAGE", "tokens/STEP", "questions", "question/NAME", "why" and "pulse".
 """
 
 from __future__ import annotations
@@ -30,20 +30,28 @@ from pellucid.reporting.run_files import (
 from pellucid.types import UserError
 
 STEPS_PER_PAGE = 25
-"""Steps of a page of summaries."""
+"""The number of steps in a page of summaries."""
 QUIET_AFTER_SECONDS = 600
-"""Seconds without news after which a run is said to be quiet."""
+"""A run whose logs have not changed for so long is shown as quiet."""
 CACHED_SUMMARY_PAGES = 64
-"""Pages of summaries that are kept in memory."""
+"""The number of pages of summaries in the cache."""
 
 
 class RunReader:
-    """A run folder, read as far as it is written by now."""
+    """Reads a run folder, as far as it is written by now.
+
+    Args:
+        run_dir: The folder of the run.
+    """
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
-        size = int(get_setting(read_config(run_dir), "algorithm.group_size", 0) or 0)
-        self.rollouts = RolloutIndex(run_dir / "rollouts.jsonl", size)
+        settings = read_config(run_dir)
+        self.rollouts = RolloutIndex(
+            run_dir / "rollouts.jsonl", int(get_setting(settings, "algorithm.group_size", 0) or 0)
+        )
+        # A resume may not change this setting, so that summaries in the cache stay right.
+        self.min_reward_range = float(get_setting(settings, "algorithm.min_reward_range", 0.0) or 0.0)
         self.get_summary = lru_cache(CACHED_SUMMARY_PAGES * STEPS_PER_PAGE)(self.compute_summary)
         self.has_graded_rewards = lru_cache(1)(
             lambda _: have_continuous_rewards(list(read_records(run_dir / "metrics.jsonl")))
@@ -51,9 +59,9 @@ class RunReader:
         self.question_history = QuestionHistory(self.iterate_summaries)
         self.handlers: Mapping[str, Callable[[str], Any]] = {
             "overview": lambda _: self.build_overview(),
-            "summaries": lambda page: self.read_summaries(self.list_page_steps(parse_number(page))),
+            "summaries": lambda page: self.read_summaries(self.list_page_steps(parse_number(page, "page"))),
             "tokens": lambda step: encode_for_page(
-                token_files.read_tokens(self.run_dir, parse_number(step)), self.has_verdicts
+                token_files.read_tokens(self.run_dir, parse_number(step, "step")), self.has_verdicts
             ),
             "questions": lambda _: self.refresh_questions().list_repeated(),
             "question": lambda name: self.refresh_questions().trace_question(name, lambda _: True),
@@ -62,20 +70,19 @@ class RunReader:
         }
 
     def answer(self, key: str) -> Any:
-        """The JSON object of a key. UserError where there is none of that name, or its file is damaged."""
-        name, _, rest = key.partition("/")
+        """Return the JSON object of a key.
+
+        Raises:
+            UserError: There is no such key, or its file is damaged.
+        """
+        name, _, argument = key.partition("/")
         if name not in self.handlers:
             raise UserError(f"the microscope knows no {key}")
-        return self.handlers[name](rest)
-
-    @property
-    def min_reward_range(self) -> float:
-        """The range of rewards that counts as none."""
-        return float(get_setting(read_config(self.run_dir), "algorithm.min_reward_range", 0.0) or 0.0)
+        return self.handlers[name](argument)
 
     @property
     def has_verdicts(self) -> bool:
-        """Whether the rewards of the run say which answers are right, as far as it is written by now."""
+        """Whether the rewards of the run tell which answers are right, as far as it is written by now."""
         path = self.run_dir / "metrics.jsonl"
         return not self.has_graded_rewards(path.stat().st_size) if path.exists() else True
 
@@ -83,39 +90,44 @@ class RunReader:
         return make_metrics_consistent(list(read_records(self.run_dir / "metrics.jsonl")))
 
     def list_steps(self) -> list[int]:
-        """The steps of which tokens or completions are recorded."""
+        """Return the steps whose tokens or completions are recorded."""
         return sorted({*token_files.list_recorded_steps(self.run_dir), *self.rollouts.locate_steps()})
 
     def list_page_steps(self, number: int) -> list[int]:
-        """The steps of a page: its number is that of its steps, divided by PAGE."""
+        """Return the steps of a page. Its number is that of a step divided by STEPS_PER_PAGE, rounded down."""
         return [step for step in self.list_steps() if step // STEPS_PER_PAGE == number]
 
     def read_pulse(self) -> dict[str, Any]:
-        """What changes when there is something new: sizes of the logs, and the last recorded step."""
+        """Return what changes when there is something new: sizes of the logs, and the last recorded step."""
         names = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
         sizes = [path.stat().st_size if (path := self.run_dir / name).exists() else 0 for name in names]
         recorded = token_files.list_recorded_steps(self.run_dir)
-        told = {"sizes": sizes, "recorded": len(recorded), "last": recorded[-1] if recorded else 0}
-        return {**told, "quiet": self.is_quiet(names), "minutes": QUIET_AFTER_SECONDS // 60}
+        return {
+            "sizes": sizes,
+            "recorded": len(recorded),
+            "last": recorded[-1] if recorded else 0,
+            "quiet": self.is_quiet(names),
+            "minutes": QUIET_AFTER_SECONDS // 60,
+        }
 
     def is_quiet(self, names: Sequence[str]) -> bool:
-        """Whether none of these logs was written to for so long that the run may have stopped."""
-        written = [path.stat().st_mtime for name in names if (path := self.run_dir / name).exists()]
-        return time.time() - max(written, default=0.0) > QUIET_AFTER_SECONDS
+        """Whether these logs have not changed for so long that the run may have stopped."""
+        times = [path.stat().st_mtime for name in names if (path := self.run_dir / name).exists()]
+        return time.time() - max(times, default=0.0) > QUIET_AFTER_SECONDS
 
     def list_predicted_steps(self, every: int) -> list[int]:
-        """The recorded steps whose changes were predicted, one in `every`; none where the first of them was not."""
+        """Return the recorded steps whose changes were predicted, one in `every`; none if the first of them was not."""
         due = [
             step for step in token_files.list_recorded_steps(self.run_dir) if every and (step == 1 or step % every == 0)
         ]
         try:
             first = token_files.read_tokens(self.run_dir, due[0], ["predicted"])["predicted"] if due else None
-        except UserError:  # a damaged file says so where it is looked at
+        except UserError:  # the damage is reported when the step is shown
             return due
         return due if first is not None and first.null_count < len(first) else []
 
     def build_overview(self) -> dict[str, Any]:
-        """The run at a glance: what it is, its charts, and of each step the numbers by which one is chosen."""
+        """Return an overview of the run: its settings, its charts, and numbers of each step by which to choose one."""
         config, metrics, evals = read_config(self.run_dir), self.read_metrics(), read_evaluation_records(self.run_dir)
         return {
             "name": self.run_dir.resolve().name,
@@ -136,22 +148,24 @@ class RunReader:
         }
 
     def read_summary(self, step: int) -> dict[str, Any]:
-        """The groups of a step; of a step that is still being written, anew each time."""
+        """Return the groups of a step. A step that is still being written is read anew each time."""
         return self.read_summaries([step])[0]
 
     def read_summaries(self, steps: Sequence[int]) -> list[dict[str, Any]]:
-        """The same of several steps, of whose folder one look is enough."""
+        """Return the groups of several steps. The folder is listed once."""
         verdicts = self.has_verdicts
-        return [self.get_summary(step, *mark, verdicts) for step, mark in self.fingerprint_steps(steps).items()]
+        fingerprints = self.fingerprint_steps(steps)
+        return [self.get_summary(step, *fingerprint, verdicts) for step, fingerprint in fingerprints.items()]
 
     def iterate_summaries(self, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The same, one after another and none of them kept: of more steps than memory has room for."""
-        return (self.compute_summary(step, *mark) for step, mark in self.fingerprint_steps(steps).items())
+        """Yield the groups of step after step, without the cache: there may be more of them than memory can hold."""
+        fingerprints = self.fingerprint_steps(steps)
+        return (self.compute_summary(step, *fingerprint) for step, fingerprint in fingerprints.items())
 
     def fingerprint_steps(self, steps: Sequence[int]) -> dict[int, tuple[bool, tuple[int, int] | None]]:
-        """Of each step whether its tokens are recorded, and where its completions lie in rollouts.jsonl."""
-        recorded, places = self.find_recorded_steps(), self.rollouts.locate_steps()
-        return {step: (step in recorded, places.get(step)) for step in steps}
+        """Return for each step whether its tokens are recorded, and the bytes of its completions in rollouts.jsonl."""
+        recorded, byte_ranges = self.find_recorded_steps(), self.rollouts.locate_steps()
+        return {step: (step in recorded, byte_ranges.get(step)) for step in steps}
 
     def find_recorded_steps(self) -> set[int]:
         return set(token_files.list_recorded_steps(self.run_dir))
@@ -159,44 +173,47 @@ class RunReader:
     def compute_summary(
         self, step: int, recorded: bool, byte_range: tuple[int, int] | None, verdicts: bool = True
     ) -> dict[str, Any]:
-        """The summary of a step. Its arguments are what a summary that is kept depends on."""
+        """Return the summary of a step. The cache of summaries has these arguments as its key."""
         groups = self.rollouts.read_groups(step) if byte_range else []
-        columns = GROUP_MEASURE_COLUMNS if groups else None  # without completions, these are read from the tokens
+        columns = GROUP_MEASURE_COLUMNS if groups else None  # without rollouts, answers are read from all columns
         try:
             table = token_files.read_tokens(self.run_dir, step, columns) if recorded else None
             return summarize_step(step, groups, table, self.min_reward_range, verdicts)
-        except UserError as error:  # a file that is damaged costs its tokens, and not the steps around it
+        except UserError as error:  # a damaged file costs its own tokens, but not the steps around it
             return {**summarize_step(step, groups, None, self.min_reward_range, verdicts), "damaged": str(error)}
 
     def read_tokens(self, step: int) -> StepTokens:
         return build_step_tokens(token_files.read_tokens(self.run_dir, step), self.has_verdicts)
 
     def refresh_questions(self) -> QuestionHistory:
-        """What was asked in the steps that are there by now."""
+        """Return the questions of all steps that are recorded by now."""
         self.question_history.update(self.fingerprint_steps(self.list_steps()))
         return self.question_history
 
     def prepare_questions(self, batch_size: int) -> Iterator[int]:
-        """Read what was asked in all steps, so many at a time; yields how many have been read."""
-        marks = list(self.fingerprint_steps(self.list_steps()).items())
-        for count in range(batch_size, len(marks) + batch_size, batch_size):
-            self.question_history.update(dict(marks[:count]))
-            yield min(count, len(marks))
+        """Read the questions of all steps, `batch_size` steps at a time. Yield the number of steps read so far."""
+        fingerprints = list(self.fingerprint_steps(self.list_steps()).items())
+        for count in range(batch_size, len(fingerprints) + batch_size, batch_size):
+            self.question_history.update(dict(fingerprints[:count]))
+            yield min(count, len(fingerprints))
 
     def find_explanations(self) -> list[dict[str, Any]]:
-        last = self.list_steps()[-JUDGED_STEPS:]
-        return diagnose_run(
-            read_config(self.run_dir), self.read_metrics(), self.read_summaries(last), self.find_last_reward_error(last)
-        )
+        steps = self.list_steps()[-JUDGED_STEPS:]
+        error = self.find_last_reward_error(steps)
+        return diagnose_run(read_config(self.run_dir), self.read_metrics(), self.read_summaries(steps), error)
 
     def find_last_reward_error(self, steps: Sequence[int]) -> str:
-        """Why the last reward that failed did."""
+        """Return the error of the last reward that failed."""
         failed = (row for step in reversed(steps) for group in self.rollouts.read_groups(step) for row in group)
         return next((str(row["error"]) for row in failed if row.get("error")), "")
 
 
 def open_recorded_run(run_dir: Path) -> RunReader:
-    """The run of a folder with tokens that are recorded, or will be. UserError, a line with the mend, for another."""
+    """Open a run whose tokens are recorded, or will be.
+
+    Raises:
+        UserError: The folder is no run, or one without tokens; the message tells how to get them.
+    """
     if not find_run_dir(str(run_dir)):
         raise UserError(f"{run_dir} is no run: name the folder that pellucid train --run wrote")
     if not token_files.list_recorded_steps(run_dir) and not get_setting(read_config(run_dir), "log.tokens", 0):
@@ -206,41 +223,43 @@ def open_recorded_run(run_dir: Path) -> RunReader:
     return RunReader(run_dir)
 
 
-def parse_number(text: str) -> int:
+def parse_number(text: str, kind: str) -> int:
     if not text.isdecimal() or len(text) > 9:
-        raise UserError(f"a step is a number, got {text}")
+        raise UserError(f"a {kind} is a number, got {text}")
     return int(text)
 
 
 def serialize_lede(lede: Lede) -> dict[str, Any]:
-    """The first sentence of a report, for the page to say: without the marks of its values."""
-    bare = {name: html.replace("<small>", "").replace("</small>", "") for name, html in lede.values.items()}
-    return {"key": lede.key, "values": bare, "phrases": dict(lede.phrases)}
+    """Return the first sentence of a report as JSON, with values without their HTML tags."""
+    values = {name: html.replace("<small>", "").replace("</small>", "") for name, html in lede.values.items()}
+    return {"key": lede.key, "values": values, "phrases": dict(lede.phrases)}
 
 
-# ---------------------------------------------------------------- rollouts
-# rollouts.jsonl by its steps: where each begins is found once, and what is written later is found when it is there.
+# ---------------------------------------------------------------- rollouts.jsonl by its steps
 
 
 STEP_PATTERN = re.compile(rb' *\{"step": (\d+)[,}]')
 READ_BLOCK_BYTES = 1 << 24
-"""Bytes that are read at a time."""
+"""The number of bytes that are read at a time."""
 
 
 class RolloutIndex:
-    """The groups of the steps of a file that may be larger than memory, and may grow.
+    """The groups of each step in a file that may be larger than memory, and may grow.
 
-    size: of a group, where it is known: neighbours may have one id.
+    Args:
+        path: The file.
+        group_size: The size of a group, if it is known, since two groups in a row may have the same id.
     """
 
     def __init__(self, path: Path, group_size: int = 0):
         self.path, self.group_size = path, group_size
         self.byte_ranges: dict[int, tuple[int, int]] = {}
-        """Of each step its first byte and the byte after its last one."""
+        """The first byte of each step, and the byte after its last one."""
         self.indexed_bytes = 0
 
     def locate_steps(self) -> Mapping[int, tuple[int, int]]:
-        """Where the steps lie by now. A file that has become shorter, as at a resume, is read anew."""
+        """Return the bytes of the steps that are written by now. A file that became shorter, as after a resume, is read
+        from its beginning."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < self.indexed_bytes:
             self.byte_ranges, self.indexed_bytes = {}, 0
@@ -254,7 +273,7 @@ class RolloutIndex:
             for lines in iter(lambda: file.readlines(READ_BLOCK_BYTES), []):
                 for line in lines:
                     if not line.endswith(b"\n"):
-                        return  # half-written: the next time reads it whole
+                        return  # it is still being written, and is read the next time
                     end = self.indexed_bytes + len(line)
                     if found := STEP_PATTERN.match(line):
                         step = int(found[1])
@@ -262,7 +281,7 @@ class RolloutIndex:
                     self.indexed_bytes = end
 
     def read_groups(self, step: int) -> list[list[Record]]:
-        """The groups of a step, each the records of its completions; none where they were not written."""
+        """Return the groups of a step, each a list of the records of its completions; none if they were not written."""
         if step not in self.locate_steps():
             return []
         start, end = self.byte_ranges[step]

@@ -1,4 +1,4 @@
-"""Every sentence of the microscope, in English and Chinese: page/words.json, which the page and the terminal read."""
+"""The sentences of the microscope in English and Chinese, which the page and the terminal read from page/words.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_sentences() -> Mapping[str, list[str]]:
 
 
 def format_sentence(key: str, language: str = "en", **values: Any) -> str:
-    """The sentence of a key, with its {names} replaced by values."""
+    """Return the sentence of a key, with its {names} replaced by values."""
     sentence = load_sentences()[key][LANGUAGES.index(language)]
     for name, value in values.items():
         sentence = sentence.replace(f"{{{name}}}", str(value))
@@ -27,7 +27,7 @@ def format_sentence(key: str, language: str = "en", **values: Any) -> str:
 
 
 def format_significant(value: float | None) -> str:
-    """A number of a token in three significant digits, as the page writes it too. Example: "-0.0123"."""
+    """Return a number in three significant digits, as the page writes it too. Example: "-0.0123"."""
     if value is None:
         return "-"
     if value == 0:
@@ -39,20 +39,20 @@ def format_significant(value: float | None) -> str:
     return f"{value:.3g}" if magnitude < 1000 else f"{value:.0f}"
 
 
-# ---------------------------------------------------------------- sentences
-# One sentence on a token: what the update did to it and why. page/sentence.js chooses alike, and a test compares.
+# The sentence on a token: what the update did to it and why. page/sentence.js chooses in the same way; a test compares
+# the two.
 
 
 ROUNDING_NATS = {"bfloat16": 0.13, "float16": 0.016}
-"""By the dtype of the logits, in nats: a change of a log-prob below this may be rounding alone."""
+"""A change of a log-prob below this, in nats, may be rounding alone, by the dtype of the logits."""
 FLOAT32_ROUNDING_NATS = 5e-4
-"""That of logits in float32."""
+"""The same for logits in float32."""
 MIN_SHOWN_DIFFERENCE = 1e-4
-"""Differences of log-probs smaller than this are 0 on the page, and said to be less than this."""
+"""Differences of log-probs smaller than this are 0 on the page, where they are said to be below it."""
 
 
 def get_logits_dtype(metadata: Mapping[str, Any]) -> str:
-    """The dtype of the logits by the metadata of a file; float32 where an older file does not say."""
+    """Return the dtype of the logits by the metadata of a file; float32 if it does not name one."""
     return str(metadata.get("dtype") or "float32")
 
 
@@ -61,24 +61,27 @@ def get_logits_rounding(metadata: Mapping[str, Any]) -> float:
 
 
 def explain_token(token: Mapping[str, Any], language: str = "en", metadata: Mapping[str, Any] | None = None) -> str:
-    """token: kind, rule, advantage, ratio, bound, push, change, importance; null where there is none.
+    """Return the sentence on a token.
 
-    about: the metadata of the token's file.
+    Args:
+        token: Its kind, rule, advantage, ratio, bound, push and change; None for a number that is missing.
+        language: "en" or "zh".
+        metadata: The metadata of the token's file.
     """
-    told = {name: format_significant(token.get(name)) for name in ("advantage", "ratio", "bound")}
+    values = {name: format_significant(token.get(name)) for name in ("advantage", "ratio", "bound")}
     change, rounding = token.get("change"), get_logits_rounding(metadata or {})
     size = abs(change) if change is not None else None
-    told["size"] = (
+    values["size"] = (
         format_sentence("below", language, least=format_significant(MIN_SHOWN_DIFFERENCE))
         if size is not None and size < MIN_SHOWN_DIFFERENCE
         else format_significant(size)
     )
-    told["dtype"] = get_logits_dtype(metadata or {})
+    values["dtype"] = get_logits_dtype(metadata or {})
     moved = ""
     if change is not None and abs(change) >= rounding:
-        moved = format_sentence("moved.rose" if change > 0 else "moved.fell", language, **told)
-    told["lead"] = format_sentence("said.lead", language, **told)
-    return format_sentence(choose_sentence_key(token, rounding), language, moved=moved, **told)
+        moved = format_sentence("moved.rose" if change > 0 else "moved.fell", language, **values)
+    values["lead"] = format_sentence("said.lead", language, **values)
+    return format_sentence(choose_sentence_key(token, rounding), language, moved=moved, **values)
 
 
 def choose_sentence_key(token: Mapping[str, Any], rounding: float) -> str:
@@ -89,9 +92,9 @@ def choose_sentence_key(token: Mapping[str, Any], rounding: float) -> str:
     push, change = token.get("push"), token.get("change")
     if not push:
         return "said.unknown" if push is None else "said.still"
-    way = "up" if push > 0 else "down"
+    direction = "up" if push > 0 else "down"
     if change is None:
-        return f"said.{way}"
+        return f"said.{direction}"
     if abs(change) < rounding:
-        return f"said.{way}_stayed"
-    return f"said.{way}_went" if (change > 0) == (push > 0) else f"said.{way}_against"
+        return f"said.{direction}_stayed"
+    return f"said.{direction}_went" if (change > 0) == (push > 0) else f"said.{direction}_against"

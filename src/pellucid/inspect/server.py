@@ -1,6 +1,7 @@
-"""The page on the loopback, live while a run trains: GET alone, from this machine alone, under its own name alone.
+"""`pellucid look`: serve the page on the loopback, live while a run trains, or write it into a file.
 
-Other users of the machine can reach the loopback as well, so that the address has a token in its path.
+The server answers only GET, only on this machine, and only under the machine's own names. Other users of the machine
+can reach the loopback as well, so that the address has a secret token in its path.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from pellucid.utils.text import escape_controls
 
 HOST = "127.0.0.1"
 ALLOWED_HOSTS = (HOST, "localhost")
-"""What a browser may call this machine. Another name is one that somebody else's page made up for this address."""
+"""The names by which a browser may call this machine. A page of somebody else can make up others for this address."""
 CLIENT_TIMEOUT_SECONDS = 20.0
-"""How many seconds a client has to send a whole request, and to take a piece of the answer."""
+"""The seconds that a client has to send a whole request, and to receive a piece of the answer."""
 STEPS_PER_BATCH, BATCH_PAUSE_SECONDS = 100, 0.01
-"""Steps of a run that are read while answers wait, and seconds until the next ones."""
+"""The number of steps that are read at once while requests wait, and the pause until the next batch."""
 COMMON_HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -40,7 +41,7 @@ COMMON_HEADERS = {
 
 
 class InspectServer(ThreadingHTTPServer):
-    """Serves the answers of runs by their keys, and the page that asks for them."""
+    """Serves the page, its modules, and the answers of runs by their keys."""
 
     daemon_threads = True
 
@@ -60,7 +61,7 @@ class InspectServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def answer(self, key: str) -> str:
-        """JSON of `RUN/KEY`, of which RUN is a number. UserError where there is none."""
+        """Return the JSON of `RUN/KEY`, in which RUN is the number of a run. UserError if there is none."""
         number, _, rest = key.partition("/")
         if key == "runs":
             return json.dumps([run.run_dir.resolve().name for run in self.runs])
@@ -70,8 +71,8 @@ class InspectServer(ThreadingHTTPServer):
             return json.dumps(self.runs[int(number)].answer(rest))
 
     def prepare_questions(self) -> None:
-        """Read a long run for its questions before anybody asks for them; other answers come in between."""
-        with suppress(OSError):  # of a folder that goes away, whoever asks for an answer is told
+        """Read the questions of long runs in advance; requests are answered between two batches of steps."""
+        with suppress(OSError):  # if a folder goes away, the next request reports it
             for run in self.runs:
                 steps = run.prepare_questions(STEPS_PER_BATCH)
                 while self.prepare_batch(steps):
@@ -85,7 +86,7 @@ class InspectServer(ThreadingHTTPServer):
 class InspectHandler(BaseHTTPRequestHandler):
     server_version = "pellucid"
     sys_version = ""
-    timeout = CLIENT_TIMEOUT_SECONDS  # of each read and write; a request that comes byte by byte meets the timer
+    timeout = CLIENT_TIMEOUT_SECONDS  # for each read and write; the timer ends requests that come byte by byte
 
     def setup(self) -> None:
         super().setup()
@@ -95,7 +96,7 @@ class InspectHandler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         self.timer.cancel()
-        with suppress(OSError):  # of a client that has gone
+        with suppress(OSError):  # the client has gone
             super().finish()
 
     def abort_connection(self) -> None:
@@ -109,15 +110,16 @@ class InspectHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.timer.cancel()
-        # Through a tunnel the port is another, and a browser leaves out 80.
+        # Through a tunnel the port is another one, and a browser leaves out port 80.
         if self.headers.get("Host", "").partition(":")[0] not in ALLOWED_HOSTS:
             self.reply(
                 HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {HOST}:{self.inspect_server.server_port}"
             )
             return
         token, _, path = self.path.removeprefix("/").partition("/")
-        mine = secrets.compare_digest(token.encode("utf-8", "replace"), self.inspect_server.token.encode())
-        if not mine or self.path == f"/{token}":  # without a slash behind it the page would ask for other addresses
+        is_valid = secrets.compare_digest(token.encode("utf-8", "replace"), self.inspect_server.token.encode())
+        # Without a slash behind the token, relative addresses in the page would lead elsewhere.
+        if not is_valid or self.path == f"/{token}":
             self.reply(HTTPStatus.FORBIDDEN, "text/plain", "open the whole address that pellucid look has printed")
         elif not path:
             policy = f"{self.inspect_server.content_security_policy}; frame-ancestors 'none'"
@@ -142,20 +144,29 @@ class InspectHandler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Type", f"{content_type}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
-        with suppress(ConnectionError, TimeoutError):  # a browser that went elsewhere does not wait for the answer
+        with suppress(ConnectionError, TimeoutError):  # a browser that has left the page does not wait for the answer
             self.end_headers()
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the terminal may be that of a run."""
-
-
-# ---------------------------------------------------------------- command
-# `pellucid look`: the page, on the loopback or in a file.
+        """Log nothing, since a run may print to the same terminal."""
 
 
 def run_look(run_dirs: Sequence[Path], port: int, output: Path | None, open_browser: bool) -> int:
-    """Serve the page until Ctrl-C, or write it as a file. UserError where there is nothing to look at."""
+    """Serve the page until Ctrl-C, or write it into a file.
+
+    Args:
+        run_dirs: One run, or two to be shown side by side.
+        port: The port of the server; 0 for any free one.
+        output: The file to be written in place of a server.
+        open_browser: Whether to open the page in a browser.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UserError: There is nothing to look at, or the page cannot be served or written.
+    """
     if not 1 <= len(run_dirs) <= 2:
         raise UserError("look takes a RUN, or two to see side by side")
     runs = [open_recorded_run(folder) for folder in run_dirs]
@@ -165,27 +176,27 @@ def run_look(run_dirs: Sequence[Path], port: int, output: Path | None, open_brow
         try:
             left_out = single_file.write_page(runs, output)
         except FileNotFoundError as error:
-            raise UserError(f"{error.filename} went while it was read, as a resume deletes it: look again") from error
+            raise UserError(f"{error.filename} was deleted while it was read, as by a resume: look again") from error
         size = output.stat().st_size / 1e6
         page = f"page     {output}, {size:.1f} MB, works without network"
         print(escape_controls(page + (f"\n         {left_out}" if left_out else "")))
         return 0
-    with InspectServer(runs, port) as server, ExitStack() as door:
+    with InspectServer(runs, port) as server, ExitStack() as stack:
         print(f"look at {server.url}  (Ctrl-C ends it)", flush=True)
         Thread(target=server.prepare_questions, daemon=True).start()
-        if open_browser:  # beside the server: a browser of the terminal is waited for
-            Thread(
-                target=webbrowser.open, args=(door.enter_context(create_redirect_file(server.url)),), daemon=True
-            ).start()
+        if open_browser:
+            redirect_url = stack.enter_context(create_redirect_file(server.url))
+            # In a thread, since a browser in the terminal blocks until it is closed.
+            Thread(target=webbrowser.open, args=(redirect_url,), daemon=True).start()
         server.serve_forever()
     return 0
 
 
 @contextmanager
 def create_redirect_file(url: str) -> Iterator[str]:
-    """Yield the address of a file that leads to a page and that this user alone can read.
+    """Yield the address of a file that leads to the page and that only this user can read.
 
-    The command line of a browser can be read by every user of the machine, and the address of the page has a token.
+    Every user of the machine can read the command line of a browser, and the address of the page has the token.
     """
     with tempfile.TemporaryDirectory(prefix="pellucid-look-") as folder:
         file = Path(folder) / "open.html"

@@ -167,7 +167,9 @@ def add_questions(
 def add_tokens(contents: PageContents, runs: Sequence[RunReader], budget_bytes: float) -> set[int]:
     """Add the tokens of all steps, or of as many as fit at even distances. Return these steps."""
     recorded = [(run, run.find_recorded_steps()) for run in runs]
-    file_bytes = {step: count_file_bytes(recorded, step) for step in sorted(set.union(*(steps for _, steps in recorded)))}
+    file_bytes = {
+        step: count_file_bytes(recorded, step) for step in sorted(set.union(*(steps for _, steps in recorded)))
+    }
     steps = sample_evenly(list(file_bytes), estimate_step_count(recorded, file_bytes, budget_bytes))
     blocks = {step: packed for step in steps if (packed := pack_step_tokens(recorded, step))}
     step_bytes = {step: count_bytes(packed) for step, packed in blocks.items()}

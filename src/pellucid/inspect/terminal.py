@@ -1,4 +1,4 @@
-"""`pellucid show`: a group of a step in the terminal, in colour where there is colour."""
+"""`pellucid show`: a group of a step in the terminal, in color if the terminal has colors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,32 @@ from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
 
 INCREASE_RGB, DECREASE_RGB = (33, 102, 172), (217, 95, 2)
-"""Up and down: a pair that the colour-blind can tell apart."""
+"""A pair of colors that color-blind people can tell apart."""
 SHADES = (0.25, 0.5, 0.75, 1.0)
 MAX_SHOWN_TOKENS = 2000
-"""How many tokens of an answer are shown."""
+"""The number of tokens of an answer that are shown."""
 MAX_EXPLAINED_TOKENS = 6
-"""How many tokens have a sentence: those that carry most of the gradient."""
+"""The number of tokens that have a sentence, those that carry most of the gradient."""
 GRADIENT_TABLE_HEADERS = ("token", "share", "before", "after", "ratio", "what happened")
 
 
 def show_group(run_dir: Path, step: int | None, group: int | None, by: str, console: Console | None = None) -> int:
-    """Print a group. UserError where the step or the group is not recorded."""
-    run, screen = open_recorded_run(run_dir), console or Console(highlight=False)
+    """Print a group of a step.
+
+    Args:
+        run_dir: The folder of the run.
+        step: The step; None for the last one that is recorded.
+        group: The group; None for the one with the largest sum of gradients.
+        by: The quantity that colors the tokens.
+        console: The console to print to.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UserError: The step or the group is not recorded.
+    """
+    run, console = open_recorded_run(run_dir), console or Console(highlight=False)
     recorded = sorted(run.find_recorded_steps())
     if not recorded:
         raise UserError(f"{run_dir} has no recorded step yet: wait until one has ended")
@@ -40,68 +54,69 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
         raise UserError(f"{run_dir} has no tokens of step {step}: {describe_recorded_steps(step, recorded)}")
     tokens, summary = run.read_tokens(step), run.read_summary(step)
     rows = {row["group"]: row for row in summary["groups"] if row["recorded"]}
-    which = max(rows, key=lambda j: rows[j]["gradient"] or 0.0) if group is None else group
-    if which not in rows:
-        raise UserError(f"step {step} has no tokens of group {which}: recorded are {', '.join(map(str, rows))}")
-    screen.print(format_heading(run, step, rows[which]))
-    if silent := tokens.metadata.get("silent", {}).get(str(which)):
-        screen.print(Text(format_sentence("group.silent", n=", ".join(map(str, silent))) + "\n"))
-    largest = find_largest_size(tokens, which, by)
-    listed = merge_equal_answers(tokens, which)
-    for copies in listed:
-        screen.print(render_sequence(tokens, copies, by, largest))
-    screen.print(
-        Text(f"colours: {format_sentence(f'by.{by}')}, blue above 0, orange below; underlined: no gradient", "dim")
-    )
-    screen.print(build_gradient_table(tokens, which, listed))
+    if group is None:
+        group = max(rows, key=lambda j: rows[j]["gradient"] or 0.0)
+    if group not in rows:
+        raise UserError(f"step {step} has no tokens of group {group}: recorded are {', '.join(map(str, rows))}")
+    console.print(format_heading(run, step, rows[group]))
+    if silent := tokens.metadata.get("silent", {}).get(str(group)):
+        console.print(Text(format_sentence("group.silent", n=", ".join(map(str, silent))) + "\n"))
+    largest = find_largest_size(tokens, group, by)
+    sequences = merge_equal_answers(tokens, group)
+    for copies in sequences:
+        console.print(render_sequence(tokens, copies, by, largest))
+    legend = f"colours: {format_sentence(f'by.{by}')}, blue above 0, orange below; underlined: no gradient"
+    console.print(Text(legend, "dim"))
+    console.print(build_gradient_table(tokens, group, sequences))
     return 0
 
 
 def describe_recorded_steps(step: int, recorded: Sequence[int]) -> str:
-    close = min(recorded, key=lambda other: abs(other - step))
-    return f"recorded are {format_count(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}, the nearest is {close}"
+    nearest = min(recorded, key=lambda other: abs(other - step))
+    steps = f"{format_count(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}"
+    return f"recorded are {steps}, the nearest is {nearest}"
 
 
 def format_heading(run: RunReader, step: int, row: Mapping[str, Any]) -> Text:
-    taught = "" if row["gradient"] is None else f", sum of gradients {format_significant(row['gradient'])}"
+    gradient = "" if row["gradient"] is None else f", sum of gradients {format_significant(row['gradient'])}"
     signal = format_sentence(f"signal.{row['signal']}")
     title = f"{escape_controls(run.run_dir.resolve().name)}, step {step}, group {row['group']}"
-    return Text().append(title, "bold").append(f"\n{signal}{taught}\n")
+    return Text().append(title, "bold").append(f"\n{signal}{gradient}\n")
 
 
 def merge_equal_answers(tokens: StepTokens, group: int) -> list[list[Mapping[str, Any]]]:
-    """The sequences of a group as page/tokens.js lists them: the prompt, the answers by their tokens, the branches.
+    """Return the sequences of a group in the order of page/tokens.js: prompt, answers by their tokens, branches.
 
-    Answers that are the same token for token, with the same reward, are the copies of one.
+    Each item is a list: answers with the same tokens and the same reward are in one.
     """
     ids = tokens.columns["token"]
-    mine = [each for each in tokens.sequences if each["group"] == group]
-    asked = [[each] for each in mine if each["completion"] < 0]
+    sequences = [each for each in tokens.sequences if each["group"] == group]
+    prompts = [[each] for each in sequences if each["completion"] < 0]
     answers: dict[tuple[tuple[int, ...], Any], list[Mapping[str, Any]]] = {}
-    for each in mine:
+    for each in sequences:
         if each["completion"] >= 0 and each["branch"] == 0:
             answers.setdefault((tuple(ids[each["start"] : each["end"]]), each["reward"]), []).append(each)
     by_tokens = sorted(answers.items(), key=lambda item: (item[0][0], item[1][0]["completion"]))
-    return [*asked, *(copies for _, copies in by_tokens), *([each] for each in mine if each["branch"] > 0)]
+    return [*prompts, *(copies for _, copies in by_tokens), *([each] for each in sequences if each["branch"] > 0)]
 
 
 def find_largest_size(tokens: StepTokens, group: int, by: str) -> float:
-    """The size of what is coloured most; 0 where there is nothing."""
+    """Return the largest size of the quantity in the group; 0 if there is none."""
     rows = (i for each in tokens.sequences if each["group"] == group for i in range(each["start"], each["end"]))
     return max((abs(tokens.columns[by][i] or 0.0) for i in rows), default=0.0)
 
 
 def render_sequence(tokens: StepTokens, copies: Sequence[Mapping[str, Any]], by: str, largest: float) -> Text:
-    """A sequence, and those that are alike, under their heading, each token coloured by a quantity."""
+    """Return a sequence and its copies under one heading, each token colored by a quantity."""
     sequence = copies[0]
     start, end = sequence["start"], min(sequence["end"], sequence["start"] + MAX_SHOWN_TOKENS)
-    shown = Text().append(format_sequence_title(tokens, copies) + "\n", "bold")
+    rendered = Text().append(format_sequence_title(tokens, copies) + "\n", "bold")
     text, columns = tokens.columns["text"], tokens.columns
     for style, rows in groupby(range(start, end), key=lambda i: choose_style(columns, i, by, largest)):
-        shown.append(escape_controls("".join(text[i] or "" for i in rows)), style)
+        rendered.append(escape_controls("".join(text[i] or "" for i in rows)), style)
     if rest := sequence["end"] - end:
-        shown.append(f"\n[{format_count(rest, 'more token')}]", "dim")
-    return shown.append("\n")
+        rendered.append(f"\n[{format_count(rest, 'more token')}]", "dim")
+    return rendered.append("\n")
 
 
 def format_sequence_title(tokens: StepTokens, copies: Sequence[Mapping[str, Any]]) -> str:
@@ -113,43 +128,46 @@ def format_sequence_title(tokens: StepTokens, copies: Sequence[Mapping[str, Any]
     cut = "" if sequence["finished"] else ", cut off"
     branch = f", branch {sequence['branch']}" if sequence["branch"] else ""
     advantages = tokens.columns["advantage"][sequence["start"] : sequence["end"]]
-    known = next((value for value in advantages if value is not None), None)
-    advantage = "" if known is None else f", advantage {format_significant(known)}"
+    first = next((value for value in advantages if value is not None), None)
+    advantage = "" if first is None else f", advantage {format_significant(first)}"
     several = f"{len(copies)} answers alike: " if len(copies) > 1 else ""
     numbers = ", ".join(str(each["completion"]) for each in copies)
     return f"[{numbers}] {several}{reward}{verdict}{cut}{branch}{advantage}"
 
 
 def choose_style(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest: float) -> str:
-    """The style of a token: given ones dim, without gradient underlined, the others by a background."""
+    """Return the style of a token: dim if given, underlined if without gradient, else with a colored background."""
     if columns["kind"][i] in (KIND_GIVEN, "prompt"):
         return "dim"
-    line = "underline " if columns["rule"][i] else ""
+    underline = "underline " if columns["rule"][i] else ""
     value = columns[by][i]
     if not value or not largest:
-        return line.strip()
-    part = abs(value) / largest
-    shade = next((shade for shade in SHADES if part <= shade), 1.0) if part > 0.05 else 0.0
+        return underline.strip()
+    share = abs(value) / largest
+    shade = next((shade for shade in SHADES if share <= shade), 1.0) if share > 0.05 else 0.0
     if not shade:
-        return line.strip()
+        return underline.strip()
     r, g, b = (round(shade * x) for x in (INCREASE_RGB if value > 0 else DECREASE_RGB))
-    return f"{line}white on rgb({r},{g},{b})"
+    return f"{underline}white on rgb({r},{g},{b})"
 
 
-def build_gradient_table(tokens: StepTokens, group: int, listed: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
-    """The tokens that carry most of a group's gradient, with a sentence on each; those of copies are one.
+def build_gradient_table(tokens: StepTokens, group: int, sequences: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+    """Return a table of the tokens that carry most of a group's gradient, with a sentence on each.
 
-    listed: the sequences of the group, each with its copies.
+    Args:
+        tokens: The tokens of the step.
+        group: The group.
+        sequences: The sequences of the group, each with its copies, whose tokens are counted together.
     """
     table = Table(*GRADIENT_TABLE_HEADERS, box=None, header_style="dim", pad_edge=False)
-    single = tokens.compute_gradient_shares(group)
+    row_shares = tokens.compute_gradient_shares(group)
     shares: dict[int, float] = {}
-    for copies in listed if single else ():
+    for copies in sequences if row_shares else ():
         starts = [each["start"] for each in copies]
         for row in range(starts[0], copies[0]["end"]):
-            shares[row] = sum(single[row - starts[0] + start] for start in starts)
-    first = sorted((i for i in shares if shares[i]), key=lambda i: -shares[i])[:MAX_EXPLAINED_TOKENS]
-    for i in first:
+            shares[row] = sum(row_shares[row - starts[0] + start] for start in starts)
+    largest = sorted((i for i in shares if shares[i]), key=lambda i: -shares[i])[:MAX_EXPLAINED_TOKENS]
+    for i in largest:
         token = {name: values[i] for name, values in tokens.columns.items()}
         name = repr(token["text"] or "")[1:-1].replace(" ", "·")[:24]
         cells = (

@@ -140,7 +140,7 @@ class PackedSequences(NamedTuple):
     """P prompts and B rows that follow one another in N tokens; on the CPU."""
 
     ends: Tensor
-    """[P + B] the index behind the last token of each sequence."""
+    """[P + B] the index after the last token of each sequence."""
     prompt_of: Tensor
     """[B] the prompt of each row."""
     window: int = 0

@@ -308,7 +308,7 @@ class DecodeBatch:
         return slice(None), rows, self.cached_lengths
 
     def _compute_biases(self) -> list[Tensor]:
-        """Return the attention bias of each layer, [n, 1, S + capacity]: -inf behind prompts and rows."""
+        """Return the attention bias of each layer, [n, 1, S + capacity]: -inf after prompts and rows."""
         first, starts, shape = self.caches[0], self.start_positions[:, None], self.decoder.shape
         prompt_steps, own_steps = (torch.arange(x.shape[2], device=x.device) for x in (first.prompt_keys, first.keys))
         visible = torch.cat([prompt_steps < starts, own_steps < self.cached_lengths[:, None] + 1], -1)
@@ -557,7 +557,7 @@ def copy_row_cache(batch: DecodeBatch, row: int) -> list[KeyValue]:
 
 
 def restore_rows(batch: DecodeBatch, rows: Sequence[EvictedRow]) -> None:
-    """Add evicted rows behind the others, as they were."""
+    """Append evicted rows to the batch."""
     batch.compact()
     for row in rows:
         if row.prompt_id not in batch.prompt_ids:

@@ -132,11 +132,11 @@ class LayerWeights(NamedTuple):
     qkv_bias: Tensor | None = None
     """[(H + 2K) d], Qwen2"""
     attention_out_bias: Tensor | None = None
-    """[D], where the configuration says attention_bias"""
+    """[D], with attention_bias in the configuration"""
     gate_up_bias: Tensor | None = None
-    """[2I], where it says mlp_bias"""
+    """[2I], with mlp_bias"""
     down_bias: Tensor | None = None
-    """[D], where it says mlp_bias"""
+    """[D], with mlp_bias"""
     query_norm: Tensor | None = None
     """[d], Qwen3"""
     key_norm: Tensor | None = None

@@ -167,7 +167,7 @@ class BatchLayout(NamedTuple):
     prompt_lengths: Tensor
     """[B] the length of each row's prompt, with the shared prefix."""
     prompt_capacity: int
-    """S, the padded length of prompts, behind whose keys are those of a row."""
+    """S, the padded length of prompts; keys of a row follow those of its prompt."""
     sequences: PackedSequences
     """The same tokens as sequences for the compiled kernel."""
     varlen_sequences: VarlenSequences | None

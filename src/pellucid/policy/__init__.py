@@ -1,8 +1,5 @@
-"""The policy: a causal language model that is scored, saved and followed by its reference.
+"""The policy: a causal language model with its tokenizer.
 
-Here a model's name becomes a model (pretrained.py, modelscope.py, access.py), messages become tokens (template.py,
-hermes.py, literal.py) and what was sampled a message (tool_calls.py, call_forms.py), a batch becomes log-probs with
-gradients (scorer.py, head.py, logprobs.py), and weights are kept, cast and saved (policy.py). The room knows
-transformers, our decoders in models/ and the records of the algorithm; it does not know how tokens are sampled or how
-many processes there are.
+`load` finds and loads a model, `chat_template` turns messages into tokens and `tool_calls` tokens into messages,
+`scorer` and `logprobs` compute log-probs with gradient, and `policy` holds, casts and saves the weights.
 """

@@ -1,4 +1,4 @@
-"""How the files of a checkpoint may be read. No torch: the settings import it."""
+"""What may be loaded from a checkpoint. It does not import torch, since the settings import it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import NamedTuple
 
 
 class ModelAccess(NamedTuple):
+    """Which revision of a checkpoint is loaded, and whether its code may run."""
+
     revision: str = ""
-    """A branch, tag or commit of a hub; empty is its default branch."""
+    """A branch, tag or commit on the hub; empty is the default branch."""
     trust_remote_code: bool = False
-    """Whether the Python code that lies beside the weights may run."""
+    """Whether Python code in the folder of the checkpoint may run."""
     trust_hint: str = "set policy.trust_remote_code"
-    """How the user lets it run, for the line that says it may not."""
+    """How the user allows it, for the error message."""
 
     def format_warning(self, name: str) -> str:
-        """Return the line that must be shown before a checkpoint of this name is read; empty where it runs nothing."""
+        """Return the warning to show before a checkpoint is loaded; empty if none of its code runs."""
         return f"policy.trust_remote_code: Python code of {name} runs as you" if self.trust_remote_code else ""
 
 

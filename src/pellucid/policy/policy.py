@@ -1,4 +1,4 @@
-"""A causal language model and its tokenizer, as the algorithm sees them: `score(batch)`, and what the samplers need."""
+"""The policy: a causal language model and its tokenizer, with what the algorithm and the samplers need of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,11 @@ CPU = torch.device("cpu")
 
 
 class Policy:
-    """Master weights in fp32 (`model`), computed with in `dtype`; `module` is what a runtime may wrap."""
+    """A causal language model that is trained, or frozen.
+
+    `model` has the master weights, mostly in fp32; forward passes compute in `dtype`. A runtime such as DDP or FSDP may
+    replace `module`, through which all forward passes with gradient go.
+    """
 
     def __init__(
         self,
@@ -73,52 +77,70 @@ class Policy:
         masters: Mapping[str, Tensor] | None = None,
         load_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
     ) -> None:
-        """read_base: reads in fp32 what the base of an adapter was before it became 4-bit numbers."""
+        """Create a policy.
+
+        Args:
+            model: the model with its master weights.
+            tokenizer: its tokenizer.
+            dtype: the dtype of forward passes.
+            temperature: log-probs are those of softmax(logits / temperature).
+            entropy_grad: whether the entropy has a gradient.
+            gradient_checkpointing: recompute activations in the backward pass.
+            adapter: the peft model, if an adapter is trained.
+            engine: auto, compiled, or transformers, which computes without our decoder.
+            masters: fp32 masters on the CPU by name, where the parameters themselves are narrower.
+            load_base: loads the base of an adapter in fp32, where the policy has it in 4 bits.
+        """
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
         self.engine, self._masters, self._load_base = engine, masters or {}, load_base
         self.device = model.device
-        """Where it computes; an engine may keep its parameters elsewhere meanwhile."""
+        """Where it computes. An engine may keep the parameters on another device."""
         self.decoder = None if self.find_fallback_reason() else Decoder(model.config, model, dtype)
         pieces = compile_layer_functions() if engine == "compiled" else EAGER_LAYER_FUNCTIONS
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
         self.sharded_modules: Sequence[ShardedModule] = ()
-        """What an engine has sharded: all parameters."""
+        """The modules that an engine has sharded; together they have all parameters."""
         self.eos_ids = find_eos_ids(model, tokenizer)
         self.end_id = pick_end_token(tokenizer, self.eos_ids)
         self.context_length = get_context_length(model.config.get_text_config())
         self.vocabulary_size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
-        """The number of tokens that it has embeddings of."""
+        """The number of tokens that have an embedding."""
         self._inference_copy: PreTrainedModel | None = None
 
     def score(self, batch: Batch) -> Scores:
-        """Log-probs and entropy of the response tokens under the policy as it is now, [B, T], with gradient."""
+        """Score the response tokens of a batch with the present weights.
+
+        Returns:
+            Log-probs and entropy [B, T], in nats, on the CPU, with gradient; and the exact KL to the reference, if one
+            is set.
+        """
         return self.module(self.scorer.score, batch)
 
     @torch.no_grad()
     def embed(self, batch: Batch, layer: int) -> Tensor:
-        """[B, D]: the output of a layer averaged over the response; 0 is the embedding, -1 the last layer."""
+        """Return the output of a layer [B, D], averaged over sampled tokens; 0 is the embedding, -1 the last layer."""
         if self.decoder:
-            self.gather()  # it is not our decoder that computes this, and no engine gathers for transformers' modules
+            self.gather()  # transformers' modules compute this, and no engine gathers for them
             return self.scorer.embed(batch, layer)
         return self.module(self.scorer.embed, batch, layer)
 
     def set_kl_reference(self, reference: HiddenStateModel) -> None:
-        """Let `score` also compute the exact KL to this reference from now on."""
+        """Make `score` compute the exact KL to this reference as well."""
         self.scorer.reference = reference
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """Set these weights to decay * themselves + (1 - decay) * `weights`."""
+        """Set the weights to decay * themselves + (1 - decay) * `weights`, as a moving average."""
         for name, p in self.weights().items():
             p.lerp_(weights[name].to(p), 1 - decay)
 
     def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]:
-        """The states [N, D] that response tokens are predicted from, row by row, and the head that reads them."""
+        """Return the hidden states [N, D] that response tokens are predicted from, row by row, and the LM head."""
         return self.module(self.scorer.compute_hidden_states, batch)
 
     def find_fallback_reason(self) -> str:
-        """Why this model is computed by transformers and not by our decoder; empty where our decoder does."""
+        """Return why transformers computes this model instead of our decoder; empty if our decoder does."""
         if self.engine == "transformers":
             return "policy.engine"
         if has_custom_code(self.model):
@@ -128,25 +150,25 @@ class Policy:
         return find_fallback_reason(self.model.config)
 
     def create_decode_batch(self, rows: int, int8: bool = False) -> DecodeBatch | FallbackDecodeBatch:
-        """An empty DecodeBatch with room for `rows` rows, of the weights as they are now.
+        """Create an empty batch with so many slots, which decodes with the present weights.
 
-        int8: with products of its layers in int8, where `fusing.int8_fault` is empty.
+        int8: matrix products in int8, which `fused_check.find_int8_fault` must allow.
         """
         if self.decoder:
             self.gather()
             return DecodeBatch(self.decoder, rows, fused_check.select_fused_decoder(self.decoder, int8))
-        twin = self._inference_copy if self.sharded_modules else None  # `gather` has brought it up to date
-        return FallbackDecodeBatch(twin or self.get_inference_model(), rows)
+        copy = self._inference_copy if self.sharded_modules else None  # `gather` has updated it
+        return FallbackDecodeBatch(copy or self.get_inference_model(), rows)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids up to where the model goes on, the prompt's prefix included."""
+        """Return the token ids of a prompt and its prefix."""
         return self.encode_question(prompt) + self.encode_prefix(prompt)
 
     def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids up to where the answer begins.
+        """Return the token ids of a prompt, up to where the answer begins.
 
-        DataError where the chat template raises, there is no token to predict the next one from, or one that the model
-        does not have.
+        Raises:
+            DataError: the chat template raises, there are no tokens, or the model does not have one of them.
         """
         named = f"prompt {prompt.id}: " if prompt.id else ""
         try:
@@ -158,13 +180,13 @@ class Policy:
         return ids
 
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of the prefix; none where there is none."""
+        """Return the token ids of the prefix of a prompt; none if it has no prefix."""
         return encode_prefix(self.tokenizer, prompt)
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens; of all of them, or without special ones and an end of sequence behind the others.
+        """Return the text of tokens, without special tokens and a last EOS token unless `special` is true.
 
-        Not every tokenizer flags each of its end-of-sequence tokens as special.
+        EOS tokens are left out by their ids, since not every tokenizer flags all of them as special.
         """
         if not special:
             token_ids = strip_eos(token_ids, self.eos_ids)
@@ -172,11 +194,11 @@ class Policy:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """The bytes of each token, for answers that tell them."""
+        """The bytes of each token."""
         return TokenBytes(self.tokenizer)
 
     def blocks(self) -> list[nn.Module]:
-        """The layers, for an engine that gathers the parameters of one at a time and makes this policy `sharded`."""
+        """Return the layers, for an engine that gathers the parameters of one layer at a time."""
         if self.decoder:
             self.decoder.disable_cast_copies()
             return list(self.decoder.layers)
@@ -185,24 +207,26 @@ class Policy:
         return [module for module in self.model.modules() if type(module).__name__ in kinds]
 
     def list_external_parameters(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-        """Modules, and parameters that they compute with and that stand in others, for an engine which asks."""
+        """Return modules with the parameters of other modules that they compute with, as DeepSpeed needs them."""
         if self.decoder:
             layers = [(layer, list(layer.parameters())) for layer in self.blocks()]
             of_layers = {id(p) for _, parameters in layers for p in parameters}
             return [(self.scorer, [p for p in self.model.parameters() if id(p) not in of_layers]), *layers]
-        self._inference_copy = copy_model(self.model, self.dtype, share=False)  # what is there is emptied in place
+        self._inference_copy = copy_model(
+            self.model, self.dtype, share=False
+        )  # the engine empties shared parameters in place
         return [(self.scorer, list(cast(nn.Module, self.model.get_output_embeddings()).parameters()))]
 
     @property
     def gathered_dtype(self) -> torch.dtype | None:
-        """The dtype in which layers are gathered; None is that of the parameters, which transformers casts itself."""
+        """The dtype in which an engine gathers layers; None is that of the parameters, which transformers casts."""
         return self.dtype if self.decoder else None
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring up to date what samplers read. Processes that share the parameters call this together.
+        """Update the weights that samplers read. Processes that share the parameters call this together.
 
-        Where they are sharded, whole weights in the compute dtype stay until the layers compute for themselves again.
+        Sharded weights stay gathered, in the compute dtype, until the next forward pass or `reshard`.
         """
         if not self.decoder and self.sharded_modules:
             self.get_inference_model()
@@ -211,13 +235,13 @@ class Policy:
             module.unshard()
 
     def reshard(self) -> None:
-        """Drop what `gather` gathered: the parameters are to be read or changed as they are."""
+        """Free the gathered weights, before parameters are read or changed."""
         for module in self.sharded_modules:
             module.reshard()
 
     @torch.no_grad()
     def get_inference_model(self) -> PreTrainedModel:
-        """The weights as they are now in the compute dtype: the model itself, or a copy brought up to date."""
+        """Return the model with the present weights in the compute dtype: itself, or an updated copy."""
         if self.sharded_modules and self.decoder:
             self.gather()
             return self.model
@@ -227,22 +251,23 @@ class Policy:
             return self.model
         if self._inference_copy is None:
             self._inference_copy = copy_model(self.model, self.dtype)
-        for mine, master in zip(self._inference_copy.parameters(), self.model.parameters(), strict=True):
-            if mine is not master and (master.requires_grad or not self.sharded_modules):
-                mine.copy_(gather_full_tensor(master))
+        for p, master in zip(self._inference_copy.parameters(), self.model.parameters(), strict=True):
+            if p is not master and (master.requires_grad or not self.sharded_modules):
+                p.copy_(gather_full_tensor(master))
         return self._inference_copy
 
     def trainable(self) -> dict[str, Tensor]:
+        """Return the trainable parameters by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def masters(self) -> dict[str, Tensor]:
-        """The fp32 masters that an offloading optimizer keeps on the CPU, by name; else the trainable weights."""
+        """Return the fp32 master weights by name: those on the CPU, if there are any, or the trainable parameters."""
         self.reshard()
         return {name: self._masters.get(name, p) for name, p in self.trainable().items()}
 
     @torch.no_grad()
     def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `masters` gave. UserError where the tensors are another model's."""
+        """Load master weights that `masters` returned. Raise UserError if they are those of another model."""
         masters = self.masters()
         if masters.keys() != tensors.keys():
             raise UserError(POLICY_MISMATCH)
@@ -250,14 +275,14 @@ class Policy:
             p.copy_(masters[name].copy_(tensors[name]))
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by name, frozen or not; of sharded ones this process's part."""
+        """Return all parameters by name, frozen or not; of sharded ones the shard of this process."""
         self.reshard()
         return dict(self.model.named_parameters())
 
     def save_config(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Save what transformers needs besides the weights: configuration and tokenizer.
+        """Save configuration and tokenizer.
 
-        dtype: the dtype of the saved weights; None is the dtype that the model was loaded in.
+        dtype: the dtype that the configuration names; None is the dtype that the model was loaded in.
         """
         save_config(self.model, folder, dtype)
         self.tokenizer.save_pretrained(folder)
@@ -265,10 +290,12 @@ class Policy:
     def save(
         self, folder: Path, merged_model: PreTrainedModel | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Save model and tokenizer as transformers does: from the masters, an adapter merged into its base.
+        """Save model and tokenizer for `from_pretrained`, with an adapter merged into its base.
 
-        merged: the result of `merged`, if it has been computed already. dtype: float32 saves the weights unrounded,
-        bfloat16 and float16 round them to half the size.
+        Args:
+            folder: where to save.
+            merged_model: the result of `build_merged_model`, if it has been computed.
+            dtype: float32 saves the master weights unrounded; bfloat16 and float16 halve the size.
         """
         with self._hold_masters():
             model = merged_model or (self.build_merged_model(self.masters(), CPU) if self.adapter else self.model)
@@ -279,13 +306,13 @@ class Policy:
     def build_merged_model(self, masters: Mapping[str, Tensor], device: torch.device | None = None) -> PreTrainedModel:
         """Return a copy in fp32 with the adapter merged into its base.
 
-        In bf16 the sum of a weight and its update would mostly round to the weight again. The base is the one that the
-        policy computes with; in place of a base in 4 bits it is the base on disk.
+        It is in fp32, since in bf16 the sum of a weight and its update would mostly round to the weight again. A base
+        in 4 bits is loaded again in fp32. If processes share the parameters, call `gather` in all of them, then this
+        in one.
 
-        masters: whole weights of the adapter. device: where the copy goes; None is the device of the policy, or the CPU
-        for a base that is read from disk.
-
-        Where processes share the parameters, `gather` has been called in all of them, and this in one.
+        Args:
+            masters: the full weights of the adapter by name.
+            device: the device of the copy; None is that of the policy, or the CPU for a base that is loaded again.
         """
         if self._load_base:
             return merge_adapter_weights(add_matching_adapter(self._load_base()[0], self.adapter), masters)
@@ -296,7 +323,7 @@ class Policy:
 
     @contextmanager
     def _hold_masters(self) -> Iterator[None]:
-        """The model holds its masters."""
+        """Put the master weights into the model until the end."""
         rounded = {name: p.data for name, p in self.trainable().items()}
         for name, p in self.trainable().items():
             p.data = self.masters()[name].data
@@ -323,22 +350,47 @@ def load_policy(
     access: ModelAccess = DEFAULT_ACCESS,
     load_in_4bit: bool = False,
 ) -> Policy:
-    """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
+    """Load the policy to train.
 
-    narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
-    in_4bit: the matrices of the base as 4-bit numbers.
+    Args:
+        name: a folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or a packaged model.
+        device: where it computes.
+        dtype: the dtype of forward passes.
+        temperature: log-probs are those of softmax(logits / temperature).
+        entropy_grad: whether the entropy has a gradient.
+        gradient_checkpointing: recompute activations in the backward pass.
+        lora_rank: the rank of an adapter over a frozen base; 0 trains all weights.
+        engine: auto, compiled, or transformers, which computes without our decoder.
+        offload_masters: keep matrices in `dtype`, and their fp32 masters on the CPU, for an optimizer that offloads.
+        lora_alpha: 0 is twice the rank.
+        lora_targets: names of the layers with an adapter; empty is all linear layers.
+        template: the chat template and its variables.
+        access: the revision, and whether code of the checkpoint may run.
+        load_in_4bit: keep the matrices of the base in 4 bits (QLoRA).
+
+    Raises:
+        UserError: the model cannot be found, loaded or scored.
     """
-    read = partial(load.load_pretrained, name, dtype if lora_rank else torch.float32, template, access)
-    model, tokenizer = read(device if load_in_4bit else None)
+    base_dtype = dtype if lora_rank else torch.float32
+    model, tokenizer = load.load_pretrained(name, base_dtype, template, access, device if load_in_4bit else None)
     check_lm_head(model)
     adapter = add_adapter(model, lora_rank, lora_alpha, lora_targets) if lora_rank else None
     if adapter:
         set_base_name(adapter, name, access.revision)
     masters = cast_matrices(model, dtype, device) if offload_masters else None
     move_to_device(model, device)
-    base = partial(load.load_pretrained, name, torch.float32, template, access) if load_in_4bit else None
-    facts = (entropy_grad, gradient_checkpointing, adapter, engine, masters, base)
-    return Policy(model, tokenizer, dtype, temperature, *facts)
+    return Policy(
+        model,
+        tokenizer,
+        dtype,
+        temperature,
+        entropy_grad,
+        gradient_checkpointing,
+        adapter,
+        engine,
+        masters,
+        load_base=partial(load.load_pretrained, name, torch.float32, template, access) if load_in_4bit else None,
+    )
 
 
 def load_frozen_policy(
@@ -350,14 +402,10 @@ def load_frozen_policy(
     template: ChatTemplate = load.DEFAULT_TEMPLATE,
     access: ModelAccess = DEFAULT_ACCESS,
 ) -> Policy:
-    """A reference or a model to evaluate: no gradient."""
+    """Load a reference, or a model to evaluate, without gradient. The arguments are those of `load_policy`."""
     model, tokenizer = load.load_pretrained(name, torch.float32, template, access)
     move_to_device(model, device).requires_grad_(False)
     return Policy(model, tokenizer, dtype, temperature, engine=engine)
-
-
-# ---------------------------------------------------------------- adapter
-# The reference of a policy that trains an adapter.
 
 
 LORA_REFERENCE_ERROR = (
@@ -366,7 +414,7 @@ LORA_REFERENCE_ERROR = (
 
 
 class LoraReference:
-    """The reference of a LoRA policy: the same model without its adapter, frozen by nature."""
+    """The reference of a LoRA policy: the same model without its adapter. It never changes."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.device = policy, policy.device
@@ -380,4 +428,4 @@ class LoraReference:
 
     def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]:
         with self.policy.adapter.disable_adapter():
-            return self.policy.scorer.compute_hidden_states(batch)  # asked from within the policy's own forward pass
+            return self.policy.scorer.compute_hidden_states(batch)  # called within the forward pass of the policy

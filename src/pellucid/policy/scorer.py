@@ -1,4 +1,4 @@
-"""The forward pass: a batch of rollouts -> log-probs, entropy, hidden states of its response tokens."""
+"""The forward pass: log-probs, entropy and hidden states of the response tokens of a batch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from pellucid.types import UserError
 
 T = TypeVar("T")
 ScoreHook = Callable[[Batch, Scores, Tensor, ScoreContext], None]
-"""Is shown what the loss is made of: a micro-batch with its weights, its scores, the hidden states [N, D] of its N
-scored tokens, all without gradient, and how they were read."""
+"""Called with a micro-batch, its scores, the hidden states [N, D] of its N scored tokens, all without gradient, and the
+context that they were scored with."""
 
 
 class HiddenStateModel(Protocol):
-    """A model whose distributions can be compared with the policy's."""
+    """A model to which an exact KL divergence can be computed."""
 
     def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]: ...
 
 
 class Scorer(nn.Module):
-    """The forward pass as a module: DDP and FSDP act around a module's forward, and everything must happen in it.
+    """The forward pass as a module, since DDP and FSDP act around the `forward` of a module.
 
-    forward(scorer.score, batch) is scorer.score(batch), and so with `hidden` and `embed`.
+    `forward(scorer.score, batch)` is `scorer.score(batch)`; the same holds for the other methods.
     """
 
     model: PreTrainedModel
@@ -56,7 +56,7 @@ class Scorer(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder, self.dtype, self.device = decoder, dtype, model.device
-        # The decoder has the modules of the model: an engine must find each parameter once.
+        # Not as a submodule: the decoder has the modules of the model, and an engine must find each parameter once.
         self.__dict__["model"] = model
         if decoder is None:
             self.body = model
@@ -66,7 +66,7 @@ class Scorer(nn.Module):
         self.reference: HiddenStateModel | None = None
         self.score_hook: ScoreHook | None = None
         if gradient_checkpointing:
-            # transformers renamed it on the way to 6.
+            # transformers 6 will rename it.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
 
@@ -74,30 +74,34 @@ class Scorer(nn.Module):
         return method(*arguments)
 
     def score(self, batch: Batch) -> Scores:
-        """Log-probs and entropy of the response tokens, [B, T] on the CPU, with gradient."""
-        scored, reference = batch.scored_mask, self.compute_ref_hidden_states(batch)
-        (hidden, head), tokens = self.compute_hidden_states(batch), batch.response_ids[scored].to(self.device)
-        among = batch.get_sampling_mask(self.device)
-        flat = compute_token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
-        # Taken to the CPU in one piece: what is made of them there, to the last metric, waits for no device.
-        scores = Scores(*(scatter_to_mask(x, scored) for x in torch.stack(flat).to(scored.device)))
+        """Return log-probs and entropy of the response tokens, [B, T] on the CPU, with gradient."""
+        mask, reference = batch.scored_mask, self.compute_ref_hidden_states(batch)
+        (hidden, head), tokens = self.compute_hidden_states(batch), batch.response_ids[mask].to(self.device)
+        sampling_mask = batch.get_sampling_mask(self.device)
+        flat = compute_token_logprobs(
+            hidden, head, tokens, self.temperature, self.entropy_grad, reference, sampling_mask
+        )
+        # One copy to the CPU: nothing that is computed from them, to the last metric, waits for the device again.
+        scores = Scores(*(scatter_to_mask(x, mask) for x in torch.stack(flat).to(mask.device)))
         if self.score_hook and batch.token_weights is not None and torch.is_grad_enabled():
-            reading = ScoreContext(head, self.temperature, self.entropy_grad, *(reference or (None, None)), among)
-            still = Scores(*(x.detach() for x in scores if x is not None))
-            self.score_hook(batch, still, hidden.detach(), reading)
+            context = ScoreContext(
+                head, self.temperature, self.entropy_grad, *(reference or (None, None)), sampling_mask
+            )
+            detached = Scores(*(x.detach() for x in scores if x is not None))
+            self.score_hook(batch, detached, hidden.detach(), context)
         return scores
 
     def examine(self, batch: Batch) -> TokenStatistics:
-        """What the distributions of the response tokens look like, row by row."""
+        """Return statistics of the distributions of the response tokens, row by row."""
         (hidden, head), tokens = (
             self.compute_hidden_states(batch),
             batch.response_ids[batch.scored_mask].to(self.device),
         )
-        reading = ScoreContext(head, self.temperature, False, None, None, batch.get_sampling_mask(self.device))
-        return compute_token_statistics(hidden, tokens, reading)
+        context = ScoreContext(head, self.temperature, False, None, None, batch.get_sampling_mask(self.device))
+        return compute_token_statistics(hidden, tokens, context)
 
     def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]:
-        """The states [N, D] that the N scored tokens of a batch are predicted from, and the head that reads them."""
+        """Return the hidden states [N, D] that the N scored tokens are predicted from, and the LM head."""
         if self.decoder is None:
             return self.compute_hidden_states_by_transformers(batch).to(self.dtype), get_lm_head(self.model, self.dtype)
         hidden, head = compute_hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
@@ -105,12 +109,12 @@ class Scorer(nn.Module):
 
     def compute_hidden_states_by_transformers(self, batch: Batch) -> Tensor:
         input_ids, starts = join_sequences(batch)
-        if input_ids.shape[1] > (most := get_context_length(self.model.config.get_text_config())):
-            raise UserError(f"a row of {input_ids.shape[1]} tokens is longer than what this model reads, {most}")
+        if input_ids.shape[1] > (limit := get_context_length(self.model.config.get_text_config())):
+            raise UserError(f"a row of {input_ids.shape[1]} tokens is longer than what this model reads, {limit}")
         # transformers recomputes activations only in train mode; dropout is silenced in both.
         self.model.train(self.gradient_checkpointing)
         with self.autocast():
-            # Padding is on the right, where a causal model never looks: no attention mask, default positions.
+            # Padding is on the right, which no token attends to: no attention mask, default positions.
             hidden = self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
         row, t = batch.scored_mask.nonzero(as_tuple=True)
         # The one shift in this project: token t of a response is predicted from the position before it.
@@ -121,12 +125,12 @@ class Scorer(nn.Module):
         if self.reference is None:
             return None
         hidden, head = self.reference.compute_hidden_states(batch)
-        device = self.device  # the reference may lie elsewhere
+        device = self.device  # the reference may be on another device
         bias = None if head.bias is None else head.bias.to(device)
         return hidden.to(device), head._replace(weight=head.weight.to(device), bias=bias)
 
     def embed(self, batch: Batch, layer: int) -> Tensor:
-        """[B, D]: the output of a layer at the sampled tokens, averaged."""
+        """Return the output of a layer [B, D], averaged over the sampled tokens."""
         input_ids, starts = join_sequences(batch)
         self.model.eval()
         with self.autocast():
@@ -143,12 +147,12 @@ class Scorer(nn.Module):
 
 
 def scatter_to_mask(flat: Tensor, mask: Tensor) -> Tensor:
-    """Spread values [N] over the true places of a mask [B, T]; 0 elsewhere."""
+    """Put values [N] where a mask [B, T] is true, and 0 elsewhere."""
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
 def join_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Prompt and response of each row joined and padded on the right, [B, S]; where each response starts, [B]."""
+    """Join prompt and response of each row. Return them padded on the right [B, S], and the starts of responses [B]."""
     prompts = [torch.tensor(ids, device=batch.response_mask.device) for ids in batch.prompt_ids]
     lengths = batch.response_mask.sum(-1).tolist()
     rows = [
@@ -171,8 +175,8 @@ def get_lm_head(model: PreTrainedModel, dtype: torch.dtype) -> LMHead:
 
 
 def check_lm_head(model: PreTrainedModel) -> None:
-    """UserError where the architecture does something to its logits that `head_of` does not know, reads what is still
-    to come, or cannot be scored at all.
+    """Raise UserError if a model changes its logits in a way that `get_lm_head` does not know, attends to later tokens,
+    or cannot be scored.
     """
     kind = type(model).__name__
     try:
@@ -185,11 +189,11 @@ def check_lm_head(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def find_lm_head_fault(model: PreTrainedModel) -> str:
-    """In fp32 behind the output layer, whatever the dtype of the weights: a soft-cap in bf16 is off by 1%."""
+    """Compare in fp32 behind the output layer, whatever the dtype of the weights: bf16 rounds a soft-cap by 1%."""
     ids, head = torch.arange(1, 5, device=model.device)[None], get_lm_head(model, model.dtype)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    begun = model.base_model(input_ids=ids[:, :2], use_cache=False).last_hidden_state[0]
-    if measure_relative_difference(begun.float(), hidden[:2].float()) > LOGIT_TOLERANCES.get(
+    beginning = model.base_model(input_ids=ids[:, :2], use_cache=False).last_hidden_state[0]
+    if measure_relative_difference(beginning.float(), hidden[:2].float()) > LOGIT_TOLERANCES.get(
         model.dtype, HALF_PRECISION_TOLERANCE
     ):
         return "reads tokens that are still to come, and is no causal language model"

@@ -1,4 +1,4 @@
-"""What each token of a sequence adds to its text."""
+"""The text and the bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -8,66 +8,60 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-PARTIAL_CHARACTER = "\ufffd"
-"""What a part of a character decodes to."""
+REPLACEMENT = "\ufffd"
+"""The character that tokenizers decode incomplete characters to."""
 
 
 def strip_eos(ids: Sequence[int], eos_ids: Collection[int]) -> Sequence[int]:
-    """Return token ids without the end-of-sequence token that is the last of them, if it is one."""
+    """Return token ids without a last EOS token."""
     return ids[:-1] if ids and ids[-1] in eos_ids else ids
 
 
 class TokenTexts:
-    """Texts of tokens. decode: ids to text, special tokens included. What a token decodes to alone is kept."""
+    """Texts of tokens, with a cache. decode: ids to text, with special tokens."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode, self._token_texts = decode, dict[int, str]()
 
     def decode_token(self, token: int) -> str:
-        """The text of a token that stands among others, with the space before it that some tokenizers leave out at the
-        beginning of a text.
-        """
+        """Return the text of a token in the middle of a text, with the space that some tokenizers omit at the start."""
         if token not in self._token_texts:
             self._token_texts[token] = self.decode([token, token])[len(self.decode([token])) :]
         return self._token_texts[token]
 
     def decode_each(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds. Joined they are the decoded whole.
+        """Return the text that each token adds; joined, they are the text of all.
 
-        A character belongs to the token that completes it: one that ends within a character adds less, or nothing.
+        A character belongs to the token that completes it; a token that ends within a character adds less, or nothing.
         """
         texts = list[str]()
-        for in_parts, of_run in groupby(ids, key=lambda token: PARTIAL_CHARACTER in self.decode_token(token)):
-            run = list(of_run)
-            texts += self.decode_each_stepwise(run) if in_parts else [self.decode_token(token) for token in run]
-        whole = self.decode(ids)
-        if ids and PARTIAL_CHARACTER not in self.decode_token(ids[0]):
+        for is_partial, group in groupby(ids, key=lambda token: REPLACEMENT in self.decode_token(token)):
+            run = list(group)
+            texts += self.decode_each_stepwise(run) if is_partial else [self.decode_token(token) for token in run]
+        if ids and REPLACEMENT not in self.decode_token(ids[0]):
             texts[0] = self.decode(ids[:1])
-        return texts if "".join(texts) == whole else self.decode_each_stepwise(ids)
+        return texts if "".join(texts) == self.decode(ids) else self.decode_each_stepwise(ids)
 
     def decode_each_stepwise(self, ids: Sequence[int]) -> list[str]:
-        """The same by decoding every beginning of the sequence."""
-        whole, ends = self.decode(ids), [0]
+        """As `decode_each`, by decoding every prefix of the sequence."""
+        text, ends = self.decode(ids), [0]
         for count in range(1, len(ids)):
-            begun = self.decode(ids[:count]).rstrip(PARTIAL_CHARACTER)
-            ends.append(max(ends[-1], count_common_characters(begun, whole)))
-        return [whole[start:end] for start, end in zip(ends, [*ends[1:], len(whole)], strict=True)]
+            beginning = self.decode(ids[:count]).rstrip(REPLACEMENT)
+            ends.append(max(ends[-1], count_common_characters(beginning, text)))
+        return [text[start:end] for start, end in zip(ends, [*ends[1:], len(text)], strict=True)]
 
 
 def count_common_characters(first: str, second: str) -> int:
-    """How many characters both begin with."""
+    """Return how many characters two texts have in common at the start."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-# ---------------------------------------------------------------- token_bytes
-# The bytes that each token of a tokenizer stands for, for byte-level BPE and for SentencePiece with byte fallback.
-#
-# A token may be a part of a character, so that it has bytes and no text of its own.
+# ---------------------------------------------------------------- bytes of tokens
+# A token may be a part of a character: it has bytes, and no text of its own. Byte-level BPE and SentencePiece with byte
+# fallback are supported.
 
 
-REPLACEMENT = "\ufffd"
-"""The character that tokenizers decode incomplete characters to."""
 BYTE_FALLBACK_PATTERN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """The spelling of a byte in SentencePiece vocabularies."""
 PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -78,11 +72,11 @@ CHARACTER_BYTES = {chr(byte): byte for byte in PRINTABLE_BYTES} | {
 }
 """The bytes that the characters of a byte-level vocabulary stand for, as GPT-2 numbered them."""
 ANCHOR_TEXTS = ("a", "1", ".")
-"""Texts to decode a token after. The first token of a text may lose its space."""
+"""Texts after which tokens are decoded, since the first token of a text may lose its space."""
 
 
 class TokenBytes:
-    """Looks up the bytes of tokens. Results are cached, since decoding takes some 20 microseconds."""
+    """The bytes of tokens, with a cache, since decoding takes some 20 microseconds."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -98,15 +92,15 @@ class TokenBytes:
     def format_token(self, token: int) -> str:
         r"""Return a text that names a token: its own, or for a part of a character its bytes, as OpenAI writes them.
 
-        Example: tokens.name(id) == " it"; tokens.name(id) == "bytes:\\xe6\\x95"
+        Example: " it", or "bytes:\\xe6\\x95".
         """
-        found = self.get_bytes(token)
-        if not found:
+        token_bytes = self.get_bytes(token)
+        if not token_bytes:
             return str(self.tokenizer.decode([token], skip_special_tokens=False))
         try:
-            return found.decode()
+            return token_bytes.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
     def _find_anchor(self) -> tuple[list[int], str]:
         for text in ANCHOR_TEXTS:

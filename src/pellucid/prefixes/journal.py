@@ -1,4 +1,4 @@
-"""The file of prefixes: JSON lines, one appended for each prefix as it arrives. A run that was killed goes on from it."""
+"""The file of prefixes: a JSON line is appended for each prefix as it arrives, and a killed run continues from it."""
 
 from __future__ import annotations
 

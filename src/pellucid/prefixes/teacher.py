@@ -130,7 +130,7 @@ class Teacher:
             return ""
 
     def explain_status_error(self, error: Any) -> str:
-        """Return why a request failed, without the key, which endpoints quote. UserError if every request would fail."""
+        """Return why a request failed, without the key, which endpoints quote. UserError if all requests would fail."""
         endpoint = self.endpoint
         if refusal := endpoints.find_permanent_refusal(
             error, endpoint.base_url, endpoint.model, endpoint.key_env, SETTING_NAMES

@@ -1,6 +1,6 @@
-"""What a run writes down, and how people see it.
+"""What a run logs, and how people see it.
 
-loggers.py writes the run folder and run_folder.py reads it back; metrics.py turns graded groups into numbers;
-console.py, notebook.py and boards.py show them while a run goes on, report.py with curves.py and charts.py when it is
-over, and card.py to strangers, who see what shareable.py leaves. The room knows records and files: no torch, no model.
+loggers.py writes the files of a run and run_files.py reads them; token_files.py is the format of tokens/. console.py
+shows a run while it goes on, report.py and charts.py show a finished one. No module imports a model; torch is imported
+only for TensorBoard.
 """

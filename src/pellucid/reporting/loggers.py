@@ -1,4 +1,4 @@
-"""Loggers: a run as JSON lines, and whatever else shows it.
+"""Writes the JSON lines of a run, sends them to TensorBoard and Weights & Biases, and computes the metrics of groups.
 
 `step` counts finished steps: the first step of a run is logged as 1, an evaluation before it as 0.
 """
@@ -41,23 +41,28 @@ from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import escape_controls
 
 DISPLAY_ERRORS = (OSError, ValueError, ArithmeticError, LookupError, TypeError)
-"""What may go wrong with a display, a chart or a board: no place to write to, or numbers and records as no one thought
-of. Mistakes in names are ours, and not among them."""
+"""Errors that do not end a run if a display, a chart or a board raises them: failed writes, and unexpected values.
+NameError and AttributeError are not among them: these are bugs."""
 
 
 @contextmanager
 def guard_display(what: str) -> Iterator[None]:
-    """Guard what only shows a run: where it fails, that costs a line and not the run."""
+    """Print a warning instead of raising an error in code that only displays a run."""
     try:
         yield
     except DISPLAY_ERRORS as error:
         with suppress(OSError):
-            told = escape_controls(f"{type(error).__name__}: {error}")
-            print(f"! {what} could not be shown ({told}); nothing is lost", flush=True)
+            reason = escape_controls(f"{type(error).__name__}: {error}")
+            print(f"! {what} could not be shown ({reason}); nothing is lost", flush=True)
 
 
 class CompositeLogger:
-    """Several loggers as one: `files` hold the run, `boards` only show it."""
+    """Several loggers as one.
+
+    Args:
+        files: Loggers whose errors end the run.
+        displays: Loggers whose errors are printed.
+    """
 
     def __init__(self, files: Sequence[Logger], displays: Sequence[Logger] = ()):
         self.files, self.displays = files, displays
@@ -83,12 +88,14 @@ class CompositeLogger:
 
 
 class JsonlLogger:
-    """metrics.jsonl, rollouts.jsonl and evals.jsonl of a run folder.
+    """Appends to metrics.jsonl, rollouts.jsonl and evals.jsonl of a run directory.
 
-    Each step is with the system when `log` returns, where a kill does not reach it, and on disk after `sync`: a power
-    failure costs lines that come after the last checkpoint, which a resumed run writes again.
+    When `log` returns, the step is in the page cache and survives a kill. `sync_logs` writes it to disk: a power
+    failure loses only lines after the last checkpoint, which a resumed run writes again.
 
-    every: steps between those whose rollouts are written, besides step 1; 0 is none at all.
+    Args:
+        run_dir: The run directory, which is created if it is missing.
+        every: The interval in steps at which rollouts are written, besides step 1; 0 for none.
     """
 
     FILE_NAMES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
@@ -119,13 +126,13 @@ class JsonlLogger:
 
 
 def sync_logs(run_dir: Path) -> None:
-    """Sync to disk what was logged so far."""
+    """Write the logs of a run to disk."""
     for name in JsonlLogger.FILE_NAMES:
-        disk.sync_path(run_dir / name)
+        files.sync_path(run_dir / name)
 
 
 def make_rollout_records(group: Group) -> list[dict[str, Any]]:
-    """A JSON-like record of each completion of a group; rewards may come as numpy's numbers."""
+    """Return a record of each completion of a group, as in rollouts.jsonl. Rewards may be NumPy numbers."""
     return [
         {
             "id": group.prompt.id,
@@ -158,48 +165,50 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def truncate_logs(run_dir: Path, step: int) -> list[str]:
-    """Forgets what was logged after `step`, and what a crash or a power failure made of lines: a resumed run writes
-    them again. Lines that say which steps up to `step` are missing for good.
+    """Remove what was logged after `step`, and lines that a crash left damaged. A resumed run writes later steps again.
 
-    In place, so that a full disk is no hindrance; where it is killed half-way, the next time does the rest.
+    The files are changed in place, so that this works on a full disk. If it is killed, the next call finishes it.
+
+    Returns:
+        Warnings that say which records up to `step` are lost.
     """
-    missing = []
+    warnings = []
     for path in (run_dir / name for name in JsonlLogger.FILE_NAMES):
-        kept, unreadable = truncate_log_file(path, step) if path.exists() else (set(), 0)
+        steps, unreadable = truncate_log_file(path, step) if path.exists() else (set(), 0)
         if unreadable:
-            missing.append(f"{path}: {unreadable} lines could not be read, and are gone")
-        if path.name == "metrics.jsonl" and (gaps := [n for n in range(1, step + 1) if n not in kept]):
-            missing.append(f"{path} lacks {len(gaps)} of {step} steps, the first of them step {gaps[0]}")
-    return missing
+            warnings.append(f"{path}: {unreadable} lines could not be read, and are gone")
+        if path.name == "metrics.jsonl" and (missing := [n for n in range(1, step + 1) if n not in steps]):
+            warnings.append(f"{path} lacks {len(missing)} of {step} steps, the first of them step {missing[0]}")
+    return warnings
 
 
 def truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
-    """The steps that are left, and how many lines between them could not be read.
+    """Truncate a log. Return the remaining steps, and how many lines between them were unreadable.
 
-    What goes from between other lines becomes spaces before the next one.
+    Removed lines between others are overwritten with spaces.
     """
-    dropped, steps, start, end = list[tuple[int, int, bool]](), set[int](), 0, 0
+    removed, steps, start, end = list[tuple[int, int, bool]](), set[int](), 0, 0
     with path.open("r+b") as file:
         for line in file:
-            of_line = parse_step(line)
-            if of_line is None or of_line > step:
-                dropped.append((start, len(line), of_line is None))
+            line_step = parse_step(line)
+            if line_step is None or line_step > step:
+                removed.append((start, len(line), line_step is None))
             else:
-                steps.add(of_line)
+                steps.add(line_step)
                 end = start + len(line)
             start += len(line)
-        between = [gap for gap in dropped if gap[0] < end]
-        for place, length, _ in between:
-            file.seek(place)
+        gaps = [gap for gap in removed if gap[0] < end]
+        for offset, length, _ in gaps:
+            file.seek(offset)
             file.write(b" " * length)
         file.truncate(end)
         file.flush()
         os.fsync(file.fileno())
-    return steps, sum(unreadable for _, _, unreadable in between)
+    return steps, sum(is_unreadable for _, _, is_unreadable in gaps)
 
 
 def parse_step(line: bytes) -> int | None:
-    """The record of a line; None where it is half-written or no record."""
+    """Return the step of a line; None if the line is incomplete or no record."""
     try:
         record = json.loads(line) if line.endswith(b"}\n") else None
     except (ValueError, RecursionError):
@@ -209,12 +218,11 @@ def parse_step(line: bytes) -> int | None:
 
 
 def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
-    """What `Jsonl` wrote into evals.jsonl, by step; empty where there is none."""
+    """Return the evaluations of a run by step."""
     return {record["step"]: parse_evaluation(record) for record in read_records(run_dir / "evals.jsonl")}
 
 
-# ---------------------------------------------------------------- boards
-# Boards that show a run: TensorBoard and Weights & Biases.
+# ---------------------------------------------------------------- TensorBoard and Weights & Biases
 
 
 FIELD_TAGS = {
@@ -224,27 +232,33 @@ FIELD_TAGS = {
     "reward/mean": "rollout/returns",
     "completion/correct": "rollout/success_rate",
 }
-"""What other trainers call our metrics, on the boards where runs of several trainers are compared."""
+"""The names of metrics in other trainers, for boards that compare runs of several trainers."""
 
 
 def add_field_tags(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under our names, and under those of other trainers."""
+    """Return the metrics under our names, and under those of other trainers."""
     return {**metrics, **{tag: metrics[name] for name, tag in FIELD_TAGS.items() if name in metrics}}
 
 
 class TensorBoardLogger:
-    """Scalars for TensorBoard. Raises UserError where it is not installed.
+    """Writes scalars for TensorBoard.
 
-    If its files cannot be written, as on a full disk, that is one line, and nothing more is written.
+    If its files cannot be written, as on a full disk, it prints a warning and stops writing.
 
-    first_step: finished steps at the start; on resume, what was logged after it is purged.
+    Args:
+        log_dir: The folder of its files.
+        first_step: The number of finished steps at the start. Scalars of later steps are purged.
+
+    Raises:
+        UserError: TensorBoard is not installed.
     """
 
     def __init__(self, log_dir: Path, first_step: int = 0):
         board = import_extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
         self.log_dir, self.failed = log_dir, False
         self.previous_hook = threading.excepthook
-        threading.excepthook = self._on_thread_error  # its thread prints a traceback, and raises again in `log`
+        # The thread of the writer would print a traceback; its error is raised again in `log`.
+        threading.excepthook = self._on_thread_error
         self.writer: Any = None
         with self._report_failure_once():
             self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
@@ -253,8 +267,8 @@ class TensorBoardLogger:
         self._write_scalars(step, add_field_tags(metrics))
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        found = get_measures(evaluation)
-        self._write_scalars(step, {f"heldout/{name.replace('@', '_at_')}": found[name].value for name in found})
+        measures = get_measures(evaluation)
+        self._write_scalars(step, {f"heldout/{name.replace('@', '_at_')}": e.value for name, e in measures.items()})
 
     def close(self) -> None:
         with self._report_failure_once():
@@ -288,16 +302,19 @@ class TensorBoardLogger:
 
 
 def check_wandb(mode: str) -> None:
-    """Raise UserError where wandb is not installed, or where it is online and nobody is logged in."""
+    """Raise UserError if wandb is not installed, or if it is online and nobody is logged in."""
     wandb = import_extra("wandb", "wandb", "log.wandb")
     if mode == "online" and not wandb.login(prompt=False):
         raise UserError('log.wandb = "online": nobody is logged in: run wandb login; "offline" needs no account')
 
 
 class WandbLogger:
-    """A run at Weights & Biases, or a folder that `wandb sync` uploads. UserError where it is not installed or refuses.
+    """Logs to Weights & Biases, or into a folder that `wandb sync` uploads.
 
-    The id comes from the run folder, so that a resumed run goes on where it was.
+    The id of the run comes from the path of the run directory, so that a resumed run continues it.
+
+    Raises:
+        UserError: wandb is not installed, or refuses the run.
     """
 
     def __init__(self, run_dir: Path, project: str, mode: str, config: Mapping[str, Any]):
@@ -329,33 +346,33 @@ class WandbLogger:
     def _send(self, record: Mapping[str, float]) -> None:
         try:
             self.run.log(dict(record))
-        except self.error_class as error:  # of wandb's own kind, which only wandb knows
+        except self.error_class as error:  # a class of wandb, which is not always installed
             raise OSError(f"Weights & Biases: {error}") from error
 
     def close(self) -> None:
         self.run.finish()
 
 
-# ---------------------------------------------------------------- metrics
-# Metrics of the graded groups of a step: pure functions, no torch.
+# ---------------------------------------------------------------- metrics of the groups of a step
 #
-# `reward/*` and `*/correct` speak of the completions that got a grade: a reward that failed has no value to average, and
-# is counted in `reward/failed` instead, or in `reward/no_term` where no term is meant for the prompt. Where rewards are
-# a matter of degree (`state_correctness`), there is no `*/correct`, no `*_right` and no `*_wrong`: groups with equal
-# rewards are counted in `groups/dead_equal`. `failed/NAME` is the share of completions for which that term failed,
-# `logged/NAME` the mean of what rewards logged by that name. Lengths are in sampled tokens, the end-of-sequence token
-# included.
+# `reward/*` and `*/correct` are over the completions that were graded: a failed reward has no value, and counts in
+# `reward/failed`, or in `reward/no_term` if no term applies to the prompt. If rewards do not say which answers are right
+# (`rewards_are_verdicts`), there is no `*/correct`, no `*_right` and no `*_wrong`, and groups with equal rewards count in
+# `groups/dead_equal`. `failed/NAME` is the share of completions for which that term failed, `logged/NAME` the mean of
+# what rewards logged under that name. Lengths are in sampled tokens, with the end-of-sequence token.
 
 
 def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str, float]:
-    """The metrics of a step's groups, each with its rewards. Shares are in [0, 1]; the mean of no grades is NaN.
+    """Return the metrics of the graded groups of a step. Shares are in [0, 1]; the mean of no values is NaN.
 
-    A group is dead, and teaches nothing, when the rewards in it are equal: see `alike`.
+    Args:
+        groups: Groups with their rewards.
+        min_reward_range: The range of rewards below which a group counts as equal (zero variance, "dead").
     """
     pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
     graded = [(completion, reward) for completion, reward in pairs if not reward.failed]
     values = [reward.value for _, reward in graded]
-    unmeant = sum(not reward.applies for _, reward in pairs)
+    inapplicable = sum(not reward.applies for _, reward in pairs)
     return {
         **compute_logged_means([reward for _, reward in pairs]),
         **compute_prefix_length(groups),
@@ -363,7 +380,7 @@ def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0
         "reward/mean": fmean(values) if values else nan,
         "reward/std": pstdev(values) if values else nan,
         "reward/failed": float(sum(reward.failed and reward.applies for _, reward in pairs)),
-        **({"reward/no_term": float(unmeant)} if unmeant else {}),
+        **({"reward/no_term": float(inapplicable)} if inapplicable else {}),
         **compute_failed_shares([reward for _, reward in pairs]),
         **compute_zero_variance_shares(groups, min_reward_range),
         **compute_correctness(graded),
@@ -375,7 +392,7 @@ def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0
 
 
 def compute_zero_variance_shares(groups: Sequence[Group], min_reward_range: float) -> dict[str, float]:
-    """The share of groups with equal rewards: of all right and all wrong answers, or of answers graded by degree."""
+    """Return the share of groups with equal rewards, by whether all answers are right or wrong if rewards say so."""
     dead = [rewards for group in groups if (rewards := get_equal_rewards(group, min_reward_range))]
     if not rewards_are_verdicts(reward for group in groups for reward in group.rewards):
         return {"groups/dead_equal": len(dead) / len(groups)}
@@ -387,7 +404,7 @@ def compute_zero_variance_shares(groups: Sequence[Group], min_reward_range: floa
 
 
 def compute_correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
-    """The share of right answers, and the lengths of right and wrong ones; empty where rewards are degrees."""
+    """Return the share of right answers, and the lengths of right and wrong ones; empty if rewards do not say it."""
     judged = [(completion, reward) for completion, reward in graded if reward.is_judged]
     if not rewards_are_verdicts(reward for _, reward in judged):
         return {}
@@ -396,52 +413,51 @@ def compute_correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[str
 
 
 def compute_turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Of conversations the turns of the policy, the calls of tools, and how many of these came to nothing, and why."""
-    held = [completion for completion in completions if completion.messages]
-    if not held:
+    """Return the mean turns of the policy and tool calls of conversations, and the share of calls with each fault."""
+    conversations = [completion for completion in completions if completion.messages]
+    if not conversations:
         return {}
-    events = [completion.outcome.events for completion in held if completion.outcome]
-    total = sum((Counter(each) for each in events), Counter())
+    events = [completion.outcome.events for completion in conversations if completion.outcome]
+    total = sum(map(Counter, events), Counter())
     calls = total.pop("calls", 0)
     faults = {f"tools/{kind}": count / calls for kind, count in total.items() if calls}
-    return (
-        {"turns/mean": fmean(map(count_turns, held))} | ({"tools/calls": calls / len(held)} if calls else {}) | faults
-    )
+    calls_mean = {"tools/calls": calls / len(conversations)} if calls else {}
+    return {"turns/mean": fmean(map(count_turns, conversations)), **calls_mean, **faults}
 
 
 def have_all_failed(groups: Sequence[Group]) -> bool:
-    """Whether no completion has a reward: each one failed, or is None since no term is meant for the prompt."""
+    """Whether no completion has a reward: each one failed, or is None since no term applies to the prompt."""
     rewards = [reward for group in groups for reward in group.rewards]
     return bool(rewards) and all(reward.failed for reward in rewards)
 
 
 def compute_prefix_length(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean length of the prefixes that were given, in tokens; later messages of a conversation are no prefix."""
-    first = [
+    """Return the mean length of prefixes in tokens. Later messages of a conversation are no prefix."""
+    first_spans = [
         c.given_spans[0] for group in groups if group.demonstration for c in group.completions[:1] if c.given_spans
     ]
-    lengths = [end for start, end in first if start == 0]
+    lengths = [end for start, end in first_spans if start == 0]
     return {"prefix/length_mean": fmean(lengths)} if lengths else {}
 
 
 def compute_term_means(rewards: Sequence[Reward]) -> dict[str, float]:
-    """The mean of each term, over the rewards in which it is finite; NaN where there is none."""
+    """Return the mean of each term over the rewards in which it is finite; NaN if there is none."""
     names = {name: None for reward in rewards for name in reward.parts}
-    known = {name: [x for reward in rewards if isfinite(x := reward.parts.get(name, nan))] for name in names}
-    return {f"reward/{name}": fmean(values) if values else nan for name, values in known.items()}
+    finite = {name: [x for reward in rewards if isfinite(x := reward.parts.get(name, nan))] for name in names}
+    return {f"reward/{name}": fmean(values) if values else nan for name, values in finite.items()}
 
 
 def compute_failed_shares(rewards: Sequence[Reward]) -> dict[str, float]:
-    """The share of completions for which each term failed, of the terms that did."""
+    """Return the share of completions for which each term failed, of the terms that did."""
     names = Counter(name for reward in rewards for name in reward.failures)
     return {f"failed/{name}": count / len(rewards) for name, count in names.items()}
 
 
 def compute_logged_means(rewards: Sequence[Reward]) -> dict[str, float]:
-    """The mean of each number that rewards logged, over the completions that have one."""
+    """Return the mean of each number that rewards logged, over the completions that have one."""
     names = {name: None for reward in rewards for name in reward.logged}
-    known = {name: [reward.logged[name] for reward in rewards if name in reward.logged] for name in names}
-    return {f"logged/{name}": fmean(values) for name, values in known.items()}
+    logged = {name: [reward.logged[name] for reward in rewards if name in reward.logged] for name in names}
+    return {f"logged/{name}": fmean(values) for name, values in logged.items()}
 
 
 def compute_mean_length(completions: Sequence[Completion]) -> float:
@@ -458,15 +474,22 @@ def compute_lengths_by_grade(judged: Sequence[tuple[Completion, Reward]]) -> dic
 def predict_zero_variance_share(
     rewards: Sequence[Sequence[float]], group_size: int, min_reward_range: float = 0.0
 ) -> float:
-    """The share of groups of `group_size` that would be dead, from n >= `group_size` rewards of each prompt.
+    """Predict the share of groups of `group_size` G with equal rewards, from n >= G rewards of each prompt.
 
-    Averages the chance that G of a prompt's n samples, drawn without replacement, were rewarded alike: for the sample
-    that is the lowest of the G, the others are among those above that are like it. With two values that is
-    sum of C(n_v, G) / C(n, G), unbiased for p^G + (1 - p)^G. NaN, a reward that failed, is like any other.
-    Plugging in p = n_v / n would exaggerate: 8 samples of a prompt with p = 0.1 are all wrong 43% of the time, and
-    p = 0 calls it dead at every G.
+    This is the mean probability that G of the n samples of a prompt, chosen without replacement, have equal rewards:
+    if a sample is the lowest of the G, the others are among those above it that equal it. With two values it is the sum
+    of C(n_v, G) / C(n, G), which is unbiased for p^G + (1 - p)^G. A failed reward, NaN, equals any other.
 
-    Raises ValueError where n < group_size: p^G cannot be estimated without bias from fewer than G samples.
+    To insert p = n_v / n instead would exaggerate: with p = 0.1, 8 samples are all wrong 43% of the time, and then p = 0
+    predicts equal rewards for every G.
+
+    Args:
+        rewards: The rewards of n samples for each prompt.
+        group_size: G.
+        min_reward_range: The range of rewards below which they count as equal.
+
+    Raises:
+        ValueError: n < G, from which p^G cannot be estimated without bias.
     """
     samples = min(map(len, rewards))
     if samples < group_size:

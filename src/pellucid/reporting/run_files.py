@@ -1,4 +1,4 @@
-"""Reading a run folder back, whatever a crash has left of it."""
+"""Reads the files of a run directory, also after a crash has left them incomplete."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 
 
 def find_run_dir(name: str) -> Path | None:
-    """The run folder of this name; None where it is no run, but perhaps a model."""
+    """Return the path if it is a run directory; None if it is something else, such as a model."""
     run_dir = Path(name)
     return run_dir if all((run_dir / file).is_file() for file in ("config.json", "metrics.jsonl")) else None
 
 
 def get_model_dir(run_dir: Path) -> Path:
-    """The folder of the trained model. UserError where the run is not finished."""
+    """Return the folder of the trained model. Raise UserError if there is none yet."""
     if not (run_dir / "model").is_dir():
         export = f", or pellucid export {run_dir} makes one of its last checkpoint" if list_checkpoints(run_dir) else ""
         raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}{export}")
@@ -31,16 +31,16 @@ def get_model_dir(run_dir: Path) -> Path:
 
 
 def has_merged_adapter(run_dir: Path) -> bool:
-    """Whether the model of a run is a base with a LoRA adapter merged into it in fp32.
+    """Whether the model of a run is a base into which a LoRA adapter was merged in fp32.
 
-    To compute with it in bfloat16 or float16 rounds most of what was learned away.
+    In bfloat16 or float16, most of what was learned is rounded away.
     """
     policy = read_config(run_dir).get("policy") or {}
     return bool(policy.get("lora")) and policy.get("save_dtype", "float32") == "float32"
 
 
 def warn_about_rounding(dtype: str) -> None:
-    """Say that computing in this dtype rounds a merged adapter, if it does."""
+    """Print a warning if this dtype rounds a merged adapter away."""
     if dtype in ("bfloat16", "float16"):
         print(f"! {dtype} rounds most of the merged LoRA update away: float32 has all of it", flush=True)
 
@@ -50,14 +50,14 @@ def read_config(run_dir: Path) -> Record:
 
 
 def trusts_remote_code(run_dir: Path) -> bool:
-    """Whether the run was made with `policy.trust_remote_code`: its model may have code of its own, which then runs."""
+    """Whether the run was made with `policy.trust_remote_code`, so that code of its model may run."""
     return bool((read_config(run_dir).get("policy") or {}).get("trust_remote_code"))
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints that were written to their end, oldest first; they may have been damaged since."""
-    steps = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*")}
-    return sorted((path for path, step in steps.items() if step), key=get_checkpoint_step)
+    """Return the completely written checkpoints, oldest first. They may have been damaged since."""
+    paths = (run_dir / "checkpoints").glob("step-*")
+    return sorted((path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)), key=get_checkpoint_step)
 
 
 def get_checkpoint_step(checkpoint: Path) -> int:
@@ -71,21 +71,23 @@ def has_reached_end(run_dir: Path) -> bool:
         return False
     algorithm, evaluate = (settings.get(name) or {} for name in ("algorithm", "evaluate"))
     last, minutes = steps[-1]["step"], algorithm.get("minutes") or 0
-    used_up = 0 < minutes * 60 <= sum(row.get("time/step") or 0 for row in steps)
-    evaluated = any(row["step"] == last for row in read_records(run_dir / "evals.jsonl")) or evaluate.get("every") == 0
-    return (last == algorithm.get("steps") or used_up) and evaluated
+    is_out_of_time = 0 < minutes * 60 <= sum(row.get("time/step") or 0 for row in steps)
+    is_evaluated = evaluate.get("every") == 0 or any(
+        row["step"] == last for row in read_records(run_dir / "evals.jsonl")
+    )
+    return (last == algorithm.get("steps") or is_out_of_time) and is_evaluated
 
 
 def is_run_finished(run_dir: Path) -> bool:
-    """Whether nothing is left to do: true as well of a copy of config, metrics and evals alone.
+    """Whether a run has reached its end, also if only config, metrics and evaluations were copied.
 
-    A checkpoint without a model is that of a run which was stopped before its end.
+    A run with a checkpoint but no model was stopped before its end.
     """
     return has_reached_end(run_dir) and ((run_dir / "model").is_dir() or not list_checkpoints(run_dir))
 
 
 def read_records(path: Path, whole_file: bool = False) -> Iterator[Record]:
-    """The JSON objects of the lines of a file, or of the whole file; what a crash left half-written is passed over."""
+    """Yield the JSON objects of the lines of a file, or of the whole file. Incomplete ones are skipped."""
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield from parse_records([lines.read()] if whole_file else lines)
@@ -102,7 +104,7 @@ def parse_records(lines: Iterable[str]) -> Iterator[Record]:
 
 
 def read_evaluation_records(run_dir: Path) -> dict[tuple[str, str], list[Record]]:
-    """The evaluations of each (task, split), in order."""
+    """Return the evaluations of each (task, split), in order."""
     rows = defaultdict(list)
     for row in read_records(run_dir / "evals.jsonl"):
         rows[row["task"], row["split"]].append(row)
@@ -110,13 +112,13 @@ def read_evaluation_records(run_dir: Path) -> dict[tuple[str, str], list[Record]
 
 
 def read_end_rollouts(path: Path) -> tuple[list[Record], list[Record]]:
-    """The completions of the first and of the last step, of a file that may be larger than memory."""
+    """Return the rollouts of the first and of the last step. The file may be larger than memory."""
     first: list[str] = []
     last: list[str] = []
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as lines:
-            whole = (line for line in lines if line.endswith("}\n"))
-            for _, step in groupby(whole, key=lambda line: line.strip().partition(",")[0]):
+            complete = (line for line in lines if line.endswith("}\n"))
+            for _, step in groupby(complete, key=lambda line: line.strip().partition(",")[0]):
                 last = list(step)
                 first = first or last
     return list(parse_records(first)), list(parse_records(last)) if last is not first else []

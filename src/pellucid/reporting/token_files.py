@@ -1,7 +1,7 @@
-"""tokens/: what each recorded step did to each token, a Parquet file a step.
+"""The files of tokens/: a Parquet file for each recorded step, with what the step did to each token.
 
 `pandas.read_parquet("RUN/tokens")` and `duckdb "select * from 'RUN/tokens/*.parquet'"` read all of them;
-docs/run-folder.md says what a column means. A file is whole or not there: it is written beside its place and renamed.
+docs/run-folder.md describes the columns. A file is written under another name and renamed, so it is never incomplete.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from pellucid.utils import files
 TOKENS_FOLDER = "tokens"
 TOKENS_FILE_NAME = re.compile(r"step-(\d{6,})\.parquet")
 METADATA_KEY = b"pellucid"
-"""The key of a file's metadata, a JSON object: `version` of the format, `step`, and what the writer adds."""
+"""The key of the metadata of a file, a JSON object with the `version` of the format, the `step`, and what else the
+writer adds."""
 FORMAT_VERSION = 1
 KIND_SAMPLED, KIND_GIVEN, KIND_PROMPT = "sampled", "given", "prompt"
-"""The kinds of tokens."""
+"""The values of the column `kind`."""
 
 _TEXTS, _IDS, _NUMBERS = pa.list_(pa.string()), pa.list_(pa.int32()), pa.list_(pa.float32())
 TOKEN_SCHEMA = pa.schema(
@@ -77,9 +78,13 @@ def get_tokens_path(run_dir: Path, step: int) -> Path:
 
 
 def write_tokens(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], metadata: Mapping[str, Any]) -> None:
-    """Write the file of a step. rows: the columns of SCHEMA, or any of them: those that are missing are null.
+    """Write the file of a step. `sync_tokens` writes it to disk.
 
-    about: facts of the step for the file's metadata. The content is on disk after `sync`.
+    Args:
+        run_dir: The run directory.
+        step: The step.
+        rows: Columns of TOKEN_SCHEMA. Those that are missing are null.
+        metadata: Facts of the step, for the metadata of the file.
     """
     length = len(next(iter(rows.values())))
     table = pa.table(
@@ -88,14 +93,14 @@ def write_tokens(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], me
     facts = json.dumps({"version": FORMAT_VERSION, "step": step, **metadata})
     path = get_tokens_path(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")  # readers of the folder pass over names with a dot
+    partial = path.with_name(f".{path.name}.partial")  # readers of the folder ignore names with a dot
     pq.write_table(table.replace_schema_metadata({METADATA_KEY: facts}), partial, compression="zstd")
     partial.replace(path)
 
 
 def make_group_metadata(groups: Mapping[int, Group]) -> dict[str, Any]:
-    """What a file says of its groups besides their tokens: each question; by group, completion and branch who spoke and
-    which tools were called, turn by turn; and the completions that have no token.
+    """Return the metadata of groups: their questions, the speakers and tool calls of each turn by group, completion and
+    branch, and the completions without tokens.
     """
     turns, silent = {}, {}
     for i, group in groups.items():
@@ -103,8 +108,8 @@ def make_group_metadata(groups: Mapping[int, Group]) -> dict[str, Any]:
             for branch, sequence in enumerate((completion, *completion.branches)):
                 if names := list_turn_names(sequence):
                     turns[f"{i}/{number}/{branch}"] = names
-        if without := [number for number, completion in enumerate(group.completions) if not completion.token_ids]:
-            silent[str(i)] = without
+        if empty := [number for number, completion in enumerate(group.completions) if not completion.token_ids]:
+            silent[str(i)] = empty
     return {
         "questions": {str(i): group.prompt.question for i, group in groups.items()},
         "turns": turns,
@@ -113,52 +118,56 @@ def make_group_metadata(groups: Mapping[int, Group]) -> dict[str, Any]:
 
 
 def make_column(values: Sequence[Any] | None, length: int, kind: pa.DataType) -> pa.Array:
-    """An array of these values; texts that are no Unicode, as half a surrogate pair, with a question mark there."""
+    """Return an array of these values. Surrogates in texts, which are no Unicode, become question marks."""
     if values is None:
         return pa.nulls(length, kind)
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:
-        spelled = [None if text is None else text.encode("utf-8", "replace").decode() for text in values]
-        return pa.array(spelled, kind)
+        replaced = [None if text is None else text.encode("utf-8", "replace").decode() for text in values]
+        return pa.array(replaced, kind)
 
 
 def list_recorded_steps(run_dir: Path) -> list[int]:
-    """The recorded steps, in their order."""
+    """Return the recorded steps in ascending order."""
     return sorted(
-        int(named[1])
+        int(match[1])
         for path in (run_dir / TOKENS_FOLDER).glob("*")
-        if (named := TOKENS_FILE_NAME.fullmatch(path.name))
+        if (match := TOKENS_FILE_NAME.fullmatch(path.name))
     )
 
 
 def read_tokens(run_dir: Path, step: int, columns: Sequence[str] | None = None) -> pa.Table:
-    """The tokens of a step, all columns or these, with what `about` said in the metadata of the schema.
+    """Return the tokens of a step, with the metadata in the schema (`get_token_metadata`).
 
-    UserError where the step is not recorded, or its file is damaged.
+    Args:
+        run_dir: The run directory.
+        step: The step.
+        columns: The columns to read; None for all.
+
+    Raises:
+        UserError: The step is not recorded, or its file is damaged or of another version.
     """
     path = get_tokens_path(run_dir, step)
     if not path.is_file():
         raise UserError(f"{run_dir} has no tokens of step {step}: [log] tokens says how many groups are recorded")
     try:
-        file = pq.ParquetFile(path)
-        table, names = file.read(columns), set(file.schema_arrow.names)
+        table = pq.ParquetFile(path).read(columns)
         version = get_token_metadata(table)["version"]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: delete it, and the other steps can be read") from error
-    missing = [name for name in TOKEN_SCHEMA.names if name not in names]
-    if version != FORMAT_VERSION or missing:
+    if version != FORMAT_VERSION:
         raise UserError(f"{path} was written by another version of Pellucid: read it with that one")
     return table
 
 
 def get_token_metadata(table: pa.Table) -> dict[str, Any]:
-    """What the writer said of the file that a table was read from."""
+    """Return the metadata that the writer gave to the file of a table."""
     return json.loads((table.schema.metadata or {})[METADATA_KEY])
 
 
 def delete_tokens(run_dir: Path, after: int) -> None:
-    """Remove what was recorded of the steps after this one, and what a crash left half-written."""
+    """Remove the files of the steps after this one, and incomplete files that a crash left."""
     for step in list_recorded_steps(run_dir):
         if step > after:
             get_tokens_path(run_dir, step).unlink()
@@ -167,7 +176,7 @@ def delete_tokens(run_dir: Path, after: int) -> None:
 
 
 def sync_tokens(run_dir: Path, after: int) -> None:
-    """Sync to disk what was recorded of the steps after this one."""
+    """Write the files of the steps after this one to disk."""
     later = [step for step in list_recorded_steps(run_dir) if step > after]
     for step in later:
         files.sync_path(get_tokens_path(run_dir, step))

@@ -114,7 +114,12 @@ def bind_arguments(
 ) -> Callable[[], Any]:
     """Return the function with its arguments bound. Raises InvalidResultError if it does not take them."""
     function = load_function(spec, "reward")
-    arguments = collect_columns(pairs) | collect_texts(pairs)
+    arguments = collect_columns(pairs)
+    arguments["prompts"] = [
+        prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
+        for prompt, _ in pairs
+    ]
+    arguments["completions"] = [format_trl_completion(*pair) for pair in pairs]
     arguments |= {"completion_ids": [list(completion.token_ids) for _, completion in pairs]}
     if any(completion.outcome and completion.outcome.environment for _, completion in pairs):
         arguments["environments"] = [unpickle_environment(completion) for _, completion in pairs]
@@ -152,20 +157,9 @@ def get_function_name(spec: str) -> str:
 
 
 def collect_columns(pairs: Sequence[PromptCompletion]) -> dict[str, list[Any]]:
-    """Return each column with a value for each completion; None where a row lacks it."""
+    """Return each column with a value for each completion; None if a row lacks it."""
     names = {name: None for prompt, _ in pairs for name in prompt.columns if name not in RESERVED_COLUMNS}
     return {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names if isinstance(name, str)}
-
-
-def collect_texts(pairs: Sequence[PromptCompletion]) -> dict[str, list[Any]]:
-    return {
-        "prompts": [format_trl_prompt(prompt) for prompt, _ in pairs],
-        "completions": [format_trl_completion(prompt, completion) for prompt, completion in pairs],
-    }
-
-
-def format_trl_prompt(prompt: Prompt) -> str | list[dict[str, str]]:
-    return prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
 
 
 def format_trl_completion(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
@@ -239,7 +233,7 @@ class TrainerState:
     num_train_epochs: int
     """The same at the end of the run, rounded up."""
     metrics_file: str = ""
-    """The file metrics.jsonl of the run, where there is one."""
+    """The file metrics.jsonl of the run, if there is one."""
 
     @property
     def log_history(self) -> list[dict[str, Any]]:

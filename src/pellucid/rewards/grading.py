@@ -1,4 +1,4 @@
-"""A task whose rewards are computed where they can do no harm, all those of a step at once."""
+"""A task whose rewards are computed in worker processes, all those of a step at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pellucid.rewards.functions import TrainerState, build_trainer_state
 from pellucid.rewards.judge import Judge
@@ -23,16 +23,6 @@ from pellucid.sandbox.values import InvalidResultError
 from pellucid.sandbox.worker import ErrorLog
 from pellucid.types import Completion, Progress, Prompt, Reward, Task, has_batch_rewards, with_split
 from pellucid.utils.endpoint import describe_destination
-
-
-class CallExecutor(Protocol):
-    """Where calls are computed: in other processes, or in this one."""
-
-    def compute(self, calls: Sequence[RewardCall]) -> list[dict[int, list[Answer]]]:
-        """Return for each call the answers of its terms, one for each of its completions."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class GradedTask:
@@ -68,7 +58,7 @@ class GradedTask:
         self._metrics_file = str(log.with_name("metrics.jsonl")) if log else ""
         self._grading_task = get_grading_task(task)
         self._terms = get_reward_terms(self._grading_task)
-        self._executor: CallExecutor = (
+        self._executor = (
             InProcessExecutor(self._grading_task, log) if in_process else RewardPool(self._grading_task, self._cfg, log)
         )
 
@@ -140,7 +130,7 @@ class GradedTask:
 
 
 class InProcessExecutor:
-    """Computes calls in this process."""
+    """Computes calls in this process, in place of a RewardPool."""
 
     def __init__(self, task: Any, log: Path | None) -> None:
         self._task, self._log_error = task, ErrorLog(log or os.devnull)

@@ -205,7 +205,7 @@ class Judge:
         return RewardPart(first.value, unreadable, build_extra(first), logged)
 
     def compute_reward(self, answer: JudgeAnswer) -> float | None:
-        """Return the reward that an answer states; None where it states none. Raises SlowPatternError."""
+        """Return the reward that an answer states, or None. Raises SlowPatternError."""
         s = self.settings
         if s.json_field:
             grade = parse_json_number(answer.text, s.json_field)

@@ -349,7 +349,7 @@ def parse_bracketed(part: str) -> Piece | None:
 
 
 def has_no_stray_bracket(body: str) -> bool:
-    """Return whether no bracket in a text closes one that was opened before it."""
+    """Return whether every bracket is closed by one of any kind."""
     level = 0
     for c in body:
         level += (c in "([{") - (c in ")]}")
@@ -1041,12 +1041,7 @@ def measure_bracket_depth(body: str) -> int:
 
 def has_balanced_brackets(body: str) -> bool:
     """Return whether every bracket is closed by one of any kind, as in [0, 1); so are `\\left.` and `\\right.`."""
-    level = 0
-    for c in body.replace(r"\left.", "(").replace(r"\right.", ")"):
-        level += (c in "([{") - (c in ")]}")
-        if level < 0:
-            return False
-    return level == 0
+    return has_no_stray_bracket(body.replace(r"\left.", "(").replace(r"\right.", ")"))
 
 
 def has_computable_powers(body: str, largest_polynomial: int) -> bool:

@@ -36,7 +36,7 @@ class RewardPart:
     """The value of one term for one completion, before its weight."""
 
     value: float | None = None
-    """None where the term does not apply to the prompt, or has failed."""
+    """None if the term does not apply to the prompt, or has failed."""
     error: str = ""
     """Why the value could not be computed, in one line; else empty."""
     extra: Mapping[str, Any] = field(default_factory=dict)

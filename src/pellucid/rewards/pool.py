@@ -49,14 +49,11 @@ class PendingCall:
     def __init__(self, call: RewardCall) -> None:
         groups = split_into_groups(call.pairs)
         pickled = [pickle_or_explain((group[0][0], [completion for _, completion in group])) for group in groups]
-        # Each group is pickled by itself, since one of them may be impossible to read in the worker.
-        self._groups = [
-            (data, len(group)) for data, group in zip(pickled, groups, strict=True) if isinstance(data, bytes)
-        ]
-        errors = [
-            data if isinstance(data, str) else "" for group, data in zip(groups, pickled, strict=True) for _ in group
-        ]
-        self._pickling_errors = {i: error for i, error in enumerate(errors) if error}
+        outcomes = [(data, len(group)) for data, group in zip(pickled, groups, strict=True)]
+        self.groups = [(data, count) for data, count in outcomes if isinstance(data, bytes)]
+        """Pickled prompts with their completions, since one of them may be unreadable in a worker, and their counts."""
+        errors = [data for data, count in outcomes for _ in range(count)]
+        self._pickling_errors = {i: error for i, error in enumerate(errors) if isinstance(error, str)}
         self._sent_count = len(call.pairs) - len(self._pickling_errors)
         self._call = call._replace(pairs=())
         self.is_batch = call.is_batch
@@ -73,11 +70,6 @@ class PendingCall:
         """What is still to be computed, without the completions."""
         limits = {term: limit for term, limit in self._call.limits.items() if term not in self._answers}
         return self._call._replace(limits=limits)
-
-    @property
-    def groups(self) -> list[tuple[bytes, int]]:
-        """The completions as they are sent: pickled prompts with their completions, and how many these are."""
-        return self._groups
 
     def record(self, event: CallEvent) -> None:
         if isinstance(event, TermAnswered):

@@ -1,4 +1,4 @@
-"""The settings of rewards: `[reward]`, and the tables of a judge and of a reward model in `[[task.rewards]]`."""
+"""The settings of rewards: `[reward]`, and the tables of a judge and a reward model in `[[task.rewards]]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pellucid.utils.text import find_placeholders
 
 ENDPOINT_NAMES = SettingNames("base_url", "model", "key")
 MAX_TIMEOUT_SECONDS = 1e6
-"""The longest time limit in seconds, eleven days: clocks of processes take no more."""
+"""The longest time limit in seconds, eleven days: timers of processes take no more."""
 _VARIABLE_NAME = re.compile("[A-Z_][A-Z0-9_]*")
 _NON_COLUMN_SIGN = re.compile("[\"':\n]")
 
@@ -26,13 +26,13 @@ class RewardConfig:
     """`[reward]`: the processes that compute rewards, their limits, and after how many failures a run stops."""
 
     timeout: float = 10.0
-    """Seconds that one completion's reward may take. One that takes longer has failed, and its process is ended."""
+    """Seconds that the reward of one completion may take. A longer one has failed, and its process is ended."""
     step_timeout: float = 120.0
-    """Seconds that a function may take which is asked about all completions of a step at once."""
+    """Seconds that a function may take which grades all completions of a step at once."""
     workers: int = 1
-    """Processes that grade completions side by side. Rewards do not depend on it."""
+    """Processes that grade completions side by side. The rewards do not depend on their number."""
     memory_gb: float = 8.0
-    """Memory that each of them may ask for, on Linux; 0 is no limit. A judge of 3 B parameters in bf16 takes 6."""
+    """Memory that each process may use, on Linux; 0 is no limit. A judge of 3 B parameters in bf16 takes 6."""
     patience: int = 3
     """Steps in a row, each with all of its rewards failed, after which the run is saved and stops; 0 never stops it."""
     secrets: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """`[task.rewards.judge]`: the endpoint that judges, what it is asked, and how its answer is read.
+    """`[task.rewards.judge]`: the endpoint that judges, the request, and how the answer is read.
 
     Example: JudgeSettings("http://127.0.0.1:8100/v1", "judge", rubric="Rate it from 0 to 10. Write the number alone.")
     """
@@ -61,10 +61,10 @@ class JudgeSettings:
     model: str = ""
     """The name by which the endpoint knows the model that judges."""
     rubric: str = ""
-    """What makes an answer good, and in what form the judge shall say it: {rubric} in the template."""
+    """What makes an answer good, and in what form the judge is to answer: {rubric} in the template."""
     template: str = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\n{rubric}"
     """The message to the judge, with {prompt}, {completion}, {answer} (the gold answer), {rubric}, and {column} for any
-    column of the row; {{...}} is {...}. A conversation is put in as text, each message behind its role."""
+    column of the row; {{...}} is {...}. A conversation is inserted as text, each message after its role."""
     system: str = ""
     """The system message to the judge, if any, with the same placeholders."""
     range: tuple[float, float] = (0.0, 10.0)
@@ -72,27 +72,27 @@ class JudgeSettings:
     pattern: str = ""
     """A regular expression whose first group is the grade; its last match counts. Empty: the whole answer is."""
     words: dict[str, float] = field(default_factory=dict, hash=False)
-    """Where the grade is a word: the reward of each, such as { yes = 1.0, no = 0.0 }. The range is not looked at."""
+    """If the grade is a word: the reward of each word, such as { yes = 1.0, no = 0.0 }. The range does not matter."""
     json_field: str = ""
-    """Where the judge answers with a JSON object: the field of it that is the grade, a number."""
+    """If the judge answers with a JSON object: the name of the field that is the grade, a number."""
     body: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Further fields of the request as the endpoint has them, such as response_format or seed. Fields of ours, such as
-    temperature, which is 0, are replaced; with max_completion_tokens, max_tokens is not sent."""
+    """Further fields of the request, such as response_format or seed. They replace fields of ours, such as temperature,
+    which is 0; with max_completion_tokens, max_tokens is not sent."""
     max_tokens: int = 512
     """The longest answer of the judge, in tokens."""
     concurrency: int = 16
-    """How many requests are under way at once."""
+    """How many requests are sent at once."""
     timeout: float = 60.0
     """Seconds that one request may take."""
     retries: int = 6
-    """How often a request that failed is made again: after 429, 5xx, a time-out or a dropped connection."""
+    """How often a request that failed is repeated: after 429, 5xx, a timeout or a dropped connection."""
     step_timeout: float = 300.0
-    """Seconds that judging the completions of a step may take, waits included; what has no grade by then has failed.
-    Less than runtime.timeout, since other processes wait for this one."""
+    """Seconds that judging the completions of a step may take, with all waits; what has no grade by then has failed. It
+    must be less than runtime.timeout, since other processes wait for this one."""
     key: str = "OPENAI_API_KEY"
     """The name of the environment variable that holds the key; on the loopback none is needed."""
     cache: bool = True
-    """Keep the answers in the run folder, so that nothing is asked twice."""
+    """Store the answers in the run folder, so that nothing is asked twice."""
 
     def __post_init__(self) -> None:
         if mistake := next(find_judge_mistakes(self), ""):
@@ -100,12 +100,12 @@ class JudgeSettings:
 
 
 def find_judge_mistakes(judge: JudgeSettings) -> Iterator[str]:
-    """Yield what is wrong with the settings of a judge, in one line each; no line holds a key."""
+    """Yield the mistakes in the settings of a judge, one line each; no line contains a key."""
     if mistake := find_address_mistake(judge.base_url, ENDPOINT_NAMES):
         yield mistake
     if not judge.model:
         yield 'model = "" must name the model that judges, as the endpoint knows it'
-    if not _VARIABLE_NAME.fullmatch(judge.key):  # what stands there may be the key itself, and is not told
+    if not _VARIABLE_NAME.fullmatch(judge.key):  # the value may be the key itself, so it is not shown
         yield "key must name an environment variable, in capitals, such as OPENAI_API_KEY: the key itself stays there"
     yield from find_template_mistakes(judge)
     yield from find_parsing_mistakes(judge)
@@ -160,20 +160,20 @@ class RewardModelSettings:
     """`[task.rewards.reward_model]`: how a reward model is run."""
 
     device: str = "auto"
-    """The device that it runs on: auto, cpu, cuda, cuda:1. auto is that of the policy, where that is auto."""
+    """The device that it runs on: auto, cpu, cuda, cuda:1. auto is chosen as for the policy."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The dtype of its weights and of computing. auto is that in which it was saved, as in transformers."""
+    """The dtype of its weights and of the computation. auto is the dtype in which it was saved, as in transformers."""
     batch: int = 16
-    """Sequences that it reads at once. Where they do not fit into memory, half of them and then the others."""
+    """Sequences that it reads at once. If they do not fit into memory, it reads one half and then the other."""
     max_tokens: int = 0
-    """The longest sequence in tokens, with its prompt; 0 is the longest that the model can read. A longer one has no
-    reward, which counts as failed: without its beginning or its end it is not what was answered."""
+    """The longest sequence in tokens, with its prompt; 0 is the longest that the model can read. The reward of a longer
+    one has failed: without its beginning or its end it is not the answer that was given."""
     label: int = 0
-    """The column of its logits that is the reward, where it has several labels. 0 is what TRL takes."""
+    """The column of its logits that is the reward, if it has several labels. TRL takes 0."""
     revision: str = ""
     """Branch, tag or commit of a model of the Hub; empty is its default branch."""
     trust_remote_code: bool = False
-    """Run the Python code that lies in the model's own folder, as you, with all that you may do: read it before."""
+    """Run the Python code in the model's own folder, as you, with all that you may do: read it before."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -183,5 +183,5 @@ class RewardModelSettings:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
 
     def get_trust_notice(self, source: str) -> str:
-        """Return the line that must be shown before this model is read; empty where it runs nothing."""
+        """Return the line that must be shown before this model is loaded; empty if it runs no code."""
         return f"reward_model.trust_remote_code: Python code of {source} runs as you" if self.trust_remote_code else ""

@@ -52,7 +52,7 @@ class RewardTerm:
     weight: float = 1.0
     """The weight of the term in the sum; at 0 it is only logged."""
     pattern: str = ""
-    """For `regex`: the reward is 1 where this pattern is found in the completion."""
+    """For `regex`: the reward is 1 if this pattern is found in the completion."""
     limit: int = 0
     """For `length`: the number of tokens at which the reward is -1."""
     timeout: float = 0.0

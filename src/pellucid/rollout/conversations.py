@@ -1,7 +1,7 @@
-"""The conversations of one call of a sampler: what each row has said and was told, turn by turn, until it is over.
+"""The state of the conversations of one call of a sampler, turn by turn, until each has an outcome.
 
-The tokens of a turn stay as they were sampled; only bridges between turns are tokenized (policy/bridge.py). Nobody
-waits here: rows are told apart by what comes next for them, and the sampler does that when there is something.
+The tokens of a turn stay as they were sampled; only the bridge tokens between turns are tokenized. Nothing here waits:
+rows stand in queues by what they need next, and the sampler empties the queues.
 """
 
 from __future__ import annotations
@@ -38,57 +38,59 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 REPLY_POLL_SECONDS = 0.5
-"""Seconds that are waited at a time where nobody speaks."""
+"""How long to wait for a reply at a time when no row decodes."""
 EMPTY_MASK = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(eq=False)
 class ConversationRow:
-    """A conversation on its way, and the sequence in which it is."""
+    """A conversation, and its present sequence."""
 
     number: int
     prompt: Prompt
-    """As it is asked, once that is known."""
+    """The prompt of the present sequence: the task's until the environment has given its own."""
     uniforms: UniformStream
     first_prompt: Prompt | None = None
-    """As it was asked first; a history that was rewritten is another one."""
+    """The prompt of the first sequence. A rewritten history begins another sequence."""
     question: tuple[int, ...] = ()
-    """The token ids that `tokens` follow; prefixes are among those."""
+    """The token ids before `tokens`; a prefix is part of `tokens`."""
     prefix_length: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
     given: list[tuple[int, int]] = field(default_factory=list)
+    """The ranges of `tokens` that were not sampled."""
     messages: list[Message] = field(default_factory=list)
     sampled_count: int = 0
     """How many tokens were sampled in all sequences."""
     turn_start: int = 0
-    """Where in `tokens` its turn began."""
+    """The index in `tokens` where the present turn began."""
     turn_count: int = 0
     max_turn_tokens: int = 0
-    """The most tokens of its turn that the world wants; 0 means any number."""
+    """The limit of tokens that the environment set for this turn; 0 is none."""
     turn_has_eos: bool = False
-    """Whether its turn ended with an end-of-sequence token."""
+    """Whether the last turn ended with an EOS token."""
     is_truncated: bool = False
-    """Whether the conversation ended as no token was left."""
+    """Whether the conversation ended at the token limit."""
     cached_length: int = 0
-    """How many of `question` and `tokens` the cache holds, where it is kept."""
+    """How many tokens of `question` and `tokens` are in the KV cache of a row that waits."""
     fault: str = ""
-    """Why it cannot be held, where that is no fault of the world's."""
+    """Why the conversation cannot be held, if the environment is not the cause."""
     outcome: ConversationOutcome | None = None
     branches: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
-    """Earlier sequences, each with its question."""
+    """The earlier sequences, each with its question."""
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All token ids up to where the policy goes on."""
+        """All token ids before the next token that is sampled."""
         return (*self.question, *self.tokens)
 
 
 class ConversationBatch:
-    """Rows p * n + g of prompts. `begin` and `listen`, sample a turn of those that may speak, and tell it by `spoken`.
+    """The conversations of some prompts; row p * n + g is sample g of prompt p.
 
-    asked: rows whose question is known and has not been read. ready: rows to whom something was said.
+    Call `start` and `poll_replies`, sample a turn of the rows in the queues with `add_token`, end each turn with
+    `finish_turn`, and repeat until `is_done`.
     """
 
     def __init__(
@@ -111,23 +113,26 @@ class ConversationBatch:
         ]
         self.prompts = prompts
         self.prefill_queue: list[ConversationRow] = []
+        """Rows that begin a sequence: their question is known, and not prefilled yet."""
         self.extend_queue: list[ConversationRow] = []
+        """Rows that have a reply, whose tokens are not in the KV cache yet."""
         self.pending_replies = 0
-        """How many replies are still to come."""
+        """How many replies the environments still owe."""
         self._started_count = 0
         self._open_count = 0
 
     @property
     def is_done(self) -> bool:
+        """Whether all conversations are over."""
         return self._started_count == len(self.rows) and not self._open_count
 
     @property
     def has_unstarted(self) -> bool:
-        """Whether conversations are still to begin."""
+        """Whether some conversations have not been started."""
         return self._started_count < len(self.rows)
 
     def start(self, max_open: int) -> None:
-        """Begin conversations, group by group, as long as at most so many are under way."""
+        """Start conversations, group by group, while at most `max_open` are open."""
         n = self.sampling.n
         while self.has_unstarted and (not self._open_count or self._open_count + n <= max_open):
             for row in self.rows[self._started_count : self._started_count + n]:
@@ -137,7 +142,7 @@ class ConversationBatch:
             self._open_count += n
 
     def poll_replies(self, seconds: float) -> None:
-        """Take what the world has said; wait so long for the first of it."""
+        """Handle the replies of environments. Wait up to so many seconds for the first one."""
         for number, reply in self.environments.receive_replies(seconds):
             self.pending_replies -= 1
             self._handle_reply(self.rows[number], reply)
@@ -145,12 +150,18 @@ class ConversationBatch:
         self.extend_queue.sort(key=lambda row: row.number)
 
     def end_conversation(self, row: ConversationRow) -> None:
-        """Tell the world that a row says nothing more."""
+        """Tell the environment that the policy has no turn left; its reply is the outcome."""
         self.pending_replies += 1
         self.environments.end_conversation(row.number)
 
     def take_prefill_groups(self, max_rows: int) -> list[list[ConversationRow]]:
-        """Return rows that are to read their questions, those of a group with the same one together; all of a group."""
+        """Take rows from the prefill queue, at most `max_rows` of them.
+
+        A group is taken when the questions of all of its rows are known, and only as a whole.
+
+        Returns:
+            Lists of rows of one group that have the same context.
+        """
         n, found = self.sampling.n, list[list[ConversationRow]]()
         for group in sorted({row.number // n for row in self.prefill_queue}):
             rows = [row for row in self.prefill_queue if row.number // n == group]
@@ -164,7 +175,7 @@ class ConversationBatch:
         return found
 
     def add_token(self, row: ConversationRow, token: int, logprob: float, mask: Tensor | None) -> bool:
-        """Add a sampled token. Return whether its turn has ended with it."""
+        """Add a sampled token to a row. Return whether the turn ends with it."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
         if mask is not None:
@@ -174,33 +185,34 @@ class ConversationBatch:
         return row.turn_has_eos or len(row.tokens) - row.turn_start >= self.get_turn_limit(row)
 
     def get_turn_limit(self, row: ConversationRow) -> int:
-        """How many tokens its turn may have."""
+        """Return how many tokens the present turn may have."""
         left = self.sampling.max_tokens - (row.turn_start - row.prefix_length)
         return min(left, self.sampling.turn_tokens or left, row.max_turn_tokens or left)
 
     def is_last_turn(self, row: ConversationRow) -> bool:
-        """Whether a row whose turn has ended says nothing more, whatever is said to it."""
+        """Return whether a row whose turn has ended can have no other turn, whatever the environment replies."""
         return row.turn_count >= self.sampling.turns or len(row.tokens) - row.prefix_length >= self.sampling.max_tokens
 
     def finish_turn(self, row: ConversationRow) -> None:
-        """Tell the world what a row has said in its turn."""
+        """Send the turn of a row, as a message, to its environment."""
         begin = 0 if row.turn_start == row.prefix_length else row.turn_start  # the first turn begins with the prefix
         context = (*row.question, *row.tokens[:begin])
-        said = parse_turn(self.policy.tokenizer, row.tokens[begin:], context, row.prompt.tools, self.policy.eos_ids)
+        turn = parse_turn(self.policy.tokenizer, row.tokens[begin:], context, row.prompt.tools, self.policy.eos_ids)
         row.turn_count += 1
-        row.messages.append(said.message)
-        if row.outcome:  # nobody is there: the answer alone is graded
+        row.messages.append(turn.message)
+        if row.outcome:  # the environment has failed: the answer alone is graded
             self._open_count -= 1
             return
-        tokens = len(row.question) + row.turn_start, len(row.tokens) - row.turn_start
+        counts = len(row.question) + row.turn_start, len(row.tokens) - row.turn_start
         self.pending_replies += 1
-        self.environments.send_turn(row.number, said._replace(token_counts=tokens, is_truncated=not row.turn_has_eos))
+        self.environments.send_turn(row.number, turn._replace(token_counts=counts, is_truncated=not row.turn_has_eos))
 
     def collect_groups(self) -> list[Group]:
+        """Return the groups of all prompts, when `is_done`."""
         n = self.sampling.n
         return [self._build_group(prompt, self.rows[p * n : (p + 1) * n]) for p, prompt in enumerate(self.prompts)]
 
-    # ------------------------------------------------------------ what the world says
+    # ------------------------------------------------------------ replies of environments
 
     def _handle_reply(self, row: ConversationRow, reply: EnvironmentReply) -> None:
         row.max_turn_tokens = reply.max_tokens
@@ -210,13 +222,13 @@ class ConversationBatch:
             row.outcome = replace(reply.outcome, error=reply.outcome.error or row.fault)
             if row.question:
                 self._open_count -= 1
-            else:  # it could not begin: the answer to the question as it stands, so that there is one
+            else:  # it could not begin: the policy answers the prompt of the task, so that there is a completion
                 self._start_sequence(row, row.prompt)
         else:
             self._append_messages(row, reply.messages)
 
     def _start_sequence(self, row: ConversationRow, prompt: Prompt) -> None:
-        """A row begins a sequence with this question."""
+        """Begin a sequence of a row with this prompt."""
         if row.question and not self._can_continue(row, 0):
             self.end_conversation(row)
             return
@@ -238,9 +250,9 @@ class ConversationBatch:
         self.prefill_queue.append(row)
 
     def _append_messages(self, row: ConversationRow, messages: Sequence[Message]) -> None:
-        """A row was told something. Where it can say nothing to it, the conversation ends."""
-        between = encode_bridge(self.policy.tokenizer, messages, self.policy.eos_ids)
-        ids = between.rest if row.turn_has_eos else (*between.end, *between.rest)
+        """Append messages of the environment. The conversation ends if no turn can follow them."""
+        bridge = encode_bridge(self.policy.tokenizer, messages, self.policy.eos_ids)
+        ids = bridge.rest if row.turn_has_eos else (*bridge.end, *bridge.rest)
         if not self._can_continue(row, len(ids)):
             self.end_conversation(row)
             return
@@ -260,11 +272,11 @@ class ConversationBatch:
             row.masks += [EMPTY_MASK] * len(ids)
         row.turn_start = len(row.tokens)
 
-    # ------------------------------------------------------------ records
+    # ------------------------------------------------------------ completions and groups
 
     def _build_completion(self, row: ConversationRow) -> Completion:
         before = row.tokens[: row.turn_start] if row.turn_start == row.prefix_length else []
-        asked = (
+        context = (
             row.question
             if row.turn_start == row.prefix_length
             else (*row.question[-8:], *row.tokens[: row.turn_start][-8:])
@@ -279,13 +291,17 @@ class ConversationBatch:
             version=self.version,
             messages=tuple(row.messages),
             outcome=row.outcome,
-            thinking=begins_in_thought(self.policy, asked),
+            thinking=begins_in_thought(self.policy, context),
         )
 
     def _build_group(self, prompt: Prompt, rows: Sequence[ConversationRow]) -> Group:
-        """The group of a prompt. What is not common to all of its questions is given at the beginning of each."""
+        """Build the group of a prompt. What its questions do not have in common is given at the start of the rows."""
         sequences = [(row.question, self._build_completion(row), row.branches) for row in rows]
-        questions = [asked for question, _, others in sequences for asked in (question, *(q for q, _ in others))]
+        questions = [
+            each
+            for question, _, branches in sequences
+            for each in (question, *(of_branch for of_branch, _ in branches))
+        ]
         common = questions[0][: count_shared_tokens(questions)]
         if not common:
             raise UserError(
@@ -295,14 +311,13 @@ class ConversationBatch:
         completions = [
             replace(
                 prepend_given(completion, question[len(common) :]),
-                branches=tuple(prepend_given(other, asked[len(common) :]) for asked, other in branches),
+                branches=tuple(prepend_given(branch, of_branch[len(common) :]) for of_branch, branch in branches),
             )
             for question, completion, branches in sequences
         ]
-        asked = rows[0].first_prompt or prompt
-        demonstration = self.policy.encode_prefix(prompt)
-        whole = (*demonstration, self.policy.end_id) if prompt.prefix_is_complete else demonstration
-        return Group(asked, common, tuple(completions), demonstration=whole)
+        prefix = self.policy.encode_prefix(prompt)
+        demonstration = (*prefix, self.policy.end_id) if prompt.prefix_is_complete else prefix
+        return Group(rows[0].first_prompt or prompt, common, tuple(completions), demonstration=demonstration)
 
 
 def count_shared_tokens(rows: Sequence[tuple[int, ...]]) -> int:
@@ -312,7 +327,7 @@ def count_shared_tokens(rows: Sequence[tuple[int, ...]]) -> int:
 
 
 def prepend_given(completion: Completion, ids: Sequence[int]) -> Completion:
-    """Return a completion that was given these tokens before its own."""
+    """Return the completion with given tokens before its own."""
     if not ids:
         return completion
     n = len(ids)

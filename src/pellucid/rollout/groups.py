@@ -1,4 +1,4 @@
-"""What every sampler does around its decoding: seeds, padding, and groups made of tokens."""
+"""What all samplers share: seeds and random numbers, prompt lengths, sampling a token, and groups made of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def compute_row_seed(seed: str, prompt: Prompt, g: int) -> int:
-    """64 bits for sample g of a prompt: the same wherever the row is computed, different for every row."""
+    """Return the 63-bit seed of sample g of a prompt: different for every row, the same on every process."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.id}/{g}".encode()).digest()[:8], "big") >> 1
 
 
@@ -44,7 +44,7 @@ class UniformStream:
 
 
 def check_prompt_lengths(prompt_ids: Sequence[Sequence[int]], max_length: int) -> None:
-    """DataError for a prompt of more than `longest` tokens."""
+    """Raise DataError for a prompt of more than `max_length` tokens."""
     width = max(map(len, prompt_ids))
     if max_length < 1:
         raise UserError("sampler.max_tokens leaves no room for a prompt in the context of this model: lower it")
@@ -56,7 +56,7 @@ def check_prompt_lengths(prompt_ids: Sequence[Sequence[int]], max_length: int) -
 
 
 def pad_left(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Prompts [P, S] with their ends aligned, and the mask of real tokens."""
+    """Return prompts padded on the left [P, S], and the mask of their tokens."""
     width = max(map(len, prompt_ids))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompt_ids])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids])
@@ -72,9 +72,14 @@ def build_groups(
     logprobs: Sequence[Sequence[float]],
     masks: Sequence[Sequence[Tensor]],
 ) -> list[Group]:
-    """Groups made of what was sampled, in rows in the order p * G + g, behind these contexts: prompts with prefixes.
+    """Build the groups of sampled rows.
 
-    Rows end with the end-of-sequence token where one was sampled.
+    Args:
+        prompts: [P]
+        contexts: [P] the token ids of each prompt and its prefix.
+        tokens: [P * G] the sampled tokens of each row, in the order p * G + g, with the EOS token if one was sampled.
+        logprobs: [P * G] their log-probs.
+        masks: [P * G] their sampling masks; empty where nothing was truncated.
     """
     size = len(tokens) // len(prompts)
     prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
@@ -104,7 +109,7 @@ def build_completion(
     mask: Sequence[Tensor],
     thinking: bool = False,
 ) -> Completion:
-    """The completion that was given a prefix and of which the rest was sampled."""
+    """Build the completion of a row whose prefix was given, and the rest sampled."""
     n = len(prefix)
     return Completion(
         (*prefix, *ids),
@@ -119,28 +124,32 @@ def build_completion(
 
 
 def begins_in_thought(policy: Policy, context: Sequence[int]) -> bool:
-    """Return whether text after these token ids begins inside a thought, because they end with `<think>`.
+    """Return whether the text after these token ids begins inside a thought, since they end with `<think>`.
 
-    Special tokens are left out, as they are in completions: a model whose tags are special shows neither of them.
+    Special tokens are skipped, as they are in completions: if the tags are special tokens, no completion shows them.
     """
     return policy.decode(context[-8:]).rstrip().endswith("<think>")
 
 
 def decode_completion(policy: Policy, prefix: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of a completion. It is decoded behind its prefix: some tokenizers drop the space of a first token."""
+    """Return the text of a completion, decoded after its prefix: some tokenizers drop the space of a first token."""
     if not prefix:
         return policy.decode(ids)
     return policy.decode([*prefix, *ids]).removeprefix(policy.decode(prefix))
 
 
-# ---------------------------------------------------------------- drawn
-# A token for each row, by the sampling that was asked for.
-
-
 def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A token for each row, its log-prob, and its sampling mask where the sampler truncates."""
+    """Sample a token for each row.
+
+    Args:
+        logits: [n, V]
+        uniforms: [n] float64 in [0, 1).
+
+    Returns:
+        Tokens [n]; their log-probs [n]; and n sampling masks, or none if nothing is truncated.
+    """
     if not sampling.truncates:
         return *sample_untruncated(logits, uniforms, sampling.temperature), []
     truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
-    token, logprob, kept = sample_tokens_with_mask(logits, uniforms, sampling.temperature, truncation)
-    return token, logprob, pack_masks(kept)
+    tokens, logprobs, mask = sample_tokens_with_mask(logits, uniforms, sampling.temperature, truncation)
+    return tokens, logprobs, pack_masks(mask)

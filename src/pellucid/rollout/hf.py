@@ -1,4 +1,4 @@
-"""The reference sampler: transformers' `generate()`, told everything explicitly. Slow, and nobody doubts it."""
+"""The reference sampler: `generate()` of transformers, with every setting given explicitly. It is slow."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class HuggingFaceSampler:
+    """Samples with `generate()` of transformers. Other samplers are tested against it."""
+
     policy: Any = None
     version: int = 0
     one_by_one: bool = False
-    """Whether prompts are continued one after the other, since this model's state knows no padding."""
+    """Sample one prompt after the other, since the state of this model does not support padding."""
     environments: AsyncEnvironments | None = None
-    """Those whom the policy talks with, where its answers are conversations."""
+    """The environments that answer the policy, if rollouts are conversations."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
+        """Sample from these weights from now on."""
         self.policy, self.version, self.model = policy, version, policy.get_inference_model()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """Sample a group of `sampling.n` completions for each prompt."""
         if self.policy.decoder:
             self.policy.gather()  # the model is the policy's own
         if self.environments:
@@ -67,13 +71,12 @@ class HuggingFaceSampler:
 
     @torch.no_grad()
     def _generate_conversations(self, conversations: ConversationBatch) -> list[Group]:
-        """All rows speak a turn, each whole conversation being read anew, then all that were answered the next."""
+        """Sample a turn of all rows, then the next turn of those that have a reply. Each turn is prefilled anew."""
         turn = 0
         while not conversations.is_done:
             conversations.start(len(conversations.rows))
-            while (
-                conversations.pending_replies
-            ):  # one stream of random numbers: who speaks when must not depend on the clock
+            # The rows share a stream of random numbers: which rows are sampled together must not depend on the clock.
+            while conversations.pending_replies:
                 conversations.poll_replies(REPLY_POLL_SECONDS)
             rows = [
                 row for group in conversations.take_prefill_groups(len(conversations.rows)) for row in group
@@ -91,10 +94,10 @@ class HuggingFaceSampler:
         ):
             sampled, scores = run_generate(self.model, [row.context for row in rows], self._build_config(sampling))
         logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
-        for row, tokens, of_tokens, allowed in zip(rows, sampled.tolist(), logprobs.tolist(), scores, strict=True):
-            masks = pack_masks(allowed.isfinite()) if sampling.truncates else [None] * len(tokens)
-            spoken = zip(tokens, of_tokens, masks, strict=True)
-            while not conversations.add_token(row, *next(spoken)):
+        for row, ids, row_logprobs, row_scores in zip(rows, sampled.tolist(), logprobs.tolist(), scores, strict=True):
+            masks = pack_masks(row_scores.isfinite()) if sampling.truncates else [None] * len(ids)
+            tokens = zip(ids, row_logprobs, masks, strict=True)
+            while not conversations.add_token(row, *next(tokens)):
                 pass
             conversations.finish_turn(row)
 
@@ -112,17 +115,17 @@ class HuggingFaceSampler:
         )
 
     def _find_length(self, row: list[int]) -> int:
-        """Up to and with the first end-of-sequence token; behind it `generate()` pads."""
+        """Return the length up to the first EOS token and with it; `generate()` pads behind it."""
         ends = [t for t, token in enumerate(row) if token in self.policy.eos_ids]
         return ends[0] + 1 if ends else len(row)
 
 
 def run_generate(model: Any, rows: Sequence[Sequence[int]], config: GenerationConfig) -> tuple[Tensor, Tensor]:
-    """What `generate()` says behind these rows: tokens [B, T], and the scores [B, T, V] that they were drawn by."""
+    """Continue these rows with `generate()`. Return tokens [B, T], and the scores [B, T, V] they were sampled from."""
     model.eval()
     ids, mask = (x.to(model.device) for x in pad_left(rows))
     config.update(use_cache=True, return_dict_in_generate=True, output_scores=True)
-    # What the call leaves open is filled in from the checkpoint (top_k, repetition penalty): leave it nothing.
+    # Settings that the call does not give would come from the checkpoint (top_k, repetition penalty).
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         output = model.generate(ids, attention_mask=mask, generation_config=config)
@@ -133,7 +136,7 @@ def run_generate(model: Any, rows: Sequence[Sequence[int]], config: GenerationCo
 
 @contextmanager
 def use_seed(device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers of this seed, whatever was drawn before, and none of them taken from those who come after."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # not of all GPUs: a process has one
+    """Seed the global random numbers, and restore their state at the end."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a process has one GPU
         torch.manual_seed(seed)
         yield

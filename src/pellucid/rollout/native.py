@@ -1,4 +1,4 @@
-"""Group decoding: each prompt is read once for its G rows; finished rows make room for the next prompts."""
+"""The native sampler: our decoder with continuous batching. A prompt is prefilled once for the G rows of its group."""
 
 from __future__ import annotations
 
@@ -18,41 +18,56 @@ if TYPE_CHECKING:
     pass
 
 TOKENS_PER_EOS_CHECK = 8
-"""Tokens that are drawn before a GPU is asked whose rows have ended: each time the host waits for it, and the other way
-round. Rows that have ended go on to the end of theirs, for nothing.
+"""How many tokens are sampled on a GPU before the host looks for EOS tokens, since host and GPU then wait for each
+other. Tokens behind an EOS token are thrown away.
 """
 
 
 @dataclass
 class NativeSampler:
-    """Decodes by our own decoder, or for other architectures by transformers a token at a time."""
+    """Samples with our decoder, or with transformers' modules, a token at a time, for other architectures."""
 
     rows: int = 256
     """How many completions are decoded at once."""
     policy: Any = None
     version: int = 0
     environments: AsyncEnvironments | None = None
-    """Those whom the policy talks with, where its answers are conversations."""
+    """The environments that answer the policy, if rollouts are conversations."""
     int8: bool = False
-    """Whether tokens are decoded in int8, of whose log-probs those of the scorer are then some hundredths off."""
+    """Decode in int8. The log-probs of sampler and scorer then differ by some hundredths."""
     deterministic: bool = False
-    """Whether all rows wait for every reply, so that the same seed gives the same bits."""
+    """Conversations only: all rows wait for all replies, so that the same seed gives the same bits."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
+        """Sample from these weights from now on. Processes that share the parameters call this together."""
         self.policy, self.version = policy, version
         policy.gather()
 
     @property
     def batches_continuously(self) -> bool:
-        """As in `InFlight`. Where transformers decodes, nobody is let in before all have ended; and of conversations,
-        each with a process of its own, twice as many as rows would be begun.
+        """Whether prompts may be added before earlier ones have finished, as in `InFlight`.
+
+        They may not where transformers decodes, which admits rows only to an empty batch. Nor may they in
+        conversations: of these up to twice as many as rows are started, each with its own process.
         """
         return bool(self.policy.decoder) and not self.environments
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
-        but for the rounding of matrix products: see models/invariance.py.
+        """Sample a group for each prompt.
+
+        Each row has its own random numbers, so that it does not depend on the rows beside it, except for the rounding
+        of matrix products (see `check_batch_invariance`).
+
+        Args:
+            prompts: [P]
+            sampling: group size G, temperature, truncation, limits and seed.
+
+        Returns:
+            P groups of G completions.
+
+        Raises:
+            DataError: a prompt leaves no room for a completion in the context of the model.
         """
         if self.environments:
             conversations = ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
@@ -65,7 +80,7 @@ class NativeSampler:
     def _decode(
         self, contexts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
-        """Tokens, their log-probs and sampling masks for each of the len(contexts) * sampling.n rows."""
+        """Tokens, log-probs and sampling masks of the P * G rows; masks are empty where nothing is truncated."""
         policy, size = self.policy, sampling.n
         rows = [CompletionRow(UniformStream(seed, sampling.max_tokens)) for seed in seeds]
 

@@ -79,6 +79,7 @@ class Scheduler(Generic[RowT]):
         max_rows: int,
         sample_tokens: SampleTokens[RowT],
         append_tokens: AppendTokens[RowT],
+        on_finished: Callable[[list[RowT]], None] | None = None,
         int8: bool = False,
         compacts_at_once: bool = True,
     ) -> None:
@@ -88,13 +89,14 @@ class Scheduler(Generic[RowT]):
             max_rows: the number of slots; no request may have more rows.
             sample_tokens: samples a token for each row.
             append_tokens: receives the tokens of a row, and decides whether the row has finished.
+            on_finished: receives the rows that finished, when their slots are free and before the next decode step.
             int8: decode in int8.
             compacts_at_once: drop finished rows at once. On a GPU a step is hardly faster without them, while to drop
                 them costs a copy and a new CUDA graph: False drops them when half of the rows have finished, or when
                 their slots suffice for the next request.
         """
         self.device, self.sampling_device = policy.device, hardware.pick_float64_device(policy.device)
-        self.sample_tokens, self.append_tokens = sample_tokens, append_tokens
+        self.sample_tokens, self.append_tokens, self.on_finished = sample_tokens, append_tokens, on_finished
         self.compacts_at_once = compacts_at_once
         self.waiting: list[Request[RowT]] = []
         self.running: RunningBatch[RowT] = RunningBatch(policy.create_decode_batch(max_rows, int8))
@@ -181,26 +183,33 @@ class Scheduler(Generic[RowT]):
         last, ids, logprobs, extras = self._sample(rows, logits, count)
         for row in self.paused:
             self.paused[row] += 1
+        finished: list[RowT] = []
         for row, row_ids, row_logprobs, row_extras in zip(rows, ids, logprobs, extras, strict=True):
             if row not in self.decoding:
                 continue  # it has finished, and still has its slot
             state = self.append_tokens(row, row_ids, row_logprobs, row_extras)
             if state is not RowState.DECODING:
                 self.decoding.discard(row)
-            if state is RowState.PAUSED:
+            if state is RowState.FINISHED:
+                finished.append(row)
+            elif state is RowState.PAUSED:
                 self.paused[row] = 0
+        unfinished = len(self.decoding) + len(self.paused)
         if not self.decoding:
             self._drop_finished()
-            return
-        unfinished = len(self.decoding) + len(self.paused)
-        if unfinished < len(self.running.requests) and self._should_compact(unfinished):
+        elif unfinished < len(self.running.requests) and self._should_compact(unfinished):
             slots = self._list_unfinished_slots()
             self.running.keep_rows(slots)  # without their logits, which the step replaces
             last = last if self.paused else last[slots.to(last.device)]
-        if not self.paused:
+        if finished and self.on_finished:
+            self.on_finished(finished)
+        if self.decoding and self.paused:
+            self._step_active(dict(zip(rows, (row_ids[-1] for row_ids in ids), strict=True)))
+        elif self.decoding:
             self.running.step(last)
-            return
-        tokens = {row: of_row[-1] for row, of_row in zip(rows, ids, strict=True)}
+
+    def _step_active(self, tokens: dict[RowT, int]) -> None:
+        """Run a decode step beside paused rows, which stay as they are."""
         last = torch.tensor([tokens.get(row, 0) for row in self.running.requests], device=self.device)
         self.running.step_active(last, torch.tensor([row in self.decoding for row in self.running.requests]))
 
@@ -280,7 +289,7 @@ class ConversationScheduler:
         self.conversations, self.max_rows = conversations, max(rows, conversations.sampling.n)
         self.deterministic = deterministic
         self.scheduler: Scheduler[ConversationRow] = Scheduler(
-            policy, self.max_rows, self._sample_tokens, self._append_tokens, int8
+            policy, self.max_rows, self._sample_tokens, self._append_tokens, int8=int8
         )
         self.can_append = self.scheduler.running.batch.can_append
 

@@ -1,4 +1,4 @@
-"""Which sampler draws from this policy: the one that is asked for, or the other where that one would draw otherwise."""
+"""Chooses the sampler of a policy: that of the settings, or another if it would sample another distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 TRIAL_TOKENS = 3
-"""Tokens that `generate()` is tried with."""
+"""How many tokens of `generate()` are compared."""
 
 
 def choose_sampler(
@@ -41,22 +41,33 @@ def choose_sampler(
     ahead: bool = False,
     adapter: Literal["merged", "request"] = "merged",
 ) -> tuple[NativeSampler | HuggingFaceSampler | VLLMSampler, str]:
-    """The sampler, and in a line why it is not quite the one that was asked for; empty where it is.
+    """Choose a sampler that samples from the distributions that the policy is scored by.
 
-    world: those with whom it talks, if its answers are conversations. urls: of servers that sample by vLLM,
-    which is not tried here: with every push of weights it shows that it computes the same. ahead: whether it draws
-    while the policy is trained. adapter: as in `VLLM`.
-    UserError where neither sampler draws from the distributions that this policy is scored by.
+    Args:
+        name: native, hf or vllm. vLLM is not tried here, since every push of weights is checked.
+        rows: how many completions are decoded at once.
+        environments: what answers the policy, if rollouts are conversations.
+        cache_gb: memory of vLLM's KV cache, in GB.
+        urls: sampler servers that run vLLM; none runs vLLM in this process.
+        timeout: seconds after which a server that does not answer is given up.
+        ahead: whether the policy is updated while rows are sampled.
+        adapter: as in `VLLMSampler`.
+
+    Returns:
+        The sampler, and a line that says why it is not the one of the settings; empty if it is.
+
+    Raises:
+        UserError: neither native nor hf samples from these distributions.
     """
     if name == "vllm":
-        kept = (
+        sampler = (
             VLLMServerSampler(
                 rows, cache_gb, environments=environments, adapter=adapter, urls=urls, timeout=timeout, ahead=ahead
             )
             if urls
             else VLLMSampler(rows, cache_gb, environments=environments, adapter=adapter)
         )
-        return kept, ""
+        return sampler, ""
     if policy.decoder:
         return (
             HuggingFaceSampler(environments=environments)
@@ -77,21 +88,21 @@ def choose_sampler(
 
 
 def enable_int8(sampler: NativeSampler | HuggingFaceSampler | VLLMSampler, policy: Policy) -> NativeSampler:
-    """The same that decodes in int8. UserError where this policy cannot be decoded so."""
+    """Return the sampler with int8 decoding. Raise UserError if this policy cannot be decoded in int8."""
     if (fault := find_policy_int8_fault(policy)) or not isinstance(sampler, NativeSampler):
         raise UserError(f'sampler.dtype = "int8" cannot be had ({fault}): mend that, or set "auto"')
     return replace(sampler, int8=True)
 
 
 def find_policy_int8_fault(policy: Policy) -> str:
-    """Why rows of this policy cannot be decoded in int8; empty where they can."""
+    """Return why this policy cannot be decoded in int8; empty if it can."""
     if not policy.decoder:
         return f"this policy is computed by transformers: {policy.find_fallback_reason()}"
     return fused_check.find_int8_fault(policy.decoder)
 
 
 def try_sampler(name: str, rows: int, policy: Policy) -> tuple[NativeSampler | HuggingFaceSampler, str, str]:
-    """The sampler of that name, in a line what is peculiar about it here, and why it cannot be used."""
+    """Return the sampler of that name, a notice about it, and why it cannot be used; both may be empty."""
     if name == "native":
         return NativeSampler(rows), "", find_decode_fault(policy)
     model = pick_trial_model(policy)
@@ -103,19 +114,19 @@ def try_sampler(name: str, rows: int, policy: Policy) -> tuple[NativeSampler | H
 
 
 def find_decode_fault(policy: Policy) -> str:
-    """Why rows of this policy cannot be decoded as `policy.decode_batch` does; empty where they can."""
+    """Return why `policy.create_decode_batch` cannot decode this policy; empty if it can."""
     return "" if policy.decoder else find_cache_fault(pick_trial_model(policy))
 
 
 def pick_trial_model(policy: Policy) -> Any:
-    """The model where all of it is in fp32, so that rounding does not matter, or as it is sampled from."""
-    wide = all(p.dtype == torch.float32 for p in policy.model.parameters())
-    return policy.model if wide else policy.get_inference_model()
+    """Return the model if it is in fp32, so that rounding does not matter; else the one that is sampled from."""
+    is_fp32 = all(p.dtype == torch.float32 for p in policy.model.parameters())
+    return policy.model if is_fp32 else policy.get_inference_model()
 
 
 @torch.no_grad()
 def find_generate_fault(model: Any, prompts: Sequence[Sequence[int]]) -> str:
-    """Why `generate()` does not continue these prompts beside one another as they are read; empty where it does."""
+    """Return why `generate()` does not continue a batch of these prompts as the model does; empty if it does."""
     greedy = GenerationConfig(max_new_tokens=TRIAL_TOKENS, do_sample=False, pad_token_id=0)
     rows = [list(row) for row in prompts for _ in range(2)]
     try:

@@ -1,4 +1,4 @@
-"""vLLM as the sampler, in this process: continuous batching and a cache of prefixes, in an arithmetic of its own."""
+"""The vLLM sampler, in this process. vLLM rounds differently from the scorer, which importance weights correct."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHECK_TEXT = (
     "On the 3rd of May, at half past seven, the old mill by the river began to turn again. Two boys had mended its"
     ' wheel: 17 boards, 42 nails, and a rope of 9 yards. "Will it hold?" asked the miller. Nobody knew; it held.\n'
 )
-"""Read by the engine and by the scorer at every push."""
+"""A fixed text that engine and scorer score at every push."""
 TRUNCATION_ERROR = (
     'sampler.name = "vllm" does not say which tokens top_k, top_p and min_p have left: set them to 0, 1 and 0, those of'
     ' [evaluate] too, or sampler.name = "native"'
@@ -45,16 +45,16 @@ TRUNCATION_ERROR = (
 
 
 class TextLimits(Protocol):
-    """Whoever reads a text."""
+    """The limits of an engine that scores a text."""
 
     max_length: int
     """The most tokens of a text."""
     block_size: int
-    """Tokens that are cached together."""
+    """Tokens of a block of the KV cache."""
 
 
 class SamplingEngine(Protocol):
-    """Whoever samples rows: an engine, or those of servers."""
+    """An engine in this process, or a pool of servers."""
 
     @property
     def max_length(self) -> int: ...
@@ -71,41 +71,56 @@ class SamplingEngine(Protocol):
 
 @dataclass
 class VLLMSampler:
+    """Samples with vLLM in this process."""
+
     rows: int = 256
     """How many completions are decoded at once."""
     cache_gb: float = 4.0
-    """Memory of keys and values, in GB."""
+    """Memory of the KV cache, in GB."""
     policy: Any = None
     version: int = 0
     environments: AsyncEnvironments | None = None
-    """Those whom the policy talks with, where its answers are conversations."""
+    """The environments that answer the policy, if rollouts are conversations."""
     deterministic: bool = False
-    """Whether all rows wait for every reply, so that the same seed gives the same bits."""
+    """Conversations only: all rows wait for all replies, so that the same seed gives the same bits."""
     adapter: Literal["merged", "request"] = "merged"
-    """How an adapter comes to the engine: with its base, as whole weights, or by itself, where vLLM takes it."""
+    """How an adapter is pushed: merged into its base, or by itself, if vLLM supports it."""
     engine: VLLMEngine | None = None
     weight_check: WeightCheck = field(default_factory=WeightCheck)
 
     @property
     def batches_continuously(self) -> bool:
-        """As in `InFlight`. Of conversations, each with a process of its own, twice as many as rows would be begun."""
+        """As in `NativeSampler`."""
         return not self.environments
 
     def sync(self, policy: Any, version: int = 0) -> None:
-        """UserError where the engine does not compute with the weights that were pushed."""
+        """Push these weights, and check them.
+
+        Raises:
+            UserError: the engine does not compute with them.
+        """
         if self.engine is None or not self.engine.is_open:
             self.engine, self.weight_check = self._create_engine(policy), WeightCheck()
         ids = encode_check_text(policy, get_text_length(self.engine))
         weights = self._get_base_weights(policy, self.weight_check) | self._get_pushed_weights(policy)
         with preserve_rng_state():
-            self.engine.score_tokens(ids)  # so that it would be in a cache which is not cleared
+            self.engine.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
             self.engine.push(weights)
             self.weight_check.check(self.engine, weights, ids, score_text(policy, ids), policy.dtype)
         self.policy, self.version = policy, version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
-        but for the rounding of matrix products.
+        """Sample a group for each prompt.
+
+        Each row has its own random numbers, so that it does not depend on the rows beside it, except for the rounding
+        of matrix products.
+
+        Args:
+            prompts: [P]
+            sampling: group size G, temperature, limits and seed. Truncation is not supported.
+
+        Returns:
+            P groups of G completions.
         """
         if sampling.truncates:
             raise UserError(TRUNCATION_ERROR)
@@ -128,7 +143,7 @@ class VLLMSampler:
             return VLLMEngine(policy, get_push_dtype(policy), self.rows, self.cache_gb)
 
     def _get_adapter_shape(self, policy: Policy) -> AdapterShape | None:
-        """Of the adapter that is pushed by itself, if one is. RefusedError where it cannot be."""
+        """Return the shape of an adapter that is pushed by itself. Raise AdapterRefusedError if it cannot be."""
         return get_adapter_shape(policy) if policy.adapter and self.adapter == "request" else None
 
     def _fall_back_to_merged(self, error: AdapterRefusedError) -> None:
@@ -136,11 +151,11 @@ class VLLMSampler:
         print(escape_controls(f"! sampler.adapter: merged instead of request ({error})"), flush=True)
 
     def _get_base_weights(self, policy: Policy, weight_check: WeightCheck) -> dict[str, Tensor]:
-        """The base of an adapter that is pushed by itself, for an engine that has not proved yet that it has it."""
+        """Return the base of an adapter that is pushed by itself, if the engine does not have it yet."""
         return {} if weight_check.column_sums or not self._get_adapter_shape(policy) else get_base_weights(policy)
 
     def _get_pushed_weights(self, policy: Policy, copy: bool = False) -> dict[str, Tensor]:
-        """What an engine is given at every push. copy: whether it stays as it is when the policy changes."""
+        """Return the weights of a push. copy: they do not change with the policy."""
         return copy_adapter_weights(policy) if self._get_adapter_shape(policy) else get_push_weights(policy, copy)
 
     @property
@@ -155,15 +170,15 @@ class VLLMSampler:
             for g in range(sampling.n):
                 seed = compute_row_seed(sampling.seed, prompt, g)
                 self._engine.add_request(p * sampling.n + g, context, sampling.max_tokens, sampling.temperature, seed)
-        said: dict[int, EngineAnswer] = {}
+        answers: dict[int, EngineAnswer] = {}
         while self._engine.unfinished:
-            said |= {answer.key: answer for answer in self._engine.step()}
-        rows = [said[row] for row in range(len(said))]
+            answers |= {answer.key: answer for answer in self._engine.step()}
+        rows = [answers[row] for row in range(len(answers))]
         tokens, logprobs = [row.tokens for row in rows], [row.logprobs for row in rows]
         return build_groups(self.policy, self.version, prompts, contexts, tokens, logprobs, [()] * len(rows))
 
     def _generate_conversations(self, conversations: ConversationBatch) -> list[Group]:
-        """A row that was answered goes on beside those that speak; the engine has what it said in its cache."""
+        """Sample turns as replies come. The engine finds earlier turns in its prefix cache."""
         while not conversations.is_done:
             conversations.start(2 * max(self.rows, conversations.sampling.n))
             conversations.poll_replies(0.0 if self._engine.unfinished else REPLY_POLL_SECONDS)
@@ -175,37 +190,38 @@ class VLLMSampler:
             ]:
                 self._add_turn_request(conversations, row)
             conversations.extend_queue = []
-            for said in self._engine.step() if self._engine.unfinished else []:
-                spoken = zip(said.tokens, said.logprobs, strict=True)
-                while not conversations.add_token(said.key, *next(spoken), None):
+            for answer in self._engine.step() if self._engine.unfinished else []:
+                tokens = zip(answer.tokens, answer.logprobs, strict=True)
+                while not conversations.add_token(answer.key, *next(tokens), None):
                     pass
-                conversations.finish_turn(said.key)
+                conversations.finish_turn(answer.key)
         return conversations.collect_groups()
 
     def _add_turn_request(self, conversations: ConversationBatch, row: ConversationRow) -> None:
-        sampling, prompt, most = (
-            conversations.sampling,
-            conversations.prompts[row.number // conversations.sampling.n],
-            conversations.get_turn_limit(row),
-        )
-        check_prompt_lengths([row.context], self._engine.max_length - most)
+        sampling, max_tokens = conversations.sampling, conversations.get_turn_limit(row)
+        prompt = conversations.prompts[row.number // sampling.n]
+        check_prompt_lengths([row.context], self._engine.max_length - max_tokens)
         seed = compute_row_seed(f"{sampling.seed}/{row.sampled_count}", prompt, row.number % sampling.n)
-        self._engine.add_request(row, row.context, most, sampling.temperature, seed)
+        self._engine.add_request(row, row.context, max_tokens, sampling.temperature, seed)
 
 
 def get_push_dtype(policy: Policy, adapter_shape: AdapterShape | None = None) -> torch.dtype:
     """Return the dtype in which weights are pushed, and the engine computes.
 
     It is that of the policy, except for an adapter that is merged into its base: bf16 and fp16 would round most of its
-    update away, so that the engine would sample from almost the base model. form: of an adapter pushed by itself.
+    update away, so that the engine would sample from almost the base model.
+
+    Args:
+        policy: the policy.
+        adapter_shape: the shape of an adapter that is pushed by itself.
     """
     return torch.float32 if policy.adapter and not adapter_shape else policy.dtype
 
 
 def get_push_weights(policy: Policy, copy: bool = False) -> dict[str, Tensor]:
-    """Return the weights in `pushed_dtype` by their names in a checkpoint, an adapter merged into its base.
+    """Return the weights by their names in a checkpoint, in `get_push_dtype`, an adapter merged into its base.
 
-    copy: whether they stay as they are when the policy's change.
+    copy: they do not change with the policy.
     """
     model = policy.build_merged_model(policy.masters()) if policy.adapter else policy.model
     dtype, copy = get_push_dtype(policy), copy and not policy.adapter  # the merged model is a copy already
@@ -213,19 +229,19 @@ def get_push_weights(policy: Policy, copy: bool = False) -> dict[str, Tensor]:
 
 
 def get_text_length(engine: TextLimits) -> int:
-    """So many tokens fill more than two blocks of the cache, where the context has room for them."""
+    """Return the length of the fixed text: more than two blocks of the KV cache, if the context is long enough."""
     return min(2 * engine.block_size + 1, engine.max_length - 1)
 
 
 def encode_check_text(policy: Policy, length: int) -> list[int]:
-    """Token ids of a text that is always the same."""
+    """Return the first `length` token ids of the fixed text, which is repeated if it is shorter."""
     ids = list(policy.tokenizer(CHECK_TEXT)["input_ids"])
     return (ids * (1 + length // len(ids)))[:length]
 
 
 @torch.no_grad()
 def score_text(policy: Policy, ids: Sequence[int]) -> Tensor:
-    """The scorer's log-probs of ids[1:], at temperature 1."""
+    """Return the scorer's log-probs of ids[1:], at temperature 1."""
     response = tuple(ids[1:])
     text = Completion(response, (0.0,) * len(response), "", False)
     batch = collate([Group(Prompt("", ""), tuple(ids[:1]), (text,))])
@@ -233,33 +249,30 @@ def score_text(policy: Policy, ids: Sequence[int]) -> Tensor:
     return compute_token_logprobs(hidden, head, batch.response_ids[0].to(hidden.device))[0]
 
 
-# ---------------------------------------------------------------- vllm_engine
-# vLLM's engine in this process: made without weights, which every push brings, and read back as it computes.
+# ---------------------------------------------------------------- the engine in this process
+# It is created without weights, and every push brings some.
 #
-# On a CPU the weights of linear layers are packed, and what multiplies by them is a closure that only the layer-wise
-# reload makes anew; it leaves out a head that is tied to the embedding. The engine is not compiled there: compiled code
-# would hold on to packed weights that are gone. What a process has of vLLM's groups is one engine's: a new one ends it.
-
-
-if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
+# On a CPU vLLM packs the weights of linear layers, and multiplies by them in a closure that only the layer-wise reload
+# replaces; the reload leaves out a head that is tied to the embedding. The engine is not compiled there, since compiled
+# code would keep packed weights that are gone. vLLM's process groups belong to one engine, so that a new engine closes
+# the earlier one.
 
 QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-"""Unless it is said otherwise."""
+"""Environment variables that are set unless the user has set them."""
 VLLM_ERRORS = (ValueError, RuntimeError, NotImplementedError)
-"""What vLLM raises where it does not do what it is asked for."""
+"""What vLLM raises for what it does not support."""
 CPU_BLOCK_TOKENS = 32
-"""Tokens that are cached together on a CPU: its usual 128 are more than many a prompt has."""
+"""Tokens of a block of the KV cache on a CPU: vLLM's default of 128 is longer than many prompts."""
 
 
 def shut_down_engine(owner: int, shutdown: Callable[[], None]) -> None:
-    """Shut the engine of the process `owner` down; a fork of it leaves it running."""
+    """Shut down the engine of the process `owner`; its forks leave it running."""
     if os.getpid() == owner:
         shutdown()
 
 
 def check_vllm_installed() -> None:
-    """UserError where vLLM is missing."""
+    """Raise UserError if vLLM is missing."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             'sampler.name = "vllm" needs vllm: pip install "pellucid[vllm]" for a GPU, or without one "make vllm" and'
@@ -268,7 +281,7 @@ def check_vllm_installed() -> None:
 
 
 class WeightLocation(NamedTuple):
-    """Where a weight is computed with: rows of an attribute of a module."""
+    """A place of a weight in vLLM's model: rows of an attribute of a module."""
 
     module: Any
     attribute: str
@@ -276,11 +289,11 @@ class WeightLocation(NamedTuple):
 
 
 class EngineAnswer(NamedTuple):
-    """What the engine has sampled."""
+    """A finished row."""
 
     key: Any
     tokens: list[int]
-    """With the end-of-sequence token, where it ended with one."""
+    """With the EOS token, if it ended with one."""
     logprobs: list[float]
     """In nats, at the temperature."""
 
@@ -289,15 +302,23 @@ OPEN_ENGINES: WeakSet[VLLMEngine] = WeakSet()
 
 
 class VLLMEngine:
-    """A model of this policy's kind. `ask`, then `step` until nothing is `asked`. It ends the engine before it."""
+    """vLLM with a model of this policy's architecture. `add_request`, then `step` until nothing is `unfinished`."""
 
     def __init__(
         self, policy: Any, dtype: torch.dtype, rows: int, cache_gb: float, adapter_shape: AdapterShape | None = None
     ) -> None:
-        """dtype: of the weights that will be pushed, in which the engine computes. rows: how many completions are
-        decoded at once. cache_gb: memory of keys and values. form: of an adapter that is pushed by itself.
+        """Create an engine. An earlier engine of the process is closed.
 
-        UserError where vLLM does not run this model, RefusedError where it does not so with such an adapter.
+        Args:
+            policy: its configuration is used, and not its weights.
+            dtype: the dtype of the weights that will be pushed, in which the engine computes.
+            rows: how many completions are decoded at once.
+            cache_gb: memory of the KV cache, in GB.
+            adapter_shape: the shape of an adapter that will be pushed by itself.
+
+        Raises:
+            UserError: vLLM does not run this model.
+            AdapterRefusedError: vLLM does not run it with such an adapter.
         """
         check_vllm_installed()
         for earlier in list(OPEN_ENGINES):
@@ -342,7 +363,7 @@ class VLLMEngine:
         self.request_numbers = itertools.count()
         self.adapter_numbers = itertools.count(1)
         self.adapter: Any = None
-        """The adapter that rows are sampled with, as vLLM is asked for it."""
+        """The LoRA request of the adapter that rows are sampled with."""
         if adapter_shape:
             self._check_adapter(adapter_shape)
 
@@ -377,30 +398,30 @@ class VLLMEngine:
 
     @torch.no_grad()
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these weights, by their names in the checkpoint, and forget what was computed with others.
+        """Load weights by their names in the checkpoint, and clear the prefix cache.
 
-        Those of an adapter may come alone: then the others stay.
+        If there are only weights of an adapter, the base stays.
         """
         self.shapes |= {name: weight.shape for name, weight in weights.items()}
         adapter = {name: weight for name, weight in weights.items() if is_adapter_weight(name)}
         if self.adapter:
             self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
             self.adapter = None
-        if whole := {name: weight for name, weight in weights.items() if name not in adapter}:
-            self.reload_weights(whole)
+        if base := {name: weight for name, weight in weights.items() if name not in adapter}:
+            self.reload_weights(base)
         if adapter:
             self.load_adapter(adapter)
         self.llm.reset_prefix_cache()
 
     def reload_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these weights."""
+        """Load weights of the base."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self.pack_tied_heads()
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Take this adapter for the one before. vLLM keys what it caches by its name, so each has one of its own."""
+        """Load an adapter in place of the last one. It gets a new name, by which vLLM keys its caches."""
         number = next(self.adapter_numbers)
         with tempfile.TemporaryDirectory() as folder:
             write_adapter(adapter, Path(folder))
@@ -408,7 +429,7 @@ class VLLMEngine:
             self.llm.llm_engine.add_lora(self.adapter)
 
     def _check_adapter(self, adapter_shape: AdapterShape) -> None:
-        """RefusedError where vLLM does not compute with such an adapter, or not where it can be read back."""
+        """Raise AdapterRefusedError if vLLM cannot compute with such an adapter, or it cannot be read back."""
         zeros = adapter_shape.create_zeros(self.dtype)
         try:
             self.push(zeros)
@@ -425,13 +446,13 @@ class VLLMEngine:
 
     @torch.no_grad()
     def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
-        """Columns [n, len(at)] of a weight, as each place that computes with it has them."""
+        """Return columns [n, len(indices)] of a weight, from each layer that computes with it."""
         if is_adapter_weight(name):
             return [self._get_adapter_matrix(name)[:, list(indices)]]
-        return [self._read_location(place, indices, self.shapes[name][-1]) for place in self.locate_weight(name)]
+        return [self._read_location(each, indices, self.shapes[name][-1]) for each in self.locate_weight(name)]
 
     def locate_weight(self, name: str) -> list[WeightLocation]:
-        """Where the weight of this name is computed with. UserError where the model has none of that name."""
+        """Return where the weight of this name is in vLLM's model. Raise UserError if it is nowhere."""
         path, _, attribute = name.rpartition(".")
         found, parts = self._find_layer(path)
         module = getattr(found, "base_layer", found)  # the layer itself, where it stands in one that adds an adapter
@@ -448,7 +469,7 @@ class VLLMEngine:
         return [WeightLocation(module, attribute, rows), *tied]
 
     def _find_layer(self, path: str) -> tuple[Any, list[str]]:
-        """A layer, and the paths of all that are joined in it, this one among them. UserError where there is none."""
+        """Return the layer that holds this one, and the paths of all that it holds. Raise UserError if none does."""
         parent, dot, leaf = path.rpartition(".")
         whole, parts = self.packed_layers.get(leaf, (leaf, [leaf]))
         try:
@@ -457,7 +478,7 @@ class VLLMEngine:
             raise UserError(f'policy.model: vLLM has no {path}: set sampler.name = "native"') from error
 
     def _get_adapter_matrix(self, name: str) -> Tensor:
-        """A matrix of the adapter, where vLLM multiplies by it what it computes for the present one."""
+        """Return a matrix of the present adapter, as vLLM multiplies by it."""
         path, _, matrix = name.rpartition(".")
         layer, parts = self._find_layer(path)
         stacks = getattr(layer, "lora_a_stacked" if matrix == LORA_A_SUFFIX[1:] else "lora_b_stacked", ())
@@ -468,7 +489,7 @@ class VLLMEngine:
         return stacks[parts.index(path)][slots.index(self.adapter.lora_int_id), 0, :n, :k]
 
     def _read_location(self, location: WeightLocation, indices: Sequence[int], width: int) -> Tensor:
-        """By a product with columns of the identity, where there is a product: what it computes with may be packed."""
+        """Read columns; where weights may be packed, by a product with columns of the identity."""
         module = location.module
         multiplies = hasattr(module, "quant_method") and (module not in self.embeddings or module in self.lm_heads)
         if location.attribute != "weight" or not multiplies:
@@ -481,7 +502,7 @@ class VLLMEngine:
     # ------------------------------------------------------------ tokens
 
     def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
-        """The log-probs of ids[1:] at temperature 1, and how many of these tokens came from the cache."""
+        """Return the log-probs of ids[1:] at temperature 1, and how many of these tokens were in the prefix cache."""
         sampling = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, skip_reading_prefix_cache=False, detokenize=False
         )
@@ -491,14 +512,14 @@ class VLLMEngine:
         return torch.tensor([float("nan") if x is None else x.logprob for x in found]), output.num_cached_tokens
 
     def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
-        """Ask for up to `most` tokens behind these."""
+        """Queue a row of up to `max_tokens` tokens behind these."""
         sampling = self.vllm.SamplingParams(
             temperature=temperature,
             seed=seed,
             max_tokens=max_tokens,
             logprobs=0,
             stop_token_ids=self.eos_ids,
-            ignore_eos=True,  # of vLLM's own reckoning: the ends are those above
+            ignore_eos=True,  # stop at the tokens above, and not at those that vLLM finds
             detokenize=False,
         )
         number = str(next(self.request_numbers))
@@ -507,7 +528,7 @@ class VLLMEngine:
         self.llm.llm_engine.add_request(number, prompt, sampling, lora_request=self.adapter)
 
     def step(self) -> list[EngineAnswer]:
-        """Sample a token for each of those that are decoded. Return the answers that have ended with it."""
+        """Sample a token for each running row. Return the rows that finished."""
         ended = [output for output in self.llm.llm_engine.step() if output.finished]
         return [self._build_answer(output) for output in ended]
 
@@ -518,13 +539,13 @@ class VLLMEngine:
         return EngineAnswer(self.unfinished.pop(output.request_id), tokens, logprobs)
 
     def abort_all(self) -> None:
-        """Forget what was asked and has not been answered."""
+        """Cancel all unfinished rows."""
         self.llm.llm_engine.abort_request(list(self.unfinished))
         self.unfinished.clear()
 
 
 def preserve_rng_state() -> Any:
-    """vLLM sets and draws from the random numbers of the process, which are none of its business."""
+    """Restore the global random numbers at the end, since vLLM seeds and draws them."""
     return torch.random.fork_rng(devices=[])
 
 
@@ -532,42 +553,36 @@ def format_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-# ---------------------------------------------------------------- adapters
-# An adapter by itself, as vLLM takes it beside weights that stay: of each layer A [rank, in] and B [out, rank].
-#
-# B is multiplied by the scale of the adapter in fp32 and then rounded, and vLLM is told a scale of 1, so that what it
-# multiplies by has the bits of what was pushed.
-
-
-if TYPE_CHECKING:
-    pass
+# ---------------------------------------------------------------- adapters that are pushed by themselves
+# Each layer has matrices A [rank, in] and B [out, rank]. B is multiplied by the scale of the adapter in fp32 and then
+# rounded, and vLLM gets a scale of 1, so that it multiplies by the bits that were pushed.
 
 LORA_A_SUFFIX, LORA_B_SUFFIX = ".lora_A", ".lora_B"
-"""Behind the path of a layer, the names of its two matrices."""
+"""The names of the two matrices, after the path of a layer."""
 PEFT_SUFFIX = ".default.weight"
-"""What peft has behind these."""
+"""What peft appends to these names."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM has room for; a smaller one is padded with zeros."""
+"""The ranks that vLLM supports; a smaller one is padded with zeros."""
 
 
 class AdapterRefusedError(UserError):
-    """vLLM does not take an adapter by itself."""
+    """vLLM does not support this adapter by itself."""
 
 
 class AdapterShape(NamedTuple):
-    """What vLLM must know of an adapter before there are weights."""
+    """What vLLM must know about an adapter before weights are pushed."""
 
     rank: int
     layers: dict[str, tuple[int, int]]
-    """How many inputs and outputs each layer with an adapter has, by its path in the checkpoint."""
+    """The number of inputs and outputs of each layer with an adapter, by its path in the checkpoint."""
 
     @property
     def padded_rank(self) -> int:
-        """The rank that an engine for it is made with."""
+        """The rank with which an engine is created."""
         return next(rank for rank in VLLM_RANKS if rank >= self.rank)
 
     def create_zeros(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """An adapter of this form that changes nothing."""
+        """Return an adapter of this shape that changes nothing."""
         first = {layer + LORA_A_SUFFIX: torch.zeros(self.rank, n, dtype=dtype) for layer, (n, _) in self.layers.items()}
         return first | {
             layer + LORA_B_SUFFIX: torch.zeros(m, self.rank, dtype=dtype) for layer, (_, m) in self.layers.items()
@@ -579,7 +594,7 @@ def is_adapter_weight(name: str) -> bool:
 
 
 def get_adapter_shape(policy: Any) -> AdapterShape:
-    """RefusedError where the adapter of a policy is more than two matrices of each of some linear layers."""
+    """Return the shape of a policy's adapter. Raise AdapterRefusedError if it is not plain LoRA on linear layers."""
     trained = policy.trainable()
     for name in trained:
         layer, _, matrix = name.removesuffix(PEFT_SUFFIX).rpartition(".")
@@ -605,7 +620,7 @@ def get_adapter_shape(policy: Any) -> AdapterShape:
 
 @torch.no_grad()
 def copy_adapter_weights(policy: Any) -> dict[str, Tensor]:
-    """Copies of the matrices of an adapter that has a form, in the dtype of computing, B multiplied by its scale."""
+    """Return copies of the matrices of an adapter in the compute dtype, B multiplied by its scale."""
     found: dict[str, Tensor] = {}
     for name, p in policy.masters().items():
         path = name.removesuffix(PEFT_SUFFIX)
@@ -619,14 +634,14 @@ def copy_adapter_weights(policy: Any) -> dict[str, Tensor]:
 
 
 def get_base_weights(policy: Any) -> dict[str, Tensor]:
-    """The frozen weights below an adapter by their names in a checkpoint, in the dtype of computing."""
+    """Return the frozen weights of the base by their names in a checkpoint, in the compute dtype."""
     trained = policy.trainable()
     frozen = {name: p for name, p in policy.model.named_parameters() if name not in trained}
     return {name.replace(".base_layer.", "."): p.detach().to(policy.dtype) for name, p in frozen.items()}
 
 
 def write_adapter(adapter: Mapping[str, Tensor], folder: Path) -> None:
-    """Save an adapter as peft does, with a scale of 1."""
+    """Save an adapter in the format of peft, with a scale of 1."""
     rank = max(len(x) for name, x in adapter.items() if name.endswith(LORA_A_SUFFIX))
     settings = {"r": rank, "lora_alpha": rank, "bias": "none", "target_modules": []}
     (folder / "adapter_config.json").write_text(json.dumps(settings))

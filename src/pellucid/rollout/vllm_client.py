@@ -1,6 +1,7 @@
-"""A sampler server as an engine: its weights, the proof of them and its rows over HTTP, every answer with its version.
+"""The sampler that runs vLLM on sampler servers: `SamplerClient` for one server, `ServerPool` for all of them.
 
-No two pushes have the same version, so that whatever is answered late, or for somebody else, is no answer.
+Every answer of a server names the version of its weights, and no two pushes have the same version. An answer with
+another version is refused, whether it is late or computed with the weights of another run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from pellucid.policy.load import save_config
-from pellucid.rollout.conversations import ConversationRow as TalkRow
+from pellucid.rollout.conversations import ConversationRow
 from pellucid.rollout.vllm import (
     AdapterRefusedError,
     AdapterShape,
@@ -52,40 +53,40 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 SECRET_VARIABLE = "PELLUCID_SAMPLER_TOKEN"
-"""The environment variable of the secret that servers and those who ask them share."""
+"""The environment variable of the secret that servers and their clients share."""
 VERSION_HEADER = "Weights-Version"
-"""The header of an answer that says which weights it was computed with."""
+"""The header with the version of the weights that an answer was computed with."""
 START_COMMAND = "pellucid sampler --port {}"
 MAX_PART_BYTES = 2**28
-"""Bytes of weights in a request, where none of them is larger by itself."""
+"""The most bytes of weights in a request, unless a single weight is larger."""
 CONNECT_TIMEOUT_SECONDS = 5.0
-"""Seconds until a connection is given up."""
+"""Timeout of a connection."""
 LOAD_TIMEOUT_SECONDS = 900.0
-"""Seconds that a server may take to make an engine."""
+"""Timeout of creating an engine."""
 POLL_SECONDS = 0.1
-"""Seconds that an answer is waited for at a time."""
+"""How long to wait for an answer at a time."""
 MAX_JSON_BYTES, MAX_TENSOR_BYTES = 2**20, 2**28
-"""The most bytes of an answer: of one in JSON, besides its rows, and of one with tensors."""
+"""The most bytes of an answer in JSON, besides its rows, and of an answer with tensors."""
 MAX_TOKEN_JSON_BYTES = 64
 """The most bytes of a token and its log-prob in JSON."""
 MIN_LOGPROB, MAX_LOGPROB = -100.0, 1e-3
-"""Bounds of the log-prob of a sampled token in nats. A token below e^-100 is never drawn; rounding may exceed 0."""
+"""Bounds of the log-prob of a sampled token, in nats. A token below e^-100 is never sampled; rounding may exceed 0."""
 
 
 class ServerLostError(Exception):
-    """A server that does not answer, or not with the weights that it was given last."""
+    """A server does not answer, or not with the weights of the last push."""
 
 
 class ServerTooSmallError(ServerLostError):
-    """A server with too little room."""
+    """A server does not support rows that are long enough."""
 
 
 class InvalidAnswerError(ServerLostError):
-    """A server whose answer no sampler server would give."""
+    """A server sent an answer that no sampler server sends."""
 
 
 class SampleRequest(NamedTuple):
-    """What is asked for: up to `most` tokens behind these."""
+    """A row of up to `max_tokens` tokens behind these."""
 
     number: int
     ids: Sequence[int]
@@ -105,24 +106,29 @@ class RemoteAnswer(NamedTuple):
 def parse_sampled_row(
     answer: Any, requests: Mapping[int, SampleRequest], vocabulary_size: int, eos_ids: Collection[int]
 ) -> RemoteAnswer:
-    """Return a row of an answer. NonsenseError where it cannot be one of those that were asked for.
+    """Return a row of an answer.
 
     Args:
         answer: the number, the tokens and the log-probs, as JSON.
-        asked: the rows that the server has not answered yet, by number.
-        vocabulary: the number of tokens that the model knows.
-        ends: the tokens that end a row.
+        requests: the rows that the server has not answered yet, by number.
+        vocabulary_size: the number of tokens of the model.
+        eos_ids: the tokens that end a row.
+
+    Raises:
+        InvalidAnswerError: it cannot be the answer to one of the requests.
     """
     if not isinstance(answer, list) or len(answer) != 3:
         raise InvalidAnswerError("it sends nonsense: a row is not number, tokens and log-probs")
     number, tokens, logprobs = answer
     if type(number) is not int or number not in requests:
         raise InvalidAnswerError("it sends nonsense: a row that it was not asked for, or has answered")
-    most = requests[number].max_tokens
+    max_tokens = requests[number].max_tokens
     if not isinstance(tokens, list) or not isinstance(logprobs, list) or len(tokens) != len(logprobs):
         raise InvalidAnswerError("it sends nonsense: a row that does not have a log-prob for each token")
-    if not 0 < len(tokens) <= most:
-        raise InvalidAnswerError(f"it sends nonsense: a row of {len(tokens)} tokens, where 1 to {most} were asked for")
+    if not 0 < len(tokens) <= max_tokens:
+        raise InvalidAnswerError(
+            f"it sends nonsense: a row of {len(tokens)} tokens, where 1 to {max_tokens} were asked for"
+        )
     if not all(type(token) is int and 0 <= token < vocabulary_size for token in tokens):
         raise InvalidAnswerError(
             f"it sends nonsense: a token that is not a whole number from 0 to {vocabulary_size - 1}"
@@ -131,39 +137,41 @@ def parse_sampled_row(
         raise InvalidAnswerError(f"it sends nonsense: a log-prob that is not a number from {MIN_LOGPROB:g} to 0")
     if any(token in eos_ids for token in tokens[:-1]):
         raise InvalidAnswerError("it sends nonsense: a row that goes on after its end")
-    if len(tokens) < most and tokens[-1] not in eos_ids:
+    if len(tokens) < max_tokens and tokens[-1] not in eos_ids:
         raise InvalidAnswerError("it sends nonsense: a row that breaks off")
     return RemoteAnswer(number, tokens, [float(x) for x in logprobs])
 
 
 class SamplerClient:
-    """The engine of a server. GoneError from every method, where it is not what it was."""
+    """The engine of a server, over HTTP. Every method raises ServerLostError if the server is lost."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        """timeout: seconds without an answer after which it hangs."""
+        """timeout: seconds without an answer after which the server counts as lost."""
         self.url, self.timeout = url.rstrip("/"), timeout
         self.version = ""
         self.max_length = self.block_size = 0
         self.has_engine = False
-        """Whether it had an engine for the model when it was asked last."""
+        """Whether the server had an engine for the model at the last request."""
         self.weight_check = WeightCheck()
         self.vocabulary_size, self.eos_ids = 0, frozenset[int]()
         self._connection: http.client.HTTPConnection | None = None
         self._stopped = False
         self.is_verified = False
-        """Whether it has had proven weights before, so that an error is its own and not one of the settings."""
+        """Whether the weights of a push were checked. Later errors are those of the server, not of the settings."""
         self._requests: dict[int, SampleRequest] = {}
-        """The rows that it has not answered yet, by number."""
+        """The unfinished rows by number."""
         self._dtype: torch.dtype | None = None
         self._steps, self._last_progress, self._step_limit = -1, 0.0, 0
 
     def get_state(self) -> dict[str, Any]:
+        """Return the state of the server."""
         return check_state(self._request_json("GET", "/state"))
 
     def load_model(self, model: bytes) -> None:
-        """Have it make an engine for a model as `described`, where it has none of it.
+        """Create an engine for a model, as `serialize_model` describes it, unless the server has one.
 
-        RefusedError where it makes none with such an adapter.
+        Raises:
+            AdapterRefusedError: the server does not support such an adapter.
         """
         state = self.get_state()
         if state["model"] != hash_model(model):
@@ -180,7 +188,7 @@ class SamplerClient:
         self.has_engine = True
 
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Give it these weights, or an adapter alone beside those that it has; it forgets what it was asked before."""
+        """Push weights, or an adapter alone for the present base. The server drops its unfinished rows."""
         onto = f"?onto={self.version}" if all(map(is_adapter_weight, weights)) else ""
         version, parts = secrets.token_hex(8), list(split_weights(weights))
         self._requests, self._steps, self._dtype = {}, -1, next(iter(weights.values())).dtype
@@ -190,7 +198,7 @@ class SamplerClient:
         self.version = version
 
     def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
-        """As `Engine.columns`."""
+        """As `VLLMEngine.read_columns`."""
         found = self._request_tensors("/columns", {"name": name, "at": list(indices)})
         columns = [found[str(i)] for i in range(len(found)) if str(i) in found]
         sound = all(x.dim() == 2 and x.shape[1] == len(indices) and x.dtype == self._dtype for x in columns)
@@ -199,7 +207,7 @@ class SamplerClient:
         return columns
 
     def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
-        """As `Engine.read`."""
+        """As `VLLMEngine.score_tokens`."""
         found = self._request_tensors("/read", {"ids": list(ids)})
         logprobs, cached = found.get("logprobs"), found.get("cached")
         if logprobs is None or cached is None or logprobs.shape != (len(ids) - 1,) or cached.numel() != 1:
@@ -207,16 +215,16 @@ class SamplerClient:
         return logprobs, int(cached)
 
     def step(self, rows: Sequence[SampleRequest]) -> list[RemoteAnswer]:
-        """Ask for these rows, too; return what is sampled, and wait a moment for the first of it."""
+        """Add these rows. Return the rows that finished; wait a moment for the first one."""
         self._requests |= {row.number: row for row in rows}
         limit = MAX_JSON_BYTES + MAX_TOKEN_JSON_BYTES * sum(row.max_tokens for row in self._requests.values())
         answer = self._request_json("POST", "/step", json.dumps(rows).encode(), self.version, limit=limit)
-        steps, said = (answer.get("steps"), answer.get("said")) if isinstance(answer, dict) else (None, None)
-        if type(steps) is not int or steps < self._steps or not isinstance(said, list):
+        steps, answers = (answer.get("steps"), answer.get("said")) if isinstance(answer, dict) else (None, None)
+        if type(steps) is not int or steps < self._steps or not isinstance(answers, list):
             raise InvalidAnswerError("it sends nonsense: no steps and rows")
-        found = [self._take_answer(row) for row in said]
+        found = [self._take_answer(row) for row in answers]
         if rows or found:
-            # Each step adds a token to a row, or reads some of a prompt.
+            # Each step adds a token to a row, or prefills a part of a prompt.
             self._step_limit = steps + sum(len(row.ids) + row.max_tokens for row in self._requests.values())
         if steps != self._steps or rows:
             self._steps, self._last_progress = steps, time.monotonic()
@@ -232,10 +240,11 @@ class SamplerClient:
         return found
 
     def start(self) -> None:
+        """Allow requests."""
         self._stopped = False
 
     def stop(self) -> None:
-        """End the request that another thread waits for, and let it make no more until `begin`."""
+        """End the request that another thread waits for, and refuse requests until `start`."""
         self._stopped = True
         with suppress(OSError, AttributeError):
             self._connection.sock.shutdown(socket.SHUT_RDWR)  # pyright: ignore[reportOptionalMemberAccess]
@@ -272,7 +281,7 @@ class SamplerClient:
         timeout: float = 0,
         limit: int = MAX_JSON_BYTES,
     ) -> bytes:
-        """The body of an answer; where a version is given, computed with those weights."""
+        """Return the body of an answer. If a version is given, it was computed with those weights."""
         try:
             secret, limits = get_secret(self.url), (timeout or self.timeout, limit)
             status, theirs, answer = self._send(method, path, body, build_headers(secret, version), *limits)
@@ -299,7 +308,10 @@ class SamplerClient:
     def _send(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], timeout: float, limit: int
     ) -> tuple[int, str | None, bytes]:
-        """A connection for each request: an old one that the server has closed would look like a server that died."""
+        """Return status, version and body.
+
+        Each request has its own connection, since one that the server has closed looks like a lost server.
+        """
         if self._stopped:
             raise ServerLostError("it is no longer asked")
         url = urlsplit(self.url)
@@ -309,7 +321,7 @@ class SamplerClient:
         )
         try:
             connection.connect()
-            if self._stopped:  # in between: from here on `end` finds the socket
+            if self._stopped:  # in between: from here on `stop` finds the socket
                 raise ServerLostError("it is no longer asked")
             connection.sock.settimeout(timeout)
             connection.request(method, url.path + path, body, headers)
@@ -324,7 +336,7 @@ class SamplerClient:
 
 
 def check_servers(urls: Sequence[str], timeout: float) -> None:
-    """UserError where one of the servers does not answer."""
+    """Raise UserError if one of the servers does not answer."""
     for url in urls:
         try:
             SamplerClient(url, min(CONNECT_TIMEOUT_SECONDS, timeout)).get_state()
@@ -338,7 +350,7 @@ def check_servers(urls: Sequence[str], timeout: float) -> None:
 
 
 def format_servers_notice(urls: Sequence[str]) -> str:
-    """Return the line that must be shown before the first request: where the weights go, and with which secret."""
+    """Return the notice to show before the first request: where the weights go, and with which secret."""
     if get_secret():
         secret = f"with the secret in the environment variable {SECRET_VARIABLE}"
     elif all(map(get_secret, urls)):
@@ -351,9 +363,12 @@ def format_servers_notice(urls: Sequence[str]) -> str:
 def serialize_model(
     policy: Policy, adapter_shape: AdapterShape | None = None, dtype: torch.dtype | None = None
 ) -> bytes:
-    """Return what a server must know of a policy to make an engine for it, besides the weights.
+    """Return a description of a policy, without weights, for which a server can create an engine.
 
-    form: of an adapter that is pushed by itself. dtype: of the weights that will be pushed; None is the policy's.
+    Args:
+        policy: the policy.
+        adapter_shape: the shape of an adapter that will be pushed by itself.
+        dtype: the dtype of the weights that will be pushed; None is the policy's.
     """
     with tempfile.TemporaryDirectory() as folder:
         save_config(policy.model, Path(folder))
@@ -366,7 +381,7 @@ def serialize_model(
 
 
 def check_state(state: Any) -> dict[str, Any]:
-    """Return the state of a server. NonsenseError where it is none."""
+    """Return the state of a server. Raise InvalidAnswerError if it is none."""
     kinds = {"model": str, "version": str, "longest": int, "block": int, "refusal": str}
     sound = isinstance(state, dict) and all(type(state.get(name)) is kind for name, kind in kinds.items())
     if not sound or not re.fullmatch("[0-9a-f]{0,64}", state["version"]):
@@ -375,7 +390,7 @@ def check_state(state: Any) -> dict[str, Any]:
 
 
 def read_answer(answer: http.client.HTTPResponse, limit: int, deadline: float) -> bytes:
-    """Return the body of an answer. NonsenseError where it is larger, TimeoutError where it takes longer."""
+    """Return the body of an answer. Raise InvalidAnswerError if it is larger, TimeoutError if it takes longer."""
     body = bytearray()
     while part := answer.read1(2**16):
         body += part
@@ -387,9 +402,10 @@ def read_answer(answer: http.client.HTTPResponse, limit: int, deadline: float) -
 
 
 def get_secret(url: str = "") -> str:
-    """Return the secret of the environment; without one, for a server on the loopback, the one that it wrote down.
+    """Return the secret of the environment; without one, the secret that a server on this machine wrote to its file.
 
-    UserError where no header can hold it.
+    Raises:
+        UserError: it cannot stand in a header.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if not secret and is_on_loopback(url):
@@ -409,16 +425,17 @@ def is_on_loopback(url: str) -> bool:
 
 
 def get_secret_path(port: int) -> Path:
-    """Return where a server on this machine's loopback writes its secret, for runs of the same user."""
+    """Return the file in which a server on this machine writes its secret, for runs of the same user."""
     cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid")
     return cache / "samplers" / f"{socket.gethostname()}-{port}.secret"
 
 
 @contextmanager
 def publish_secret(port: int) -> Iterator[str]:
-    """Yield a new secret, which stands meanwhile in a file that this user alone can read.
+    """Yield a new secret, which is in a file that only this user can read until the end.
 
-    UserError where it cannot be written.
+    Raises:
+        UserError: the file cannot be written.
     """
     secret, path = secrets.token_urlsafe(32), get_secret_path(port)
     try:
@@ -450,7 +467,7 @@ def build_headers(secret: str, version: str | None) -> dict[str, str]:
 
 
 def split_weights(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The weights in parts of at most PART bytes, or of one weight."""
+    """Yield the weights in parts of at most MAX_PART_BYTES, or of one weight."""
     part, size = dict[str, Tensor](), 0
     for name, weight in weights.items():
         if part and size + weight.nbytes > MAX_PART_BYTES:
@@ -466,48 +483,46 @@ def hash_model(model: bytes) -> str:
 
 
 def extract_error_message(answer: bytes) -> str:
-    """What an answer that is an error says, in one line."""
+    """Return the message of an error response in one line."""
     try:
-        said = json.loads(answer)["error"]["message"]
+        message = json.loads(answer)["error"]["message"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        said = answer.decode(errors="replace")
-    return format_one_line(said)
+        message = answer.decode(errors="replace")
+    return format_one_line(message)
 
 
 def format_one_line(text: Any) -> str:
     return escape_controls(" ".join(str(text).split())[:300])
 
 
-# ---------------------------------------------------------------- fleet
-# Sampler servers as one engine: who gets which rows, and what becomes of them when a server goes or comes back.
-#
-# Threads ask the servers only while there are rows or weights to bring. What a server has not answered when it falls
-# silent goes to the others; what it answers later is dropped.
+# ---------------------------------------------------------------- a pool of servers
+# A thread for each server makes requests while there are rows or weights to send. The unfinished rows of a lost server
+# go to the others, and later answers of that server are dropped.
 
 
 RETRY_SECONDS = 2.0
-"""Seconds until a server that is gone is tried again."""
+"""How long to wait until a lost server is tried again."""
 MAX_RETRY_DOUBLINGS = 5
-"""How many times this is doubled for a server that sends nonsense."""
+"""How often this time may double for a server that sends invalid answers."""
 REMINDER_SECONDS = 30.0
-"""Seconds until it is said again that nobody answers."""
+"""How often the user is reminded that no server answers."""
 
 
 @dataclass(eq=False)
 class ServerState:
-    """A server, and what it was given."""
+    """A server and its rows."""
 
     client: SamplerClient
     is_up: bool = False
-    """Whether it has the present weights, and has proved it."""
+    """Whether it has the present weights, and they were checked."""
     reason: str = ""
-    """Why it is not up, or is doubted."""
+    """Why it is not up, or was not."""
     invalid_answers: int = 0
-    """How many times in a row it has sent nonsense: then it is doubted until it answers a row, whatever its weights."""
+    """How many invalid answers it has sent in a row. Only an answered row sets this to 0, weights do not."""
     queued_rows: list[int] = field(default_factory=list)
-    """Rows that it is asked for next."""
+    """Rows of the next request."""
     sent_rows: set[int] = field(default_factory=set)
-    """Rows that it was asked for."""
+    """Rows that were sent to it."""
 
     @property
     def pending_count(self) -> int:
@@ -515,20 +530,20 @@ class ServerState:
 
 
 class ServerPool:
-    """Servers as one engine: `ask`, then `step` until nothing is `asked`, then `drop`, behind which no thread runs."""
+    """Servers as one engine: `add_request`, `step` until nothing is `unfinished`, `abort_all` to end its threads."""
 
     def __init__(self, urls: Iterable[str], timeout: float, update_server: Callable[[SamplerClient], None]) -> None:
-        """bring: gives a server the present weights and proves them."""
+        """update_server: pushes the present weights to a server, and checks them."""
         self.servers = [ServerState(SamplerClient(url, timeout)) for url in urls]
         self.update_server = update_server
         self.group_size = 1
-        """Rows of a group, which stay together."""
+        """Rows of a group, which go to the same server."""
         self.requests: dict[int, tuple[Any, SampleRequest]] = {}
-        """Those that have not been answered, by number, with their keys."""
+        """The unfinished rows by number, with their keys."""
         self.max_length = 0
-        """How many tokens prompt and answer may have: what all those take who were there first."""
+        """The most tokens of a prompt and its completion: the least that the first servers support."""
         self.group_servers: dict[int, ServerState] = {}
-        """Who has the prompts of a group in its cache."""
+        """The server that has the prompts of a group in its prefix cache."""
         self.answers: list[EngineAnswer] = []
         self.request_numbers = itertools.count()
         self.condition = threading.Condition()
@@ -536,10 +551,10 @@ class ServerPool:
         self.futures: list[Future[None]] = []
         self.stopped = threading.Event()
         self.last_reminder = -REMINDER_SECONDS
-        """When it was said that nobody answers."""
+        """When the user was last reminded that no server answers."""
 
     def update_weights(self) -> None:
-        """Bring the present weights to those who answer, or to all where none does. Wait until one has them."""
+        """Push the present weights to the servers that have an engine, or to all. Wait until one server is up."""
         while True:
             tried = [server for server in self.servers if server.client.has_engine] or self.servers
             for server in tried:
@@ -559,7 +574,10 @@ class ServerPool:
             return [*self.requests, *self.answers]
 
     def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
-        """Ask for up to `most` tokens behind these. key: the number of the row, or the row of a conversation."""
+        """Queue a row of up to `max_tokens` tokens behind these.
+
+        key: the number of the row, or the row of a conversation.
+        """
         with self.condition:
             number = next(self.request_numbers)
             self.requests[number] = key, SampleRequest(number, list(ids), max_tokens, temperature, seed)
@@ -568,19 +586,19 @@ class ServerPool:
             self._start_threads()
 
     def step(self) -> list[EngineAnswer]:
-        """Return the answers that have come; wait a moment for the first."""
+        """Return the rows that finished; wait a moment for the first one."""
         with self.condition:
             self.condition.wait_for(lambda: self.answers or any(thread.done() for thread in self.futures), POLL_SECONDS)
             for thread in self.futures:
                 if thread.done():
                     thread.result()  # it has failed
-            said, self.answers = self.answers, []
+            answers, self.answers = self.answers, []
         if not any(server.is_up for server in self.servers):
             self._remind()
-        return said
+        return answers
 
     def abort_all(self) -> None:
-        """Forget what was asked and has not been answered, and end all threads."""
+        """Cancel all unfinished rows, and end all threads."""
         self.stopped.set()
         with self.condition:
             self.condition.notify_all()
@@ -589,15 +607,15 @@ class ServerPool:
         if self.executor:
             self.executor.shutdown()
         for server in self.servers:
-            if server.sent_rows:  # it goes on with them, until it gets weights
+            if server.sent_rows:  # it decodes them until it gets weights
                 server.is_up = False
             server.queued_rows, server.sent_rows = [], set()
         self.requests, self.group_servers, self.answers, self.executor, self.futures = {}, {}, [], None, []
 
-    # ------------------------------------------------------------ who gets what
+    # ------------------------------------------------------------ assignment of rows
 
     def _assign_rows(self, numbers: Iterable[int]) -> None:
-        """Give rows to whoever has their group; a group that nobody has to whoever has least to do."""
+        """Assign rows to the server of their group, and a new group to the server with the fewest rows."""
         up = [server for server in self.servers if server.is_up]
         for number in numbers if up else ():
             group = self._get_group(self.requests[number][0])
@@ -608,10 +626,10 @@ class ServerPool:
         self.condition.notify_all()
 
     def _get_group(self, key: Any) -> int:
-        return (key.number if isinstance(key, TalkRow) else key) // self.group_size
+        return (key.number if isinstance(key, ConversationRow) else key) // self.group_size
 
     def check_max_length(self, client: SamplerClient) -> None:
-        """SmallError where a server takes shorter rows than those who were there first."""
+        """Raise ServerTooSmallError if a server supports only shorter rows than the first servers."""
         if client.max_length < self.max_length:
             raise ServerTooSmallError(
                 f"it takes {client.max_length} tokens a row, and this run counts on {self.max_length}: start it with a"
@@ -621,8 +639,8 @@ class ServerPool:
     def _mark_up(self, server: ServerState) -> None:
         with self.condition:
             server.is_up = True
-            given = {number for other in self.servers for number in (*other.queued_rows, *other.sent_rows)}
-            self._assign_rows([number for number in self.requests if number not in given])
+            assigned = {number for other in self.servers for number in (*other.queued_rows, *other.sent_rows)}
+            self._assign_rows([number for number in self.requests if number not in assigned])
         if not server.invalid_answers:
             self._clear_faults(server)
 
@@ -686,63 +704,61 @@ class ServerPool:
                     self.stopped.wait(RETRY_SECONDS * 2 ** min(server.invalid_answers, MAX_RETRY_DOUBLINGS))
 
     def _exchange_rows(self, server: ServerState) -> None:
-        """Send a server the rows that it was dealt, and take what it has sampled."""
+        """Send a server its queued rows, and take the rows that it has finished."""
         with self.condition:
             self.condition.wait_for(lambda: server.pending_count or self.stopped.is_set())
-            dealt, server.queued_rows = server.queued_rows, []
-            server.sent_rows.update(dealt)
-            rows = [self.requests[number][1] for number in dealt]
+            numbers, server.queued_rows = server.queued_rows, []
+            server.sent_rows.update(numbers)
+            rows = [self.requests[number][1] for number in numbers]
         if self.stopped.is_set():
             return
-        spoken = server.client.step(rows)
-        if spoken and server.invalid_answers:
+        answers = server.client.step(rows)
+        if answers and server.invalid_answers:
             self._clear_faults(server)
         with self.condition:
-            for number, tokens, logprobs in spoken:
+            for number, tokens, logprobs in answers:
                 if number in server.sent_rows:
                     server.sent_rows.remove(number)
                     self.answers.append(EngineAnswer(self.requests.pop(number)[0], tokens, logprobs))
             self.condition.notify_all()
 
 
-# ---------------------------------------------------------------- servers
-# vLLM on other machines: rows spread over servers, each push of weights proved for every one of them.
-#
-# A server that comes back is given what was pushed last: the policy's weights, or a copy where those change while rows
-# are drawn (`ahead`); of an adapter that is pushed by itself the base before it.
-
-
-if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
+# ---------------------------------------------------------------- the sampler
+# A server that comes back gets the weights of the last push: those of the policy, or a copy if the policy is updated
+# while rows are sampled (`ahead`). For an adapter that is pushed by itself it gets the base first.
 
 MAX_TEXT_TOKENS = 513
-"""Tokens of the fixed text at most: more than a block of the cache, for blocks of up to 512."""
+"""The most tokens of the fixed text: more than a block of the KV cache, for blocks of up to 512."""
 
 
 @dataclass
 class VLLMServerSampler(VLLMSampler):
-    """vLLM's rows and conversations, by servers."""
+    """Samples with vLLM on sampler servers."""
 
     urls: Sequence[str] = ()
     timeout: float = 120.0
-    """Seconds without an answer after which a server hangs."""
+    """Seconds without an answer after which a server counts as lost."""
     ahead: bool = False
-    """Whether the policy changes while rows are drawn."""
+    """Whether the policy is updated while rows are sampled."""
     pool: ServerPool | None = None
 
     def __post_init__(self) -> None:
         self.policy_lock = threading.Lock()
-        """One thread at a time reads the policy."""
+        """Held while a thread reads the policy."""
         self.model_description = b""
         self.pushed_weights: dict[str, Tensor] | None = None
-        """What was pushed last, where it is kept."""
+        """The weights of the last push, if they are kept."""
         self.text_ids: list[int] = []
-        """The fixed text, as long as any server reads it."""
+        """The token ids of the fixed text."""
         self.text_logprobs = torch.empty(0)
-        """The scorer's log-probs of it, by what was pushed last."""
+        """The scorer's log-probs of the fixed text, with the weights of the last push."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
-        """UserError where a server does not compute with the weights that were pushed."""
+        """Push these weights to the servers, and check them.
+
+        Raises:
+            UserError: a server does not compute with them.
+        """
         try:
             self._sync(policy, version)
         except AdapterRefusedError as error:
@@ -752,7 +768,7 @@ class VLLMServerSampler(VLLMSampler):
     def _sync(self, policy: Policy, version: int) -> None:
         self.policy, self.version, self.model_description = policy, version, self._describe_model(policy)
         self.pool = self.pool or ServerPool(self.urls, self.timeout, self._update_server)
-        self.pushed_weights = None  # before there are others
+        self.pushed_weights = None  # free them before there are others
         self.pushed_weights = self._get_pushed_weights(policy, copy=self.ahead)
         self.text_ids = encode_check_text(policy, min(MAX_TEXT_TOKENS, policy.context_length - 1))
         self.text_logprobs = score_text(policy, self.text_ids)
@@ -763,6 +779,7 @@ class VLLMServerSampler(VLLMSampler):
                 self.pushed_weights = None
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """As `VLLMSampler.generate`, by all servers."""
         self._engine.group_size = sampling.n
         return super().generate(prompts, sampling)
 
@@ -776,18 +793,18 @@ class VLLMServerSampler(VLLMSampler):
         return serialize_model(policy, form, get_push_dtype(policy, form))
 
     def _update_server(self, client: SamplerClient) -> None:
-        """Give a server what was pushed last, and prove that it computes with that."""
-        held = client.version
+        """Push the last weights to a server, and check that it computes with them."""
+        last_version = client.version
         client.load_model(self.model_description)
         self._engine.check_max_length(client)
-        if not held or client.version != held:  # another process, or somebody else's weights
+        if not last_version or client.version != last_version:  # another process, or weights of another run
             client.weight_check = WeightCheck()
         with self.policy_lock:
             weights = self.pushed_weights or self._get_pushed_weights(self.policy)
             base = self._get_base_weights(self.policy, client.weight_check)
         ids = self.text_ids[: get_text_length(client)]
         if client.version:
-            client.score_tokens(ids)  # so that it would be in a cache which is not cleared
+            client.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
         client.push(base | weights)
         client.weight_check.check(client, base | weights, ids, self.text_logprobs[: len(ids) - 1], self.policy.dtype)
         client.is_verified = True

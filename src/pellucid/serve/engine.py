@@ -89,7 +89,7 @@ class ServingEngine:
         self.heap = hardware.HeapTrimmer()
 
     def _create_scheduler(self) -> Scheduler[GenerationRow]:
-        return Scheduler(self.policy, self.max_rows, self._sample_tokens, self._append_tokens)
+        return Scheduler(self.policy, self.max_rows, self._sample_tokens, self._append_tokens, self._finish_rows)
 
     @property
     def running(self) -> RunningBatch[GenerationRow]:
@@ -244,10 +244,11 @@ class ServingEngine:
                 self._notify(request, piece)
             if piece is None or not piece.finish_reason:
                 return RowState.DECODING
-            request.unfinished_rows -= 1
-            if not request.unfinished_rows:
-                self._notify_all([request], None)
         return RowState.FINISHED
+
+    def _finish_rows(self, rows: Sequence[GenerationRow]) -> None:
+        """Send the end to requests whose last rows have finished."""
+        self._notify_all({row.request for row in rows} - self._get_active_requests(), None)
 
     def _notify(self, request: GenerationRequest, news: CompletionChunk | Exception | None) -> None:
         """Call `tell` of a request. Where that raises, the request is cancelled."""
@@ -414,10 +415,8 @@ class GenerationRequest:
     """Set where the client no longer waits, or after an error."""
     stop_prefixes: tuple[str, ...] = field(init=False)
     """All beginnings of stop strings, the longest first: text that ends in one may be about to stop."""
-    unfinished_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unfinished_rows = self.n
         parts = {stop[:n] for stop in self.stop for n in range(1, len(stop))}
         self.stop_prefixes = tuple(sorted(parts, key=len, reverse=True))
 

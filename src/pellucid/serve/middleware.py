@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -344,7 +344,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return make_error_response(RequestError(500, f"{type(error).__name__}: {error}", "internal_error"))
 
 
-def format_validation_error(error: dict[str, Any]) -> str:
+def format_validation_error(error: Mapping[str, Any]) -> str:
     """Return a validation error as one line.
 
     Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"

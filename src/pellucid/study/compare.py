@@ -225,7 +225,8 @@ def list_seed_caveats(rows: Sequence[VariantSummary]) -> list[str]:
     if pairs < RELIABLE_SEED_COUNT:
         return [
             f"{pairs} seeds to a comparison make a coarse interval: where runs differ far more from seed to seed than "
-            f"their questions account for, one comparison of equals in {compute_false_positive_odds(pairs)} looks apart."
+            f"their questions account for, one comparison of equals in {compute_false_positive_odds(pairs)} looks"
+            " apart."
         ]
     return []
 

@@ -196,7 +196,8 @@ def draw_interval(row: VariantSummary, reach: float) -> str:
     low, value, high = (100 + 94 * x / reach for x in (difference.low, difference.value, difference.high))
     about = format_estimate(difference, "+", row.measure)
     return (
-        f'<svg class="span {CONCLUSION_CSS_CLASSES[row.conclusion]}" viewBox="0 0 200 16" role="img" aria-label="{about}">'
+        f'<svg class="span {CONCLUSION_CSS_CLASSES[row.conclusion]}" viewBox="0 0 200 16" role="img"'
+        f' aria-label="{about}">'
         f'<path class="zero" d="M100 0V16"/><path d="M{low:.1f} 8H{high:.1f}"/>'
         f'<circle cx="{value:.1f}" cy="8" r="4"/></svg>'
     )
@@ -207,10 +208,10 @@ def build_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
     comparisons = sum(bool(row.difference) for row in rows)
     notes = [
         f"A difference is taken question by question between runs of the same seed. Its interval comes from "
-        f"{RESAMPLE_COUNT:,} resamples: seeds with replacement, then questions within a seed, or one draw of questions for "
-        f"all seeds where these asked the same. A variant is above or below only where the interval excludes 0.",
-        f"{format_count(comparisons, 'comparison')} {'was' if comparisons == 1 else 'were'} made. Of comparisons between "
-        f"equals, one in twenty is expected to look apart by chance.",
+        f"{RESAMPLE_COUNT:,} resamples: seeds with replacement, then questions within a seed, or one draw of questions"
+        f" for all seeds where these asked the same. A variant is above or below only where the interval excludes 0.",
+        f"{format_count(comparisons, 'comparison')} {'was' if comparisons == 1 else 'were'} made. Of comparisons"
+        f" between equals, one in twenty is expected to look apart by chance.",
         *list_caveats(rows),
     ]
     notes += [f"{escape_text(row.variant)}, {reason}: not paired." for row in rows for reason in row.unpaired]

@@ -35,7 +35,7 @@ from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS, collect_stop_request
 from pellucid.utils.text import escape_controls
 
 POLL_INTERVAL_SECONDS = 0.2
-"""Seconds between two looks at the runs."""
+"""Seconds between two checks of the runs in progress."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass
 class Progress:
-    """How many of the runs that were unfinished at the start have ended."""
+    """Counts the runs that have ended, among those that were unfinished at the start."""
 
     total: int
     ended: int = 0
@@ -63,7 +63,18 @@ class Progress:
 
 
 def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
-    """Run the study to its end, or until Ctrl-C. Return the exit status. A second call goes on where it stopped."""
+    """Make all runs of the study, or as many as end before Ctrl-C. A second call continues where the first stopped.
+
+    Args:
+        study: The study.
+        study_dir: The folder of its runs.
+        jobs: The number of runs at once.
+        only: The variants to run; empty for all.
+        keep_models: Whether the models of finished runs are kept.
+
+    Returns:
+        The exit status.
+    """
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
     runs, recipes = study.list_runs(study_dir, only), load_variant_configs(study)
@@ -99,7 +110,7 @@ def run_jobs(
     requests: Sequence[int],
     progress: Progress,
 ) -> None:
-    """Run the runs, up to `jobs` at once. After a request to stop, start no others and wait for those in progress."""
+    """Make the runs, up to `jobs` at once. After a request to stop, start no others and wait for those in progress."""
     waiting, running, interrupted = deque(runs), list[Job](), False
     try:
         while running or (waiting and not requests):
@@ -132,7 +143,7 @@ def start_job(run: StudyRun, jobs: int, lock: TextIOWrapper) -> Job:
             stderr=subprocess.STDOUT,
             env={**threads, **os.environ},
             pass_fds=[lock.fileno()],
-            start_new_session=True,  # else Ctrl-C would reach it as well as our SIGINT, and two end it at once
+            start_new_session=True,  # otherwise Ctrl-C would reach it as well as our SIGINT, and two end it at once
         )
     write_lock_holder(lock, process.pid)
     print_line(f"{run.name}: {'goes on' if resumed else 'started'}, log {run.log_path}")
@@ -161,7 +172,7 @@ def finish_job(job: Job, keep_models: bool, progress: Progress, stopping: bool) 
 
 
 def report_failures(failures: dict[StudyRun, int]) -> int:
-    """Print what failed. Return the exit status: 0, or 2 where all failures are the user's to mend, else 1."""
+    """Print the failed runs. Return the exit status: 0 without any, 2 if all are mistakes of the user, else 1."""
     for run, status in failures.items():
         lines = run.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
             "it printed nothing"
@@ -187,12 +198,11 @@ def print_line(line: str) -> None:
     print(escape_controls(line), flush=True)
 
 
-# ---------------------------------------------------------------- runs
-# The runs of a study on disk: whether they can be resumed or must begin anew, and what remains of finished ones.
+# ---------------------------------------------------------------- the folders of the runs
 
 
 def check_run_dir(run: StudyRun, recipe: Config) -> None:
-    """Raise UserError where the run folder holds anything but a run of this run with the settings it has now."""
+    """Raise UserError if the folder holds anything but this run of the study, with the settings that it has now."""
     run_dir = run.run_dir
     if not run_dir.exists():
         return
@@ -211,20 +221,20 @@ def check_run_dir(run: StudyRun, recipe: Config) -> None:
 
 
 def get_expected_settings(run: StudyRun, recipe: Config) -> Record:
-    """Return the settings of the run as its run records them, except a dtype that is left to the machine."""
+    """Return the settings as the run records them in its folder, except a dtype that depends on the machine."""
     seeded = replace(recipe, algorithm=replace(recipe.algorithm, seed=run.seed))
     return dump_settings(config.resolve_config(seeded))
 
 
 def build_resume_arguments(run: StudyRun) -> list[str]:
-    """Return the arguments that resume the run's run from its last checkpoint; empty where there is no checkpoint."""
+    """Return the arguments that resume the run from its last checkpoint; empty if there is no checkpoint."""
     return ["train", "--resume", str(run.run_dir)] if list_checkpoints(run.run_dir) else []
 
 
 def clear_unresumable_run(run_dir: Path) -> None:
-    """Empty the folder of a run without a checkpoint; `check` has made sure that it is a run.
+    """Empty the folder of a run without a checkpoint. UserError if that run is in progress.
 
-    UserError where that run is in progress.
+    `check_run_dir` has made sure that the folder holds a run.
     """
     refuse_locked_run_dir(run_dir)
     if run_dir.exists():

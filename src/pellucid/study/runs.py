@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def measure(self) -> str:
-        """Return what is compared: greedy accuracy, or the reward of greedy answers if rewards are a matter of degree."""
+        """Return what is compared: "greedy" (accuracy), or "reward" if rewards are a matter of degree."""
         rows = [row for run in self.finished_runs for row in run.evaluations]
         return "greedy" if all(row.get("verdicts", True) for row in rows) else "reward"
 

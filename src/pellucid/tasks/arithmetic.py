@@ -117,8 +117,9 @@ def write_working(a: int, operator: Operator, b: int) -> str:
         return format_equation(a, operator, b)
     tens = b - b % 10
     if operator == "+":
-        begun = format_equation(a, "+", tens)
-        return f"{begun}, {format_equation(a % 10, '+', b % 10)}, {format_equation(a + tens - a % 10, '+', a % 10 + b % 10)}"
+        ones = format_equation(a % 10, "+", b % 10)
+        both = format_equation(a + tens - a % 10, "+", a % 10 + b % 10)
+        return f"{format_equation(a, '+', tens)}, {ones}, {both}"
     begun, rest = format_equation(a, "-", tens), a - tens
     # Always borrow a ten, since a small model cannot see in advance whether it must.
     borrowed = rest % 10 + 10

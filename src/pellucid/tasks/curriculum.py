@@ -92,7 +92,7 @@ class Curriculum:
         return self.task.split
 
     def with_split(self, split: str) -> Any:
-        """Return the curriculum on another split; for `test` the task inside, since held-out questions need no order."""
+        """Return the curriculum on another split; for `test` the task inside, since those questions need no order."""
         inside = with_split(self.task, split)
         return inside if split == "test" else replace(self, task=inside)
 
@@ -183,7 +183,7 @@ class Curriculum:
         return not self.rest or self.curriculum_state.step - self.curriculum_state.dead_since[q] < self.rest
 
     def _choose_questions(self, step: int, n: int) -> list[int]:
-        """Choose n questions. Resting ones, and those of another round of the step, are chosen if others are too few."""
+        """Choose n questions; resting ones and those of another round of the step only if others are too few."""
         rounds = [chosen for (other, _), chosen in self.sampled_indices.items() if other != step]
         taken = {q for chosen in rounds for q in chosen}
         remaining = [q for q in self.curriculum_state.left or self._order_questions() if q not in taken]

@@ -172,7 +172,7 @@ class Dataset:
             parts: The part of each term in `rewards`, in that order.
 
         Returns:
-            The reward. Its `parts` are the values before weighting; its `value` is NaN if no term with a weight applies.
+            The reward. Its `parts` are the values before weighting; its `value` is NaN if no weighted term applies.
         """
         names = label_terms(self.rewards)
         values = {name: part.value for name, part in zip(names, parts, strict=True) if part.value is not None}
@@ -376,8 +376,8 @@ def load_split_prompts(task: Dataset) -> LazyPrompts:
     chosen = LazyPrompts(task, scan.prompts.rows, array("q", (i for i in indices if i not in bad)))
     if not chosen and task.split == "test" and not task.test_data and not task.test_share:
         raise UserError(
-            f"{format_source(task.data)}: test_share = 0 holds no row out for evaluations: set evaluate.every = 0, a test_share"
-            " above 0, or test_data"
+            f"{format_source(task.data)}: test_share = 0 holds no row out for evaluations: set evaluate.every = 0, a"
+            " test_share above 0, or test_data"
         )
     if not chosen:
         left_out = f", without bad rows ({format_bad_rows(list_bad_rows(task))})" if list_bad_rows(task) else ""

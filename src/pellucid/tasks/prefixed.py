@@ -161,7 +161,7 @@ def take_first_words(text: str, share: float) -> str:
 
 
 @cache
-def load_prefixes(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
+def load_prefixes(file: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
     """Return the prefixes of each question by source. UserError if the file is not what `pellucid prefixes` writes."""
     try:
         _, entries = read_prefix_file(Path(file))

@@ -1,7 +1,6 @@
-"""A run: settings in, a run folder out.
+"""Runs: from settings to a run directory.
 
-compose.py builds the objects of a Config; run.py walks them through the steps; preflight.py looks before the first one,
-and chronicle.py writes down how it begins and ends; claim.py, changes.py, checkpoint.py and snapshot.py see to it that
-a run can be stopped, killed, changed and resumed; evaluate.py and exam.py ask held-out questions. This room may know
-all others but those of the commands around it: serve, study and prefixes.
+build.py builds the objects of a Config, run.py takes the steps, and preflight.py and memory.py check what can be
+checked before the first one. run_dir.py, checkpoint.py and export.py are about the files of a run, evaluate.py about
+held-out prompts, and doctor.py, dry_run.py and token_recorder.py show what a run needs and does.
 """

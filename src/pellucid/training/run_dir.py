@@ -98,7 +98,7 @@ def format_lock_owner(run_dir: Path) -> str:
 
 
 def list_foreign_files(run_dir: Path) -> list[str]:
-    """Return the names of files that are no part of a run, in a folder without config.json. Hidden files do not count."""
+    """Return the names of files that are no part of a run, in a folder without config.json and without hidden files."""
     if (run_dir / "config.json").is_file() or not run_dir.is_dir():
         return []
     own_names = ("config.json.partial", DATA_FILE)

@@ -1,6 +1,6 @@
-"""An OpenAI-compatible endpoint of somebody else's: its address, its key, which stays in the environment, its refusals.
+"""OpenAI-compatible endpoints: their addresses, keys, limits of answers, and errors.
 
-What is said of an endpoint names the settings as the caller calls them, and never holds the key.
+A key stays in an environment variable. Messages name the settings as the user does, and never contain the key.
 """
 
 from __future__ import annotations
@@ -19,19 +19,26 @@ from pellucid.types import UserError
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 NO_KEY = "none"
-"""What stands for a key where none is needed."""
+"""The key for endpoints that need none."""
+MIN_KEY_CHARACTERS = 4
+"""Shorter keys are not redacted: they are part of ordinary words."""
 MIN_REDACTED_CHARACTERS = 6
-"""How many characters of a key in a row are never stored or shown. Fewer are in ordinary words."""
+"""So many consecutive characters of a key are never stored or shown. Fewer are part of ordinary words."""
 MAX_ANSWER_BYTES = 2**24
-"""The most bytes of an answer: thousands of tokens with log-probs are fewer."""
+"""The largest answer; thousands of tokens with log-probs are smaller."""
 UNCOMPRESSED_HEADERS = {"Accept-Encoding": "identity"}
-"""The header that asks for answers as they are: a few kilobytes of gzip may be gigabytes of text."""
+"""The header that asks for uncompressed answers: a few kilobytes of gzip may be gigabytes of text."""
+
+
+# ---------------------------------------------------------------- addresses and keys
 
 
 class RefusedAnswerError(Exception):
-    """An answer that is not read: it is too long, compressed, or leads to another origin.
+    """An answer is not read, because it is too long, compressed, or redirects to another origin.
 
-    always: whether every answer of the endpoint would be refused.
+    Args:
+        reason: The message.
+        is_permanent: Whether every answer of the endpoint would be refused.
     """
 
     def __init__(self, reason: str, is_permanent: bool = False) -> None:
@@ -41,9 +48,9 @@ class RefusedAnswerError(Exception):
 
 @dataclass(frozen=True)
 class SettingNames:
-    """What the settings of an endpoint are called where the user writes them.
+    """The user's names for the settings of an endpoint.
 
-    Example: Names("--base-url", "--teacher", "--key-env")
+    Example: SettingNames("--base-url", "--teacher", "--key-env")
     """
 
     base_url: str
@@ -52,15 +59,15 @@ class SettingNames:
 
 
 def find_address_mistake(base_url: str, names: SettingNames) -> str:
-    """Return what is wrong with an address, in one line that holds no password; empty where it is right."""
+    """Return what is wrong with an address, in one line without passwords; empty if it is right."""
     try:
         parts = urlsplit(base_url)
-        whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+        is_complete = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
     except ValueError:
-        parts, whole = None, False
-    if parts is None or not whole:
-        said = "" if "@" in base_url else f" {base_url!r}"  # with "@" it may hold a password
-        return f"{names.base_url}{said} is no address: write http://HOST:PORT/v1 or https://HOST/v1"
+        parts, is_complete = None, False
+    if parts is None or not is_complete:
+        shown = "" if "@" in base_url else f" {base_url!r}"  # with "@" it may contain a password
+        return f"{names.base_url}{shown} is no address: write http://HOST:PORT/v1 or https://HOST/v1"
     if parts.username or parts.password or parts.query:
         return f"{names.base_url} must hold no secret: put the key into the variable that {names.key} names"
     return ""
@@ -71,7 +78,11 @@ def is_loopback(base_url: str) -> bool:
 
 
 def get_api_key(base_url: str, variable: str) -> str:
-    """Return the key in the environment variable. UserError where there is none, except on the loopback: NO_KEY."""
+    """Return the key in an environment variable; NO_KEY for a loopback address without one.
+
+    Raises:
+        UserError: There is no key, or it cannot be one.
+    """
     key = os.environ.get(variable, "").strip()
     if not key and not is_loopback(base_url):
         raise UserError(f"{base_url} needs a key: put it into the environment variable {variable}")
@@ -81,35 +92,39 @@ def get_api_key(base_url: str, variable: str) -> str:
 
 
 def is_key_variable(variable: str) -> bool:
-    """Return whether an environment variable is named as those that clients send as a key: *_KEY or *_TOKEN.
+    """Return whether an environment variable has the name of a key that clients send: *_KEY or *_TOKEN.
 
-    Names with SECRET, PRIVATE or PASSWORD in them are for signing and logging in, and no service wants to be sent them.
+    Names with SECRET, PRIVATE or PASSWORD are for signing and logging in, and must not be sent.
 
-    Example: is_for_keys("OPENAI_API_KEY"); not is_for_keys("AWS_SECRET_ACCESS_KEY"); not is_for_keys("HOME")
+    Example: is_key_variable("OPENAI_API_KEY"), but not is_key_variable("AWS_SECRET_ACCESS_KEY")
     """
     words = variable.split("_")
     return words[-1] in ("KEY", "TOKEN") and not {"SECRET", "PRIVATE", "PASSWORD"} & set(words)
 
 
 def describe_destination(base_url: str, variable: str, content: str) -> str:
-    """Return the line that must be shown before the first request: what goes where, and which variable goes with it."""
-    sent = bool(os.environ.get(variable, "").strip())
-    key = f"with the key in the environment variable {variable}" if sent else f"without a key: {variable} is not set"
+    """Return the line that must be shown before the first request: what is sent where, and with which key."""
+    has_key = bool(os.environ.get(variable, "").strip())
+    key = f"with the key in the environment variable {variable}" if has_key else f"without a key: {variable} is not set"
     return f"{content} go to {base_url}, {key}"
+
+
+# ---------------------------------------------------------------- redaction
 
 
 def redact_and_shorten(text: str, key: str) -> str:
     """Return at most 200 characters of a text without the key: [key] replaces its parts, and words that begin as it."""
-    whole_words = text if key == NO_KEY else re.sub(rf"{re.escape(key[:4])}\S*", "[key]", text)
-    return " ".join(remove_key(whole_words, key).split())[:200]
+    if key != NO_KEY and len(key) >= MIN_KEY_CHARACTERS:
+        text = re.sub(rf"{re.escape(key[:MIN_KEY_CHARACTERS])}\S*", "[key]", text)
+    return " ".join(remove_key(text, key).split())[:200]
 
 
 def remove_key(text: str, key: str) -> str:
-    """Replace the key, and every part of it that has SHORTEST_PART characters or more, by [key].
+    """Replace the key, and every part of it with MIN_REDACTED_CHARACTERS characters or more, by [key].
 
-    Example: without_key("7 for sk-abcdefgh", "sk-abcdefghijkl") == "7 for [key]"
+    Example: remove_key("7 for sk-abcdefgh", "sk-abcdefghijkl") == "7 for [key]"
     """
-    if key == NO_KEY or len(key) < 4:
+    if key == NO_KEY or len(key) < MIN_KEY_CHARACTERS:
         return text
     parts = {key[i : i + MIN_REDACTED_CHARACTERS] for i in range(max(1, len(key) - MIN_REDACTED_CHARACTERS + 1))}
     found = [part for part in parts if part in text]
@@ -126,24 +141,28 @@ def remove_key(text: str, key: str) -> str:
 
 
 def extract_message_text(content: Any) -> str:
-    """Return the text of a message, which may be a list of parts, or nothing."""
+    """Return the text of a message's content, which is a string, a list of parts, or None."""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def limit_answer(response: Any) -> None:
-    """Bound an answer of httpx before its body is read; an event hook for responses of a client.
+# ---------------------------------------------------------------- limits of answers
 
-    RefusedAnswerError for a redirect to another origin, where neither prompts nor key belong, for a compressed body, or
-    for one of more than LONGEST_ANSWER bytes, raised as soon as they have come.
+
+def limit_answer(response: Any) -> None:
+    """Limit an answer before its body is read; an event hook for responses of httpx clients.
+
+    Raises:
+        RefusedAnswerError: The answer is a redirect to another origin, which must get neither prompts nor key, or is
+            compressed. Reading more than MAX_ANSWER_BYTES raises it, too.
     """
-    asked = response.request.url
+    url = response.request.url
     if response.has_redirect_location:
-        target = asked.join(response.headers["location"])
-        if (target.scheme, target.host, target.port) != (asked.scheme, asked.host, asked.port):
+        target = url.join(response.headers["location"])
+        if (target.scheme, target.host, target.port) != (url.scheme, url.host, url.port):
             raise RefusedAnswerError(
-                f"{asked.scheme}://{asked.netloc.decode()} redirects to {target.scheme}://{target.netloc.decode()}:"
+                f"{url.scheme}://{url.netloc.decode()} redirects to {target.scheme}://{target.netloc.decode()}:"
                 " if you trust that, name it as the address",
                 is_permanent=True,
             )
@@ -156,29 +175,29 @@ def limit_answer(response: Any) -> None:
 
 
 async def limit_answer_async(response: Any) -> None:
-    """Bound an answer as `guard` does, for an asynchronous client."""
+    """`limit_answer` for asynchronous clients."""
     limit_answer(response)
 
 
 def limit_stream(stream: Any) -> Any:
-    """Return a stream of httpx that ends with RefusedAnswerError after LONGEST_ANSWER bytes."""
-    import httpx  # noqa: PLC0415 - it comes with the clients of the extras
+    """Return a stream of httpx that raises RefusedAnswerError after MAX_ANSWER_BYTES."""
+    import httpx  # noqa: PLC0415 - the clients of the extras install it
 
-    class Bounded(httpx.SyncByteStream, httpx.AsyncByteStream):
-        left = MAX_ANSWER_BYTES
+    class LimitedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
+        remaining_bytes = MAX_ANSWER_BYTES
 
-        def counted(self, chunk: bytes) -> bytes:
-            self.left -= len(chunk)
-            if self.left < 0:
+        def count(self, chunk: bytes) -> bytes:
+            self.remaining_bytes -= len(chunk)
+            if self.remaining_bytes < 0:
                 raise RefusedAnswerError(f"the answer is longer than {MAX_ANSWER_BYTES:,} bytes")
             return chunk
 
         def __iter__(self) -> Iterator[bytes]:
-            return map(self.counted, stream)
+            return map(self.count, stream)
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
             async for chunk in stream:
-                yield self.counted(chunk)
+                yield self.count(chunk)
 
         def close(self) -> None:
             stream.close()
@@ -186,17 +205,20 @@ def limit_stream(stream: Any) -> Any:
         async def aclose(self) -> None:
             await stream.aclose()
 
-    return Bounded()
+    return LimitedStream()
+
+
+# ---------------------------------------------------------------- errors
 
 
 def describe_error(error: Any, key: str) -> str:
-    """Return the status of an answer that is an error of the client, and what the endpoint says, without the key."""
-    said = error.body.get("message", "") if isinstance(error.body, Mapping) else ""
-    return f"HTTP {error.status_code} {redact_and_shorten(str(said), key)}".strip()
+    """Return the status and the message of an error of the client, without the key."""
+    message = error.body.get("message", "") if isinstance(error.body, Mapping) else ""
+    return f"HTTP {error.status_code} {redact_and_shorten(str(message), key)}".strip()
 
 
 def find_permanent_refusal(error: Any, base_url: str, model: str, variable: str, names: SettingNames) -> str:
-    """Return why every request would be refused as this one was, and the mend; empty where others may succeed."""
+    """Return why every request would be refused as this one was, and what to do; empty if others may succeed."""
     if error.status_code in (401, 403):
         return (
             f"{base_url} does not take the key (HTTP {error.status_code}): put one that it takes into the"
@@ -213,13 +235,18 @@ def find_permanent_refusal(error: Any, base_url: str, model: str, variable: str,
 
 
 def check_reachable(base_url: str, names: SettingNames) -> None:
-    """Raise UserError at once where no service answers; a client would notice only after all its retries."""
-    parts = urlsplit(base_url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    """Raise UserError at once if no service answers; a client would notice only after all its retries."""
     try:
-        socket.create_connection((parts.hostname or "", port), timeout=5).close()
+        try_connection(base_url, timeout_seconds=5)
     except OSError as error:
         raise UserError(describe_unreachable(base_url, error, names)) from None
+
+
+def try_connection(url: str, timeout_seconds: float) -> None:
+    """Connect to the host of a URL once. Raises OSError if that fails."""
+    parts = urlsplit(url)
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    socket.create_connection((parts.hostname or "", port), timeout_seconds).close()
 
 
 def describe_unreachable(base_url: str, error: OSError, names: SettingNames) -> str:
@@ -228,6 +255,7 @@ def describe_unreachable(base_url: str, error: OSError, names: SettingNames) -> 
 
 
 def find_first_cause(error: BaseException) -> BaseException:
+    """Return the exception from which a chain of exceptions started."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__ or error
     return error

@@ -1,4 +1,4 @@
-"""Durable files: synced to the device, so that a power failure does not take them back; and digests."""
+"""Durable files, bounded logs, digests, locks between processes, and the exit of forked copies of a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from typing import BinaryIO
 from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 WORKING_DIRECTORY_GONE = "the working directory is gone, and with it what relative paths name: go to one that is there"
+LOCKS_UNSUPPORTED_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
+
+
+# ---------------------------------------------------------------- durable files
 
 
 def is_working_directory_gone() -> bool:
@@ -31,9 +40,9 @@ def is_working_directory_gone() -> bool:
 
 
 def sync_path(path: Path) -> None:
-    """Sync the content of a file, or the names in a folder: a rename is durable when its folder is."""
+    """Sync a file, or the names in a folder, to the disk. A rename is durable when its folder is synced."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders, and has its names on disk by itself
+        return  # Windows cannot open folders, and writes names to the disk by itself
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -49,9 +58,12 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_file_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace the content of a file, which is the old or the new whatever happens; durable at return.
+    """Replace the content of a file. Whatever happens, it has the old or the new content; it is durable at return.
 
-    mode: who may read and write it, less what the user's umask takes away.
+    Args:
+        path: The file.
+        text: The new content.
+        mode: The permissions of the file, reduced by the user's umask.
     """
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -63,22 +75,28 @@ def write_file_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 class BoundedLog:
-    """Keeps a file that other processes append to near `most` bytes: its first half, and its newest quarter.
+    """Bounds the size of a file to which other processes append.
 
-    A thread looks at the file every `every` seconds, so it may be larger by what is written in that time. A line in the
-    file says that something was left out there. Writers must append (O_APPEND), or they would leave holes.
+    Of `max_bytes`, the first half and the newest quarter are kept, and a line between them says that something was left
+    out. The file may be larger by what is written in `interval_seconds`. Lines that are written during the
+    milliseconds in which the file is cut may be lost or be out of order.
+
+    Args:
+        path: The file. Writers must open it with O_APPEND, or they would leave holes.
+        max_bytes: The size above which the file is cut.
+        interval_seconds: The time between two checks of the size.
     """
 
     def __init__(self, path: Path, max_bytes: int = 2**24, interval_seconds: float = 0.5) -> None:
         self._path, self._max_bytes, self._interval_seconds = path, max_bytes, interval_seconds
         self._head_end = 0
-        """Where the beginning that is kept ends, once something was left out behind it."""
+        """The end of the first half, once something was left out behind it."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bounded log", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look once more, and stop."""
+        """Check the size once more, and stop."""
         self._closing.set()
         self._thread.join()
 
@@ -88,7 +106,8 @@ class BoundedLog:
         self._trim()
 
     def _trim(self) -> None:
-        with suppress(OSError), self._path.open("r+b") as file:  # it may not be there yet, or not be ours
+        # The file may not exist yet, or not be writable. Others may append while it is cut: so does this.
+        with suppress(OSError), self._path.open("r+b") as file, self._path.open("ab") as end:
             size = file.seek(0, os.SEEK_END)
             if size <= self._max_bytes:
                 return
@@ -97,47 +116,47 @@ class BoundedLog:
             file.seek(start)
             newest = file.read(self._max_bytes // 4)
             file.truncate(head)
-            file.seek(head)
-            file.write(
-                b"[left out: this file keeps its beginning and its end, %d MB at most]\n" % (self._max_bytes // 2**20)
-            )
-            file.write(newest)
+            megabytes = self._max_bytes // 2**20
+            end.write(b"[left out: this file keeps its beginning and its end, %d MB at most]\n" % megabytes + newest)
 
 
 def find_line_bounds(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """Return where the last line of a stretch of a file ends, and where its second begins; if it has no newline, its
-    own end and start.
+    """Return where the last line of a part of a file ends, and where its second line begins.
+
+    If the part has no newline, its end and its start.
     """
     file.seek(start)
-    stretch = file.read(length)
-    last, first = stretch.rfind(b"\n"), stretch.find(b"\n")
-    return (start + len(stretch), start) if last < 0 else (start + last + 1, start + first + 1)
+    part = file.read(length)
+    last, first = part.rfind(b"\n"), part.find(b"\n")
+    return (start + len(part), start) if last < 0 else (start + last + 1, start + first + 1)
 
 
 def compute_file_digest(path: Path) -> str:
-    """The sha256 of a file as hexadecimal digits."""
+    """Return the sha256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- locks
-# One process at a time. A lock that dies with its holders: no file is left that would have to be removed by hand.
-
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-LOCKS_UNSUPPORTED_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
+# The system releases a lock when its holders die, so no lock file has to be removed by hand.
 
 
 @contextmanager
 def hold_lock(path: Path, activity: str) -> Iterator[TextIOWrapper]:
-    """The lock on a file, with the process ids of those who hold it. UserError, saying what they do, where others do.
+    """Hold the lock on a file within the block.
 
-    Children that inherit the file hold it as well, after the death of their parent too: see `note_holder`. No child
-    does unless it is told to: Python passes on no open files.
+    Children that inherit the open file hold the lock as well, even after the death of their parent; see
+    `write_lock_holder`. Python passes no open files to children unless it is asked to.
+
+    Args:
+        path: The lock file.
+        activity: What a holder does, for the message of the error: "reads".
+
+    Yields:
+        The open lock file, which contains the process ids of the holders.
+
+    Raises:
+        UserError: Another process holds the lock.
     """
     if fcntl is None:
         raise UserError("training needs Linux or macOS, whose file locks die with a process: on Windows use WSL")
@@ -157,7 +176,7 @@ def hold_lock(path: Path, activity: str) -> Iterator[TextIOWrapper]:
 
 
 def check_unlocked(path: Path, activity: str) -> None:
-    """UserError where a process holds the lock; it is not taken."""
+    """Raise UserError if a process holds the lock, without taking it."""
     if path.is_file() and fcntl is not None:
         with path.open(encoding="utf-8") as file:
             try:
@@ -170,13 +189,14 @@ def check_unlocked(path: Path, activity: str) -> None:
 
 
 def write_lock_holder(lock: TextIOWrapper, pid: int) -> None:
+    """Add a process that has inherited the open lock file to its holders."""
     print(pid, file=lock, flush=True)
 
 
 def describe_lock_holder(file: TextIOWrapper, activity: str) -> str:
-    """Example: "process 7 reads: wait for it, or stop it (since 2026-01-31 12:00:00)"."""
+    """Return for example "process 7 reads: wait for it, or stop it (since 2026-01-31 12:00:00)"."""
     file.seek(0)
-    alive = [pid for pid in file.read().split() if is_process_alive(int(pid))]
+    alive = [pid for pid in file.read().split() if pid.isdecimal() and is_process_alive(int(pid))]
     who = f"process {' and '.join(alive)}" if alive else "another process"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.fstat(file.fileno()).st_mtime))
     return f"{who} {activity}: wait for it, or stop it (since {since})"
@@ -187,21 +207,22 @@ def is_process_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user
+    except PermissionError:  # a process of another user
         return True
     return True
 
 
-# ---------------------------------------------------------------- copies
-# Copies of a process that somebody else's code has forked in it, and that come back into ours.
+# ---------------------------------------------------------------- forked copies
 
 
 def exit_if_forked(owner_pid: int, error: BaseException | None = None) -> None:
-    """End this process where it is not the process `owner` but a copy of it; else do nothing.
+    """Exit if this process is a copy that user code has forked; else do nothing.
 
-    Call it behind code that may fork. The copy ends as Python would end it, without running the code of its owner.
+    Call it after user code that may fork. The copy exits as Python would, without running our code.
 
-    owner: the process id before that code was called. error: what that code raised.
+    Args:
+        owner_pid: The process id before the user code was called.
+        error: The exception that the user code raised, if any.
     """
     if os.getpid() == owner_pid:
         return

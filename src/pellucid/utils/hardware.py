@@ -1,4 +1,4 @@
-"""What this machine is and does: devices, matrix speed, memory."""
+"""Devices and dtypes, the speed of matrix products, and memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,27 @@ except ImportError:  # Windows
 
 
 CUBLAS_WORKSPACE_VARIABLE, DETERMINISTIC_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-"""The setting with which cuBLAS adds up in the same order when a product is repeated."""
+"""The settings with which cuBLAS sums in the same order when a product is repeated."""
 
 TRIM_RATIO = 1.03
-"""Free memory is given back when the resident size is this many times what a step needs."""
+"""Free memory is returned to the system when the resident size is this many times what a step needs."""
 GEMM_CACHE_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-"""Shapes of products for which oneDNN and torch's bridge to it keep code and buffers, 1024 each unless told otherwise.
-Every step has new shapes: what is kept for older ones is not used again, and keeps holes in the heap from closing."""
+"""How many shapes of products oneDNN and torch's bridge to it cache, 1024 each by default. Every step has new shapes:
+entries of older ones are not used again, and fragment the heap."""
+
+
+# ---------------------------------------------------------------- devices and dtypes
 
 
 def pick_device(name: str, setting: str = "policy.device") -> torch.device:
-    """`auto` is this process's GPU, as is `cuda`, else Apple's, else the CPU. UserError where there is no such one.
+    """Return the device of a name.
 
-    setting: what the user calls it, for the error.
+    Args:
+        name: A device of PyTorch. "cuda" is the GPU of this process; "auto" is that, or Apple's, or the CPU.
+        setting: The user's name for the setting, for the message of the error.
+
+    Raises:
+        UserError: There is no such device.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -49,7 +57,7 @@ def pick_device(name: str, setting: str = "policy.device") -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bf16 on a GPU that has it and on a CPU that multiplies faster in it, else fp32."""
+    """Return the dtype of a name; "auto" is bf16 on a GPU that has it and a CPU that is faster with it, else fp32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -59,14 +67,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def describe_missing_bf16(device: torch.device) -> str:
-    """A remark on why a device computes in fp32; empty where it has bf16, or nothing better than fp32."""
+    """Return a hint for a GPU without bf16; empty for other devices."""
     if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         return ""
     return 'this GPU has no bf16: policy.dtype = "float16" may be several times as fast, where the model fits its range'
 
 
 def describe_slow_float16(device: torch.device) -> str:
-    """By how much than in fp32, on a CPU that has no such products of its own; empty elsewhere."""
+    """Return a hint for a CPU on which fp16 is slower than fp32; empty for other devices."""
     if device.type != "cpu":
         return ""
     times = measure_matmul_tflops(torch.float32, repeats=2) / measure_matmul_tflops(torch.float16, repeats=2)
@@ -76,7 +84,7 @@ def describe_slow_float16(device: torch.device) -> str:
 
 
 def check_float16(device: torch.device) -> None:
-    """Raise UserError where torch cannot train in fp16: multiply in it, and scale the loss."""
+    """Raise UserError if torch cannot multiply in fp16 or scale the loss on a device."""
     try:
         x, scaler = torch.ones(2, 2, device=device, requires_grad=True), GradScaler(device.type)
         scaler.scale((x.half() @ x.half()).float().sum()).backward()
@@ -89,8 +97,9 @@ def check_float16(device: torch.device) -> None:
 
 
 def pick_float64_device(device: torch.device) -> torch.device:
-    """Where float64 sums over what lies on a device are made: there, or on the CPU where it has no float64 (Apple's),
-    and in deterministic mode, in which CUDA has no cumulative sums.
+    """Return the device of float64 sums over tensors on a device.
+
+    It is the CPU if the device has no float64 (Apple's), and in deterministic mode, where CUDA has no cumulative sums.
     """
     if torch.are_deterministic_algorithms_enabled():
         return torch.device("cpu")
@@ -102,9 +111,10 @@ def pick_float64_device(device: torch.device) -> torch.device:
 
 @contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """In here a GPU repeats itself to the bit, or torch refuses the operation; before anything runs on one.
+    """Make operations on a GPU repeatable bit for bit within the block, or refused. Enter it before any operation.
 
-    UserError where the environment asks cuBLAS for something else.
+    Raises:
+        UserError: The environment has another setting for cuBLAS.
     """
     workspace, mode, benchmark = (
         os.environ.get(CUBLAS_WORKSPACE_VARIABLE),
@@ -112,9 +122,8 @@ def use_deterministic_algorithms() -> Iterator[None]:
         torch.backends.cudnn.benchmark,
     )
     if workspace not in (None, *DETERMINISTIC_WORKSPACES):
-        raise UserError(
-            f"policy.deterministic needs {CUBLAS_WORKSPACE_VARIABLE} to be {' or '.join(DETERMINISTIC_WORKSPACES)}: unset it"
-        )
+        allowed = " or ".join(DETERMINISTIC_WORKSPACES)
+        raise UserError(f"policy.deterministic needs {CUBLAS_WORKSPACE_VARIABLE} to be {allowed}: unset it")
     os.environ[CUBLAS_WORKSPACE_VARIABLE] = workspace or DETERMINISTIC_WORKSPACES[0]
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -128,34 +137,44 @@ def use_deterministic_algorithms() -> Iterator[None]:
 
 
 def measure_matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, threads: int = 1) -> float:
-    """The best of a few matrix products on the CPU, in TFLOP/s: some tens of milliseconds in all.
+    """Return the speed of the fastest of a few matrix products on the CPU in TFLOP/s; it takes tens of milliseconds.
 
-    On one thread by default, because two wait for each other and a busy machine then decides which dtype looks faster.
+    It uses one thread by default: two would wait for each other, and on a busy machine the wrong dtype might look
+    faster.
     """
     before, x = torch.get_num_threads(), torch.ones(size, size, dtype=dtype)
     torch.set_num_threads(threads)
     seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.mm(x, x)
-        seconds.append(time.perf_counter() - start)
-    torch.set_num_threads(before)
+    try:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            torch.mm(x, x)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
     return 2 * size**3 / min(seconds) / 1e12
 
 
+# ---------------------------------------------------------------- memory
+
+
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out: CUDA has a class for it, other devices only words."""
+    """Return whether an error means that memory ran out: CUDA has a class for it, other devices only words."""
     words = ("DefaultCPUAllocator", "MPS backend out of memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory for the next tensor instead of returning it page by page.
+    """Configure glibc to keep freed memory for the next tensor, and bound the caches for shapes of products.
 
-    A training step frees and asks for the same gigabytes again and again; on CPUs the page faults cost a quarter of
-    it. True where it took effect: glibc only.
+    A training step frees and allocates the same gigabytes again and again; on CPUs the page faults cost a quarter of
+    its time. The bounds of the caches have no effect after torch's first product.
+
+    Returns:
+        Whether freed memory is kept; False without glibc.
     """
-    limit_gemm_caches()
+    for name, capacity in GEMM_CACHE_LIMITS.items():
+        os.environ.setdefault(name, capacity)
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
@@ -165,25 +184,21 @@ def keep_freed_memory() -> bool:
     )
 
 
-def limit_gemm_caches() -> None:
-    """Bound the caches for shapes of products. It has no effect after torch's first product."""
-    for name, capacity in GEMM_CACHE_LIMITS.items():
-        os.environ.setdefault(name, capacity)
-
-
 class HeapTrimmer:
-    """What is kept after being freed has holes: a little is in use in the middle of what a larger tensor would need, so
-    that one goes behind, and memory grows for as long as a run lasts. From time to time all that is free goes back.
+    """Returns free memory to the system from time to time, after `keep_freed_memory`.
+
+    Memory that is kept becomes fragmented: small allocations lie in free blocks that a larger tensor would need, so the
+    heap would grow during the whole run.
     """
 
     def __init__(self) -> None:
         self.needed_gb = 0.0
-        """The largest resident size in GB after a step that began with nothing kept."""
+        """The largest resident size in GB after a step that began with a trimmed heap."""
         self.was_trimmed = False
-        """Whether nothing was kept when the last step began."""
+        """Whether the last step began with a trimmed heap."""
 
     def trim_after_step(self) -> None:
-        """Give free memory back where it has outgrown what a step needs; pages are then faulted in once more."""
+        """Return free memory if the resident size exceeds what a step needs. The next step has page faults again."""
         resident = get_resident_gb()
         self.needed_gb = max(self.needed_gb, resident) if self.was_trimmed else self.needed_gb
         self.was_trimmed = resident > TRIM_RATIO * self.needed_gb
@@ -191,13 +206,13 @@ class HeapTrimmer:
             self.trim()
 
     def trim(self) -> None:
-        """Give all free memory back to the system, which takes tens of milliseconds a gigabyte."""
+        """Return all free memory to the system, which takes tens of milliseconds per gigabyte."""
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def get_resident_gb() -> float:
-    """The resident size of this process in GB, now."""
+    """Return the resident size of this process in GB."""
     return psutil.Process().memory_info().rss / 1e9
 
 
@@ -214,14 +229,14 @@ def get_memory_gb() -> float:
 
 
 def get_device_memory_gb(device: torch.device) -> float:
-    """The memory in GB of a GPU, or of this machine for every other device."""
+    """Return the memory of a GPU in GB, or that of this machine for every other device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 1e9
     return get_memory_gb()
 
 
 def get_peak_memory_gb(device: torch.device) -> float:
-    """The peak memory of this process in GB: on its GPU, or resident."""
+    """Return the peak memory of this process in GB: on its GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     if resource is None:

@@ -1,4 +1,4 @@
-"""How an object of the user's own is found: `module:Name`, `path/to/file.py:Name`, or `here:Name` in this process."""
+"""The user's own objects, by names such as "path/to/file.py:Name", optional libraries, and access to the Hub."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import gc
 import hashlib
 import importlib
 import importlib.util
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,10 +20,13 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from pellucid.types import MissingFileError, UserError
+from pellucid.utils.endpoint import try_connection
 from pellucid.utils.text import escape_controls
 
+# ---------------------------------------------------------------- objects by name
+
 IN_PROCESS_PREFIX = "here:"
-"""What the name of an object begins with that was given to `pellucid.train`, and that no other process can find."""
+"""The prefix of names of objects that were given to `pellucid.train`; no other process can find them."""
 USER_IMPORT_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -37,20 +38,20 @@ USER_IMPORT_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a file of the user's own may raise while it is imported, besides SyntaxError and ImportError."""
+"""What a user's file may raise while it is imported, besides SyntaxError and ImportError."""
 PACKAGE_PREFIX = "pellucid."
 _in_process_objects: ContextVar[Mapping[str, Any]] = ContextVar("given")
 _module_digests: dict[str, str] = {}
-"""The digests of the user's files when they were first asked for here, by the names of their modules."""
+"""The digests of the user's files at their first import in this process, by module name."""
 
 
 class ObjectNotInProcessError(UserError):
-    """What was given to `pellucid.train` as an object is asked for in another process."""
+    """An object that was given to `pellucid.train` is loaded in another process."""
 
 
 @contextmanager
 def provide_objects(objects: Mapping[str, Any]) -> Iterator[None]:
-    """In here each of these names, "here:NAME", stands for its object."""
+    """Make objects loadable by their names, "here:NAME", within the block."""
     token = _in_process_objects.set(objects)
     try:
         yield
@@ -59,7 +60,14 @@ def provide_objects(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def load_object(spec: str) -> Any:
-    """The object that `module:Name`, `path/to/file.py:Name` or `here:Name` names. UserError where there is none."""
+    """Load an object.
+
+    Args:
+        spec: "module:Name", "path/to/file.py:Name", or "here:Name" for an object that was given to `pellucid.train`.
+
+    Raises:
+        UserError: There is no such object, or its module cannot be imported.
+    """
     source, _, name = spec.rpartition(":")
     if spec.startswith(IN_PROCESS_PREFIX):
         objects = _in_process_objects.get({})
@@ -79,22 +87,27 @@ def load_object(spec: str) -> Any:
 
 
 def load_function(spec: str, kind: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names, to be a reward or `what` it is. UserError where there is none.
+    """Load a function; objects from files are cached.
 
-    One in a file is looked for once; what was given may be another of the same name the next time.
+    Args:
+        spec: As for `load_object`.
+        kind: What the function is for, such as "reward", for the message of the error.
+
+    Raises:
+        UserError: There is no such object, or it is no function.
     """
-    found = load_object(spec) if spec.startswith(IN_PROCESS_PREFIX) else load_object_cached(spec)
-    if not callable(found):
-        raise UserError(f'{kind} "{spec}" is a {type(found).__name__}: name a function')
-    return found
+    # The name of a given object may stand for another one the next time.
+    loaded = load_object(spec) if spec.startswith(IN_PROCESS_PREFIX) else load_object_cached(spec)
+    if not callable(loaded):
+        raise UserError(f'{kind} "{spec}" is a {type(loaded).__name__}: name a function')
+    return loaded
 
 
-@cache
-def load_object_cached(spec: str) -> Any:
-    return load_object(spec)
+load_object_cached = functools.cache(load_object)
 
 
 def import_user_module(source: str) -> ModuleType:
+    """Import a module, by its name or by the path of its file. Raises UserError if that fails."""
     name = resolve_module_name(Path(source)) if source.endswith(".py") else source
     try:
         module = importlib.import_module(name)
@@ -106,9 +119,9 @@ def import_user_module(source: str) -> ModuleType:
         raise UserError(f"{source} cannot be imported: {error}{hint}") from error
     except USER_IMPORT_ERRORS as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{source} cannot be imported: {what} ({Path(frame.filename).name}, line {frame.lineno})"
+            f"{source} cannot be imported: {reason} ({Path(frame.filename).name}, line {frame.lineno})"
         ) from error
     if not name.startswith(PACKAGE_PREFIX) and name not in _module_digests:
         _module_digests[name] = compute_module_digest(module)
@@ -116,22 +129,22 @@ def import_user_module(source: str) -> ModuleType:
 
 
 def forget_edited_modules() -> None:
-    """From now on files of the user's count as they are: the next to ask for one that was edited has it imported anew.
+    """Make the next load of an object from an edited file import the file again.
 
-    What an older version of it has defined lives on where it is in use.
+    Objects of the older version stay in use where they are.
     """
     load_object_cached.cache_clear()
-    for name in [
-        name for name, digest in _module_digests.items() if compute_module_digest(sys.modules.get(name)) != digest
-    ]:
+    for name, digest in list(_module_digests.items()):
+        if compute_module_digest(sys.modules.get(name)) == digest:
+            continue
         del _module_digests[name]
         module = sys.modules.pop(name, None)
-        with suppress(OSError):  # what Python compiled is kept for another file of its second and its size
+        with suppress(OSError):  # Python would reuse its bytecode for another file of the same second and size
             Path(getattr(module, "__cached__", None) or "").unlink()
 
 
 def compute_module_digest(module: ModuleType | None) -> str:
-    """The sha256 of the file of a module as it is now; empty where there is none."""
+    """Return the sha256 of a module's file as it is now; empty if there is no file."""
     try:
         return hashlib.sha256(Path(getattr(module, "__file__", None) or "").read_bytes()).hexdigest()
     except OSError:
@@ -139,7 +152,12 @@ def compute_module_digest(module: ModuleType | None) -> str:
 
 
 def resolve_module_name(path: Path) -> str:
-    """The name that imports this file, in this process and in those spawned from it, which inherit its sys.path."""
+    """Return the module name of a file, and add its folder to sys.path, which spawned processes inherit.
+
+    Raises:
+        MissingFileError: There is no such file.
+        UserError: The file name is no module name, or that of another module.
+    """
     if not path.expanduser().is_file():
         raise MissingFileError(f"{path}: there is no such file{suggest_path(path)}", path)
     path = path.expanduser().resolve()
@@ -155,7 +173,7 @@ def resolve_module_name(path: Path) -> str:
 
 
 def find_module_origin(module: str) -> str | None:
-    """The file behind a module that is imported or installed, `built-in` where there is none."""
+    """Return the file of a module that is imported or installed, "built-in" if it has none; None for no module."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or "built-in"
     spec = importlib.util.find_spec(module)
@@ -163,13 +181,13 @@ def find_module_origin(module: str) -> str | None:
 
 
 def suggest_path(path: Path) -> str:
-    """Hint at what there is of a similar name beside a path where there is nothing."""
+    """Return a hint at a file of a similar name in the folder of a path; empty if there is none."""
     close = get_close_matches(path.name, list_sibling_names(path), n=1)
     return f'; did you mean "{path.parent / close[0]}"?' if close else ""
 
 
 def list_sibling_names(path: Path) -> list[str]:
-    """The names in the folder of a path; none where it cannot be read, which is no reason to hide what is wrong."""
+    """Return the names in the folder of a path; none if it cannot be read, since this is only for hints."""
     try:
         return [file.name for file in path.parent.iterdir()]
     except OSError:
@@ -177,40 +195,49 @@ def list_sibling_names(path: Path) -> list[str]:
 
 
 def join_mistakes(mistakes: Iterable[str]) -> str:
-    """Several mistakes as sentences of one line."""
+    """Join several mistakes as sentences in one line."""
     return " ".join(mistake if mistake.endswith("?") else f"{mistake}." for mistake in mistakes).removesuffix(".")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Example: did_you_mean("numric", ["numeric", "exact"]) == '; did you mean "numeric"?'"""
+    """Return a hint at a similar name: did_you_mean("numric", ["numeric", "exact"]) == '; did you mean "numeric"?'"""
     close = get_close_matches(name, list(names), n=1)
     return f'; did you mean "{close[0]}"?' if close else ""
 
 
-# ---------------------------------------------------------------- extras
-# Libraries that only some settings need: `pip install "pellucid[EXTRA]"` brings them.
+# ---------------------------------------------------------------- optional libraries
 
 
 def import_extra(module: str, extra_name: str, feature: str) -> Any:
-    """The module, imported when it is needed. UserError where it is missing, naming `what` needs it and the extra."""
+    """Import a library that only some settings need.
+
+    Args:
+        module: The module.
+        extra_name: The extra that installs it: `pip install "pellucid[EXTRA]"`.
+        feature: What needs it, for the message of the error.
+
+    Raises:
+        UserError: The library is missing.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = (error.name or module).partition(".")[0]  # torch.utils.tensorboard is there, and lacks tensorboard
+        missing = (error.name or module).partition(".")[0]  # torch.utils.tensorboard exists, and needs tensorboard
         raise UserError(f'{feature} needs {missing}: pip install "pellucid[{extra_name}]"') from error
 
 
-# ---------------------------------------------------------------- hub
-# Whether the Hub is there. Where it is not, its client asks six times for each file, 23 seconds long, before it looks
-# into its cache.
+# ---------------------------------------------------------------- the Hub
+# If the Hub cannot be reached, its client tries six times for each file, for 23 seconds, before it uses its cache.
 
 
 CONNECT_TIMEOUT_SECONDS = 10.0
-"""Seconds in which a connection must have been made."""
 
 
 def check_hub_online() -> bool:
-    """Whether the Hub may be asked. Where it cannot be reached, say so, once a process, and leave it to its cache."""
+    """Return whether the Hub can be used. If it cannot be reached, print so, and restrict its client to the cache.
+
+    The answer holds for the rest of this process.
+    """
     from huggingface_hub import constants  # noqa: PLC0415 - it reads the environment when it is imported
 
     if not constants.HF_HUB_OFFLINE and not is_reachable(constants.ENDPOINT):
@@ -220,13 +247,11 @@ def check_hub_online() -> bool:
 
 @functools.cache
 def is_reachable(endpoint: str) -> bool:
-    """Whether somebody answers there, and a line where nobody does. What stands behind a proxy is taken for there."""
-    address = urlsplit(endpoint)
-    if getproxies().keys() & {address.scheme, "all"}:
+    """Return whether a connection is possible, and print a line if not. Behind a proxy the answer is True."""
+    if getproxies().keys() & {urlsplit(endpoint).scheme, "all"}:
         return True
-    port = address.port or (80 if address.scheme == "http" else 443)
     try:
-        socket.create_connection((address.hostname or "", port), CONNECT_TIMEOUT_SECONDS).close()
+        try_connection(endpoint, CONNECT_TIMEOUT_SECONDS)
     except OSError as error:
         reason = error.strerror or error
         text = f"! {endpoint} cannot be reached ({reason}): only what is cached can be loaded"

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that is gone: a run ends with the step that it is in."""
+"""Signals that ask a run to stop after its step, and standard streams that do not end it when nobody reads them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED_EXIT_STATUS = 130
-"""Exit status."""
 STOPPING_MESSAGE = b"stopping after this step; once more to stop at once, back to the last checkpoint\n"
 
 
+# ---------------------------------------------------------------- requests to stop
+
+
 class StopRequests(list[int]):
-    """The signals that have asked for a stop."""
+    """The numbers of the signals that have asked for a stop."""
 
     is_immediate = False
 
     @contextmanager
     def interrupt_immediately(self) -> Iterator[None]:
-        """In here a request is a KeyboardInterrupt at once: for what can be done again and leaves nothing behind."""
-        if self:
-            raise KeyboardInterrupt
-        self.is_immediate = True
+        """Raise KeyboardInterrupt for a request at once within the block, which must be safe to interrupt."""
+        self.is_immediate = True  # before the test: a signal after it would wait until the block ends
         try:
+            if self:
+                raise KeyboardInterrupt
             yield
         finally:
             self.is_immediate = False
 
     def handle_signal(self, number: int, _frame: FrameType | None) -> None:
-        again = bool(self)
+        """Note a request. Raise KeyboardInterrupt for the second one, and for each within `interrupt_immediately`."""
+        is_repeated = bool(self)
         self.append(number)
-        if self.is_immediate or again:
+        if self.is_immediate or is_repeated:
             raise KeyboardInterrupt
         write_to_stderr(STOPPING_MESSAGE)
 
 
 @contextmanager
 def collect_stop_requests() -> Iterator[StopRequests]:
-    """Requests to stop, served between two steps; a second one is served at once."""
+    """Collect requests to stop within the block; the second one raises KeyboardInterrupt."""
     requests = StopRequests()
     with handle_stop_signals(requests.handle_signal):
         yield requests
@@ -50,7 +53,7 @@ def collect_stop_requests() -> Iterator[StopRequests]:
 
 @contextmanager
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Signals that ask for a stop, for a while; Python lets the main thread alone handle any."""
+    """Handle signals that ask for a stop within the block. In other threads than the main one, do nothing."""
     numbers = list_stop_signals() if threading.current_thread() is threading.main_thread() else []
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -62,31 +65,32 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Ite
 
 @contextmanager
 def defer_stop_signals() -> Iterator[None]:
-    """Handle signals that ask for a stop at the end of the block, as they would have been handled without it.
+    """Delay signals that ask for a stop until the end of the block.
 
-    For the first import of torch: what is imported halfway cannot be imported again, and the process would crash later.
+    For the first import of torch: a module that was imported halfway cannot be imported again, and the process would
+    crash later.
     """
-    came: list[int] = []
+    received: list[int] = []
 
-    def note(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
+    def handler(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
         write_to_stderr(b"stopping when torch is imported\n")
 
-    with handle_stop_signals(note):
+    with handle_stop_signals(handler):
         yield
-    if came:
-        signal.raise_signal(came[0])
+    if received:
+        signal.raise_signal(received[0])
 
 
 def list_stop_signals() -> list[signal.Signals]:
-    """SIGHUP too, where there is one: but under nohup a run outlives its terminal."""
-    known = [signal.SIGINT, signal.SIGTERM]
+    """Return SIGINT, SIGTERM and, unless it is ignored as under nohup, SIGHUP."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
     hang_up = getattr(signal, "SIGHUP", None)
-    return known if hang_up is None or signal.getsignal(hang_up) == signal.SIG_IGN else [*known, hang_up]
+    return numbers if hang_up is None or signal.getsignal(hang_up) == signal.SIG_IGN else [*numbers, hang_up]
 
 
 def write_to_stderr(line: bytes) -> None:
-    """From within a signal handler, which may have come in the middle of a `print`."""
+    """Write a line without Python's buffers: a signal handler may interrupt a `print`."""
     with suppress(OSError):
         os.write(2, line)
 
@@ -96,27 +100,26 @@ def raise_keyboard_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def exit_immediately(_number: int, _frame: FrameType | None) -> None:
-    """Where nothing can be left half done; an import may swallow exceptions, and turn them into others."""
+    """Exit without cleaning up, for imports, which may swallow exceptions or replace them."""
     write_to_stderr(b"pellucid: stopped\n")
     os._exit(INTERRUPTED_EXIT_STATUS)
 
 
-# ---------------------------------------------------------------- streams
-# Standard output and error that end nothing: whether anybody hears them is no matter of a run's.
+# ---------------------------------------------------------------- standard streams
 
 
 class TolerantFileIO(io.FileIO):
-    """Standard output or error: whether anybody reads it, or has room for it, does not matter to what is going on."""
+    """Standard output or error whose write errors are ignored, so that they do not end a run."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except OSError:  # a closed pipe, a terminal that is gone, a full disk
+        except OSError:  # a closed pipe, a closed terminal, a full disk
             return memoryview(data).nbytes
 
 
 def make_tolerant_stream(stream: Any, descriptor: int) -> io.TextIOWrapper:
-    """The stream, or what takes its place where it is closed; no file of ours then gets its number."""
+    """Return a tolerant stream in place of standard output or error; one to the null device if that is closed."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     raw = TolerantFileIO(descriptor, "w", closefd=False)
@@ -131,16 +134,16 @@ def make_tolerant_stream(stream: Any, descriptor: int) -> io.TextIOWrapper:
 
 
 def open_log_stream(descriptor: int) -> io.TextIOWrapper:
-    """A stream to a file that others look at, a line at a time; what cannot be encoded is named."""
+    """Return a tolerant, line-buffered stream to a log file; characters that cannot be encoded are escaped."""
     raw: Any = TolerantFileIO(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
 
 
 def open_standard_descriptors() -> None:
-    """Descriptors 0 to 2 are open, in processes that are started too: there no other file gets their numbers."""
+    """Open descriptors 0 to 2 if they are closed, here and in child processes, so that no other file gets them."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # this returns the lowest free descriptor
         os.set_inheritable(descriptor, True)

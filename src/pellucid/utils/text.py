@@ -1,4 +1,4 @@
-"""Files that may have been meant where a path leads to none."""
+"""Hints at files that may have been meant, escaping of control characters, {placeholders}, and docstrings as text."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
+# ---------------------------------------------------------------- files that may have been meant
+
 RECIPE_FOLDERS: list[Path] = []
-"""The folder of the recipe that was read last, from which relative paths in it lead first."""
+"""The folder of the recipe that was read last; relative paths in a recipe start there."""
 MAX_LISTED_FILES = 1000
-"""How many files of a folder are looked at."""
+"""How many files of a folder are considered."""
 
 
 def set_recipe_folder(folder: Path | None) -> None:
-    """Note the folder of a recipe, which messages name where they say where a file was looked for; None for none."""
+    """Set the folder of the recipe, for `describe_searched_folders`; None for none."""
     RECIPE_FOLDERS[:] = [folder] if folder else []
 
 
 def describe_searched_folders(path: Path) -> str:
-    """Return where a relative path was looked for, if that was in more than one place; else nothing."""
+    """Return in which folders a relative path was looked for, if there are several; else an empty string."""
     folders = [folder for folder in RECIPE_FOLDERS if folder.resolve() != Path().resolve()]
     if path.expanduser().is_absolute() or not folders:
         return ""
@@ -31,27 +33,28 @@ def describe_searched_folders(path: Path) -> str:
 
 
 def suggest_path_quoting(name: str) -> str:
-    """Return a hint where a file name has a control character, as of a backslash in double quotes in TOML."""
+    """Return a hint if a file name has a control character, as from a backslash in double quotes in TOML."""
     if name.isprintable():
         return ""
     return "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\temp', or with /"
 
 
 def suggest_file(path: Path, candidates: Sequence[Path]) -> str:
-    """Return a hint at the file of the same name elsewhere, or else at one of a similar name; empty for neither."""
-    same = [each for each in candidates if each.name == path.name]
-    similar = get_close_matches(path.stem, [each.stem for each in candidates], n=1)
-    close = same or [each for each in candidates if each.stem in similar]
+    """Return a hint at a candidate of the same name, or else of a similar name; empty if there is none."""
+    same = [file for file in candidates if file.name == path.name]
+    similar_stems = get_close_matches(path.stem, [file.stem for file in candidates], n=1)
+    close = same or [file for file in candidates if file.stem in similar_stems]
     return f'; did you mean "{close[0]}"?' if close else ""
 
 
 def find_nearby_files(path: Path, suffixes: Container[str]) -> list[Path]:
-    """Return files with one of these endings, such as ".toml": those in the folder of a path, or in the nearest that
-    exists above it, and one level below.
+    """Return files near a path with one of these suffixes, such as ".toml".
+
+    They are in the folder of the path, or the nearest existing folder above it, and in the subfolders of that.
     """
-    folder = next((above for above in path.parents if above.is_dir()), Path())
-    below = [each for each in list_folder(folder) if each.is_dir() and not each.name.startswith(".")]
-    return [each for place in (folder, *below) for each in list_folder(place) if each.suffix.lower() in suffixes]
+    folder = next((parent for parent in path.parents if parent.is_dir()), Path())
+    subfolders = [entry for entry in list_folder(folder) if entry.is_dir() and not entry.name.startswith(".")]
+    return [file for each in (folder, *subfolders) for file in list_folder(each) if file.suffix.lower() in suffixes]
 
 
 def list_folder(folder: Path) -> Iterator[Path]:
@@ -59,19 +62,19 @@ def list_folder(folder: Path) -> Iterator[Path]:
         yield from sorted(islice(folder.iterdir(), MAX_LISTED_FILES))
 
 
-# ---------------------------------------------------------------- harmless
-# Text of others for a terminal: what a model, a data set or an error says is shown, and not obeyed.
+# ---------------------------------------------------------------- control characters
+# Text of a model, a data set or an error is shown in a terminal, which must not act on it.
 
 
 CONTROL_CODES = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0))
-"""C0 but for tab and newline, DEL and C1: escape sequences begin with one of them, and a carriage return writes over
-what stands there."""
+"""C0 except tab and newline, DEL, and C1. Escape sequences begin with one of them, and a carriage return overwrites a
+line."""
 BIDI_CODES = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Marks and overrides of the direction of writing, by which text reads other than it is."""
+"""Marks and overrides of the writing direction, which make text look other than it is."""
 LINE_SEPARATOR_CODES = (0x2028, 0x2029)
-"""Characters that some programs take for newlines."""
+"""Characters that some programs treat as newlines."""
 SURROGATE_CODES = range(0xD800, 0xE000)
-"""Halves of a character outside the basic plane, which cannot be encoded alone."""
+"""Surrogates, which cannot be encoded alone."""
 
 ESCAPES = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
@@ -80,48 +83,50 @@ ESCAPES = {
 
 
 def escape_controls(text: str) -> str:
-    """With the names of characters that a terminal would act on in their place.
+    """Replace characters that a terminal would act on by their escapes.
 
-    Example: harmless("\\x1b[31mred\\n") == "\\\\x1b[31mred\\n"
+    Example: escape_controls("\\x1b[31mred\\n") == "\\\\x1b[31mred\\n"
     """
     return text.translate(ESCAPES)
 
 
-# ---------------------------------------------------------------- braces
-# Text with {names} in braces, where {{...}} is text in braces and no name.
+# ---------------------------------------------------------------- placeholders
+# Templates contain {names}; {{...}} stands for {...}.
 
 
 PLACEHOLDER_PATTERN = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
 
 
 def find_placeholders(template: str) -> set[str]:
-    """Return the names in braces.
+    """Return the names of the placeholders in a template.
 
-    Example: placeholders('{completion} {{"score": 7}}') == {"completion"}
+    Example: find_placeholders('{completion} {{"score": 7}}') == {"completion"}
     """
     return {match[2] for match in PLACEHOLDER_PATTERN.finditer(template) if match[2] is not None}
 
 
 def fill_placeholders(template: str, get_text: Callable[[str], str]) -> str:
-    """Replace each {name} by its text, and {{...}} by {...}; {} and braces in what is put in are kept."""
+    """Replace each {name} by its text, and {{...}} by {...}. Empty {} and braces in the texts stay as they are."""
     return PLACEHOLDER_PATTERN.sub(
         lambda match: f"{{{match[1]}}}" if match[2] is None else get_text(match[2]), template
     )
 
 
 # ---------------------------------------------------------------- docstrings
-# First sentences of docstrings, read from source files: what they describe may take seconds to import.
+# First sentences of docstrings, from source files: importing the modules might take seconds.
 
 
 def get_module_summary(module: str) -> str:
-    """The first sentence of a module's docstring."""
+    """Return the first sentence of a module's docstring."""
     return extract_first_sentence(ast.get_docstring(parse_module(module)) or "")
 
 
 def get_dict_summaries(module: str, name: str) -> dict[str, str]:
-    """By the keys of a dict in a module, the first sentence on the function of that module that the value is or calls.
+    """Return the first sentence of the docstring for each key of a dict of functions in a module.
 
-    Example: of_dict("pellucid.algorithm.kl", "KL")["k1"] == "log pi - log ref: unbiased."
+    The values of the dict are functions of the module, or lambdas that call one.
+
+    Example: get_dict_summaries("pellucid.algorithm.kl", "KL")["k1"] == "log pi - log ref: unbiased."
     """
     body = parse_module(module).body
     documented = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
@@ -133,20 +138,20 @@ def get_dict_summaries(module: str, name: str) -> dict[str, str]:
 
 
 def get_constant_summary(module: str, name: str) -> str:
-    """The first sentence of the string that stands below the assignment to a name in a module."""
+    """Return the first sentence of the string below the assignment to a name in a module."""
     body = parse_module(module).body
     return extract_first_sentence(body[find_assignment(name, body) + 1].value.value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def parse_module(module: str) -> ast.Module:
-    """The syntax tree of a module, which is not imported; the packages that it lies in are."""
+    """Return the syntax tree of a module without importing it; its parent packages are imported."""
     spec = importlib.util.find_spec(module)
     assert spec and spec.origin
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
 def find_assignment(name: str, body: list[ast.stmt]) -> int:
-    """The index of the statement that assigns to this name."""
+    """Return the index of the statement that assigns to a name."""
     targets = [
         node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         for node in body
@@ -155,21 +160,21 @@ def find_assignment(name: str, body: list[ast.stmt]) -> int:
 
 
 def get_function_name(value: ast.expr) -> str:
-    """The name of the function that an expression is, or that a lambda calls."""
+    """Return the name of the function that an expression is, or that a lambda calls."""
     called = value.body.func if isinstance(value, ast.Lambda) and isinstance(value.body, ast.Call) else value
     assert isinstance(called, ast.Name)
     return called.id
 
 
 def extract_first_sentence(docstring: str) -> str:
-    """Up to the first full stop outside brackets that ends a word, on one line; of the first paragraph at most.
+    """Return the first sentence in one line: up to the first full stop outside parentheses, or the first paragraph.
 
-    Example: first_sentence("r - mean (Dr. GRPO). The mean\\nincludes r.") == "r - mean (Dr. GRPO)."
+    Example: extract_first_sentence("r - mean (Dr. GRPO). The mean\\nincludes r.") == "r - mean (Dr. GRPO)."
     """
     text = " ".join(docstring.partition("\n\n")[0].split())
     depth = 0
-    for i, sign in enumerate(text):
-        depth += (sign == "(") - (sign == ")")
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
         if text[i : i + 2] == ". " and depth == 0:
             return text[: i + 1]
     return text

@@ -1,4 +1,4 @@
-// What tokens read of the keys and values of their prompt and of their row.
+// Attention of tokens to the keys and values of their prompt and of their row.
 
 #pragma once
 #include <vector>
@@ -6,29 +6,29 @@
 #include "bytes.h"
 #include "norm.h"
 
-constexpr int64_t FETCHED = 256;  // tokens of a row at most
+constexpr int64_t FETCHED = 256;  // tokens of a row that are prefetched at most
 
 struct Model {
     int64_t layers, width, heads, key_heads, size, inner, vocabulary;
     float eps;
 };
 
-struct Layer {  // a row of fused.py's table; what a model does not have is null, and matrices may be `ByteBlock`s
+struct Layer {  // a row of layer_table in fused_decode.py; weights that a model lacks are null, and matrices may be `ByteBlock`s
     const float *attention_norm;
     const bf16 *qkv, *qkv_bias, *attention_out, *attention_out_bias;
     const float *mlp_norm;
     const bf16 *gate_up, *gate_up_bias, *down, *down_bias;
     const float *query_norm, *key_norm;
-    int64_t window;                           // 0: all tokens are read
+    int64_t window;                           // 0: no sliding window
     const bf16 *prompt_keys, *prompt_values;  // [K, P, S, d]
     bf16 *keys, *values;                      // [K, rows, room, d]
 };
 
 struct Tokens {
     int64_t n, rows, prompts, prompt_room, room, asked;
-    const int64_t *row_of, *places;             // [n] in which row of the caches, and where in it
+    const int64_t *row_of, *places;             // [n] the row of the caches, and the position in it
     const int64_t *prompt_of, *prompt_lengths;  // [rows], [P]
-    const int64_t *last;                        // [asked] tokens whose logits are wanted
+    const int64_t *last;                        // [asked] the tokens whose logits are computed
     const bf16 *cos, *sin;                      // [positions, d]
 };
 
@@ -40,7 +40,7 @@ static void norm_head(bf16 *x, const float *weight, int64_t size, float eps) {
         store(x + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(y + i), inverse), _mm512_loadu_ps(weight + i)));
 }
 
-// The halves of a head are the two coordinates; the first half of the sines is negative.
+// The halves of a head are the two coordinates; the first half of sin is negated.
 static void rotate(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t size) {
     const auto turned = [&](__m512 x, __m512 other, int64_t i) {
         return _mm512_fmadd_ps(other, wide(sin + i), rounded(_mm512_mul_ps(x, wide(cos + i))));
@@ -52,14 +52,14 @@ static void rotate(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t size) {
     }
 }
 
-static float sum_of(__m512 x) {  // half by half, as torch adds them up
+static float sum_of(__m512 x) {  // half by half, in torch's order
     const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
     const __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
     const __m128 two = _mm_add_ps(z, _mm_movehl_ps(z, z));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Of scores [count], count a multiple of 16, in place.
+// The softmax of scores [count], count a multiple of 16, in place.
 static void unrounded_softmax(float *scores, int64_t count) {
     __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < count; i += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
@@ -78,12 +78,12 @@ static void softmax(float *scores, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(scores + i, rounded(_mm512_loadu_ps(scores + i)));
 }
 
-// Tokens from .. to, of one row or of several that stand on one prompt, for which is read at once.
+// Tokens from .. to, of one row or of several rows of one prompt, that attend together.
 struct Run {
     int64_t from, to;
 };
 
-// Runs of up to `most` tokens, each prompt's as even as can be.
+// Runs of up to `most` tokens; those of a prompt are of almost equal lengths.
 static std::vector<Run> runs_of(const Tokens &tokens, int64_t most) {
     const auto prompt = [&](int64_t token) { return tokens.prompt_of[tokens.row_of[token]]; };
     std::vector<Run> runs;
@@ -95,7 +95,7 @@ static std::vector<Run> runs_of(const Tokens &tokens, int64_t most) {
     return runs;
 }
 
-// Caches key and value of a token, whose projections are heads [H + 2K, d], and makes its queries ready.
+// Writes key and value of a token, whose projections are heads [H + 2K, d], to the cache, and rotates and scales its queries.
 static void cache(const Model &m, const Layer &layer, const Tokens &tokens, int64_t token, bf16 *heads) {
     const int64_t d = m.size, row = tokens.row_of[token], place = tokens.places[token];
     const int64_t turn = (tokens.prompt_lengths[tokens.prompt_of[row]] + place) * d;
@@ -114,7 +114,7 @@ static void cache(const Model &m, const Layer &layer, const Tokens &tokens, int6
 
 static int64_t to_sixteen(int64_t count) { return (count + 15) / 16 * 16; }
 
-// What `each` queries of every token of a run read: all of them of their prompt, and some at a time of their row.
+// The attention of `each` queries of every token of a run: all together to their prompt, some at a time to their row.
 struct Asked {
     Queries of_prompt, of_row[MOST];
     int64_t rows[MOST], count = 0;
@@ -136,7 +136,7 @@ struct Asked {
     }
 };
 
-// Of scores [stride], those of the prompt's tokens first, probabilities, 0 beyond the last token that is read.
+// The softmax of scores [stride], those of the prompt first; 0 after the last token.
 static void to_probabilities(float *scores, const Queries &of_prompt, const Queries &of_row, int64_t q, int64_t own) {
     float *const end = scores + own + to_sixteen(of_row.to[q]);
     std::fill_n(scores, of_prompt.first / 16 * 16, -INFINITY);
@@ -145,8 +145,8 @@ static void to_probabilities(float *scores, const Queries &of_prompt, const Quer
     std::fill(end, scores + own + to_sixteen(of_row.end), 0.0f);
 }
 
-// Fetches the keys and values of a key head that the rows of a run have of their own; only so many of a long row, in which the
-// processor goes on by itself. Inlined always: gcc leaves out calls of a function that has no other effect.
+// Prefetches the keys and values of the rows of a run for a key head; of a long row only the first FETCHED, since the processor
+// prefetches the rest by itself. Always inlined: gcc removes calls of a function without other effects.
 [[gnu::always_inline]] static inline void fetch(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, int64_t k) {
     for (int64_t i = run.from; i < run.to; i++) {
         const int64_t row = tokens.row_of[i], here = (k * tokens.rows + row) * tokens.room * m.size, end = tokens.places[i];
@@ -158,8 +158,7 @@ static void to_probabilities(float *scores, const Queries &of_prompt, const Quer
     }
 }
 
-// Puts what the tokens of a run read, whose keys and values are cached already; their queries are so far apart. next: the run
-// that is read after this one.
+// Writes the attention of a run, whose keys and values are in the cache. next: the run after this one.
 template <class Activations>
 static void attend(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, const Run *next,
                    const bf16 *heads, int64_t apart, float *scores, int64_t stride, const Activations &to) {

@@ -1,13 +1,13 @@
-// Products of rows and weights in int8. Each row and each output has a scale, by which its largest magnitude is 127. Sums are
-// whole numbers and exact, so they are the same in every order, by AMX or by AVX-512 alone, and whatever other rows there are.
+// Products of rows and weights in int8. Each row and each output has a scale that makes its largest magnitude 127. Sums are exact
+// integers, so they are equal in every order, with AMX or AVX-512, and whatever other rows there are.
 //
-// Some inputs of a layer are a hundred times as large as the others, for which a scale by the largest leaves few values. So
-// what is multiplied is `spread` before, rows and weights alike: 64 inputs at a time times Hadamard's matrix, whose product
-// with itself is 64. So is that of a row and an output then, and none of their numbers stands out.
+// Some inputs of a layer are a hundred times as large as the others, to which the scale of the largest leaves few values. So rows
+// and weights are first `spread`: each 64 inputs are multiplied by a Hadamard matrix, whose product with itself is 64 times the
+// identity. Products are then 64 times as large, and no input is much larger than others.
 //
-// Weights [N, K] lie in blocks of 32 outputs (`ByteBlock`), in these four inputs together: [K / 4][32][4]. Activations
-// [n, K] lie in groups of R rows: [n / R][K / I][R][I], I being 64 for AMX and 4 without. K is filled up with zeros to a
-// multiple of 64. Sums fit into 32 bits up to a K of 133,000.
+// Weights [N, K] are stored in blocks of 32 outputs (`ByteBlock`), with four inputs together: [K / 4][32][4]. Activations [n, K]
+// are stored in groups of R rows: [n / R][K / I][R][I], where I is 64 with AMX and 4 without. K is padded with zeros to a multiple
+// of 64. Sums fit into 32 bits up to a K of 133,000.
 
 #pragma once
 #include "pairs.h"
@@ -15,8 +15,7 @@
 
 static int64_t depth_of(int64_t width) { return (width + 63) / 64 * 64; }
 
-// Where the parts of a block are: its outputs' scales, what their sums begin with where activations are without a sign, and
-// its weights.
+// The parts of a block: the scales of its outputs, the initial values of their sums for unsigned activations, and its weights.
 struct ByteBlock {
     float *scales;
     int32_t *starts;
@@ -30,7 +29,7 @@ struct ByteBlock {
 // x + y, and y - x in the lanes of a mask.
 static inline __m512 crossed(__m512 x, __m512 y, __mmask16 second) { return _mm512_mask_sub_ps(_mm512_add_ps(x, y), second, y, x); }
 
-// x [64] times Hadamard's matrix, in place.
+// Multiplies x [64] by a Hadamard matrix, in place.
 static void spread(float *x) {
     __m512 y[4];
     for (int i = 0; i < 4; i++) {
@@ -48,9 +47,9 @@ static void spread(float *x) {
     _mm512_storeu_ps(x + 48, _mm512_sub_ps(differences[0], differences[1]));
 }
 
-// Spreads x [depth] and returns its scale: 1 where all are 0, no number where one of them is none.
+// Spreads x [depth] and returns its scale: 1 if all are 0, NaN if one is NaN.
 static float spread_and_scale(float *x, int64_t depth) {
-    __m512i most = _mm512_setzero_si512();  // magnitudes are in the order of their bits
+    __m512i most = _mm512_setzero_si512();  // magnitudes are ordered as their bits
     for (int64_t k = 0; k < depth; k += 64) {
         spread(x + k);
         for (int64_t i = k; i < k + 64; i += 16)
@@ -66,8 +65,7 @@ static inline __m128i bytes_of(const float *x, float scale) {
     return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(x), _mm512_set1_ps(scale))));
 }
 
-// Rows of a step whose other products are those of Words. They are rounded to bf16 as these are, and become bytes when they
-// are whole.
+// Rows of a step whose other products use Words. They are rounded to bf16 as those are, and quantized once they are complete.
 template <class Words_> struct Bytes {
     using Words = Words_;
     using Setting = typename Words::Setting;
@@ -89,11 +87,11 @@ template <class Words_> struct Bytes {
         const float scale = scales[row] = spread_and_scale(x, depth);
         for (int64_t k = 0; k < depth; k += 16)
             lay(*this, at(row / rows, k / INPUTS * INPUTS) + row % rows * INPUTS + k % INPUTS, bytes_of(x + k, scale));
-        std::fill(x + width, x + depth, 0.0f);  // of the next row that is put here
+        std::fill(x + width, x + depth, 0.0f);  // for the next row that is written here
     }
 };
 
-// 128 more, since vpdpbusd takes numbers without a sign.
+// Adds 128, since vpdpbusd takes unsigned activations.
 static void lay(const Bytes<Groups> &of, int8_t *to, __m128i bytes) {
     alignas(16) int32_t fours[4];
     _mm_store_si128((__m128i *)fours, _mm_xor_si128(bytes, _mm_set1_epi8(-128)));
@@ -102,7 +100,7 @@ static void lay(const Bytes<Groups> &of, int8_t *to, __m128i bytes) {
 
 static void lay(const Bytes<Tiles> &, int8_t *to, __m128i bytes) { _mm_storeu_si128((__m128i *)to, bytes); }
 
-// sums [R, 32] of R rows times a block.
+// sums [R, 32] = R rows times a block.
 template <int R> static void byte_product(const int8_t *x, const ByteBlock &block, int64_t fours, int32_t *sums) {
     __m512i y[R][2];
     for (auto &row : y)
@@ -110,7 +108,7 @@ template <int R> static void byte_product(const int8_t *x, const ByteBlock &bloc
     for (int64_t k = 0; k < fours; k++) {
         const int8_t *weights = block.weights + k * 4 * BLOCK;
         const __m512i one = _mm512_loadu_si512(weights), two = _mm512_loadu_si512(weights + 64);
-        _mm_prefetch((const char *)(weights + fours * 4 * BLOCK), _MM_HINT_T1);  // of the next block
+        _mm_prefetch((const char *)(weights + fours * 4 * BLOCK), _MM_HINT_T1);  // the next block
         _mm_prefetch((const char *)(weights + fours * 4 * BLOCK + 64), _MM_HINT_T1);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -184,7 +182,7 @@ static void multiply(const Bytes<Words> &x, const bf16 *weight, int64_t outputs,
     }
 }
 
-// Half a block of 16 outputs x [16, width]; of none where x is null.
+// Packs half a block, 16 outputs x [16, width]; zeros if x is null.
 static void pack_half(const bf16 *x, int64_t width, const ByteBlock &block, int64_t half) {
     const int64_t depth = depth_of(width);
     const Zeros<int8_t> bytes = zeros<int8_t>(16 * depth);

@@ -1,15 +1,15 @@
-// Tokens of all rows through all layers, in bf16 on a CPU with AVX-512: what DecodeBatch computes by operators of torch, to
-// the bit, in one parallel region. fusing.py compiles it, and tries whether the bits are the same.
+// A decode step: tokens of all rows through all layers, in bf16 on a CPU with AVX-512, in one parallel region. The results have
+// the bits of DecodeBatch with PyTorch's operators; fused_check.py compares them.
 //
-// They are the same because all rounds where models/decoding.py rounds, and adds up in the order in which oneDNN and
-// torch do: by pairs.h as with AVX-512, by tiles.h as with AMX, where rows are few. That order depends not on the number of
-// threads, and on the rows beside a row only without AMX, where one has room for more than 1,024 tokens.
+// The bits are equal because values are rounded where models/decode.py rounds them, and sums are in the order of oneDNN and
+// PyTorch: pairs.h has that of AVX-512, tiles.h that of AMX for few rows. The order does not depend on the number of threads. It
+// depends on other rows only without AMX, if a row has a capacity of more than 1,024 tokens.
 
 #include <omp.h>
 
 #include "attention.h"
 
-// weight [outputs, width] -> blocks.
+// Converts a weight [outputs, width] to blocks.
 extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t joined, bf16 *to, int64_t threads) {
     const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
 #pragma omp parallel for num_threads(threads)
@@ -24,11 +24,11 @@ extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t
             for (int p = 0; p < 16; p++)
                 _mm512_stream_si512((__m512i *)(to + (block * width + k) * BLOCK + p * 2 * BLOCK + half * BLOCK), pairs[p]);
         }
-        _mm_sfence();  // what is streamed past the caches is seen by all from here on
+        _mm_sfence();  // makes streaming stores visible to all threads
     }
 }
 
-// The same in int8.
+// Converts a weight to blocks in int8.
 extern "C" void pack_bytes(const bf16 *weight, int64_t outputs, int64_t width, int64_t joined, int8_t *to, int64_t threads) {
     const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
 #pragma omp parallel for num_threads(threads)
@@ -52,7 +52,7 @@ static void product_by(const bf16 *x, int64_t n, int64_t width, const bf16 *weig
     });
 }
 
-// y [n, outputs] of x [n, width] in int8, by which fusing.py tries whether this processor has these products.
+// y [n, outputs] = x [n, width] times a weight in int8, for the self-check in fused_check.py.
 extern "C" void product_of_bytes(const bf16 *x, int64_t n, int64_t width, const bf16 *weight, int64_t outputs, float *y,
                                  int64_t tiles, int64_t threads) {
     (tiles ? product_by<Bytes<Tiles>> : product_by<Bytes<Groups>>)(x, n, width, weight, outputs, y, threads);
@@ -64,7 +64,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
     using Words = typename Activations::Words;
     const int64_t n = tokens.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = tokens.prompt_room + tokens.room;
     const Activations x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner);
-    const Words last(tokens.asked, m.width);  // the head is in bf16 always
+    const Words last(tokens.asked, m.width);  // the head is always in bf16
     const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
     const std::unique_ptr<float[]> scores(new float[threads * Words::QUERIES * stride]);
     const std::vector<Run> runs = runs_of(tokens, std::max<int64_t>(1, Words::QUERIES / (m.heads / m.key_heads)));
@@ -79,7 +79,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
     };
 #pragma omp parallel num_threads(threads)
     {
-        const int thread = omp_get_thread_num(), team = omp_get_num_threads();  // it may be smaller than was asked for
+        const int thread = omp_get_thread_num(), team = omp_get_num_threads();  // it may be smaller than requested
         const Share mine(n, thread, team), asked(tokens.asked, thread, team);
         for (int64_t l = 0; l < m.layers; l++) {
             const Layer &layer = layers[l];
@@ -96,7 +96,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
 #pragma omp barrier
             {
                 [[maybe_unused]] const typename Activations::Setting setting(Words::ROWS);
-                for (int64_t i = thread; i < count; i += team)  // in turn: the later ones of a row read more
+                for (int64_t i = thread; i < count; i += team)  // interleaved: later tokens of a row attend to more keys
                     attend(m, layer, tokens, runs[i], i + team < count ? &runs[i + team] : nullptr, heads.get(), projected,
                            &scores[thread * Words::QUERIES * stride], stride, attended);
             }
@@ -111,7 +111,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
                 gated.put(row, at / 2, _mm512_mul_ps(rounded(silu(gate)), up));
             });
 #pragma omp barrier
-            if constexpr (Activations::QUANTISED) {  // rows were put in parts by several threads
+            if constexpr (Activations::QUANTISED) {  // several threads have written parts of the rows
                 for (int64_t row = mine.from; row < mine.to; row++) gated.quantise(row);
 #pragma omp barrier
             }
@@ -129,8 +129,8 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
     }
 }
 
-// hidden [n, D] of the tokens is written over; logits [asked, V] of the next ones. bytes: layers are multiplied in int8.
-// Returns 1 where there is no memory, else 0.
+// Computes logits [asked, V] of the next tokens from hidden [n, D], which is overwritten. bytes: layers are multiplied in int8.
+// Returns 1 if there is not enough memory, else 0.
 extern "C" int step(const Model *model, const Layer *layers, const Tokens *tokens, const float *last_norm, const bf16 *head,
                     float *hidden, bf16 *logits, int64_t tiles, int64_t bytes, int64_t threads) {
     constexpr decltype(&step_by<Groups>) WAYS[][2] = {{step_by<Groups>, step_by<Tiles>},

@@ -1,7 +1,7 @@
-// The gradient of what tokens of whole rollouts read. lines.py calls it.
+// The backward pass of attention of packed sequences. attention.py calls it.
 //
-// A task is a prompt with all of its rows, by one key head: so no two threads add to the same key, and gradients do not depend
-// on their number.
+// A task is a prompt with all of its rows, for one key head: so no two threads add to the same key, and gradients do not depend
+// on the number of threads.
 
 #include <omp.h>
 
@@ -9,7 +9,7 @@
 
 static int64_t to_32(int64_t count) { return (count + 31) / 32 * 32; }
 
-// What a key head holds of a prompt and of one of its rows behind it, each padded to tiles: keys, values, and their gradients.
+// Keys, values and their gradients of a key head: those of a prompt, then those of one of its rows, each padded to tiles.
 struct Held {
     int64_t d;
     Zeros<bf16> keys, values;  // [room, d]
@@ -20,7 +20,7 @@ struct Held {
         : d(d), keys(zeros<bf16>(room * d)), values(zeros<bf16>(room * d)), pairs(zeros<bf16>(room * d)),
           of_keys(zeros<float>(room * d)), of_values(zeros<float>(room * d)) {}
 
-    // Takes `count` tokens in at a place, of which there are no gradients yet, and 0 behind them up to a multiple of 32.
+    // Copies `count` tokens to a position, padded with 0 to a multiple of 32; their gradients are 0.
     void take(const Projected &from, int64_t token, int64_t k, int64_t count, int64_t at) {
         const int64_t left = to_32(at + count) - at;
         std::memset(&keys[at * d], 0, left * d * sizeof(bf16));
@@ -50,12 +50,12 @@ struct Held {
     }
 };
 
-// A sequence whose gradient is taken: so many keys of its prompt stand before its own, which begin at a multiple of 16.
+// A sequence of the backward pass: the keys of its prompt, then its own, which begin at a multiple of 16.
 struct Sequence {
     int64_t token, length, before, own;
 };
 
-// Queries [MANY, d] and the gradients of what they read, laid out for products.
+// Queries [MANY, d] and the gradients of their outputs, in the layouts of products.
 struct Asking {
     alignas(64) bf16 queries[MANY * LARGEST], grads[MANY * LARGEST];
     alignas(64) bf16 query_pairs[MANY * LARGEST], grad_pairs[MANY * LARGEST];  // [MANY / 2][d][2]
@@ -73,8 +73,8 @@ struct Asking {
 
 struct Scratch {
     int64_t room;
-    Zeros<float> scores, slopes;   // [room, 16]: of so many queries, and the gradients of their probabilities, then those of scores
-    Zeros<bf16> turned;            // [16, room]: the latter by query
+    Zeros<float> scores, slopes;   // [room, 16]: scores of 16 queries; gradients of probabilities, then of scores
+    Zeros<bf16> turned;            // [16, room]: the gradients of scores, transposed
     Zeros<bf16> probs, of_scores;  // [room, MANY]
     explicit Scratch(int64_t room)
         : room(room), scores(zeros<float>(room * 16)), slopes(zeros<float>(room * 16)), turned(zeros<bf16>(room * 16)),
@@ -89,8 +89,8 @@ struct Scratch {
     }
 };
 
-// With p the softmax of scores, by which queries read the keys that they see, and g the gradient of p: that of the scores,
-// p (g - sum p g), by the scale. Both stand in one half of `scratch`'s, and the latter unrounded in place of g, too.
+// With p the softmax of the scores and g the gradient of p, computes p and the gradient of the scores, p (g - sum p g) times the
+// scale. Both are written to one half of the arrays of `scratch`; the latter also replaces g, without rounding.
 static void soften(const Sequence &of, __m512i positions, int64_t window, float scale, int64_t from, int64_t to, int64_t half,
                    const Scratch &scratch) {
     const __m512i behind = window ? _mm512_sub_epi32(positions, _mm512_set1_epi32(window)) : _mm512_set1_epi32(-1);
@@ -125,7 +125,7 @@ static void soften(const Sequence &of, __m512i positions, int64_t window, float 
     }
 }
 
-// The gradient of a sequence through one key head, whose keys and values are held.
+// The backward pass of a sequence for one key head.
 template <class Words>
 static void go_back(const Line &line, const Sequence &of, int64_t k, const Projected &heads, const bf16 *grad,
                     const Projected &gradient, const Held &held, const Scratch &scratch, Asking &asking) {
@@ -200,7 +200,7 @@ static int backward_by(const Line &line, const Projected &heads, const bf16 *gra
     return fault;
 }
 
-// grad [n, H d] of what was read -> the gradient of queries, keys and values. Returns 1 where there is no memory, else 0.
+// The gradients of queries, keys and values from that of the output [n, H d]. Returns 1 if there is not enough memory, else 0.
 extern "C" int attention_backward(const Line *line, const Projected *heads, const bf16 *grad, const Projected *gradient,
                                   int64_t tiles, int64_t threads) {
     return (tiles ? backward_by<Tiles> : backward_by<Groups>)(*line, *heads, grad, *gradient, threads);

@@ -3,8 +3,8 @@
 #pragma once
 #include "vectors.h"
 
-// The sum of vectors at(0), at(8), ... as torch adds up `count` numbers, a multiple of 8: four sums of 8 side by side, each
-// put aside after 16 vectors, these again after 16, and so on; what is left over goes to the first.
+// The sum of vectors at(0), at(8), ... in torch's order for `count` numbers, a multiple of 8: four parallel sums of 8 lanes, added
+// to a next level after 16 vectors, that again after 16, and so on; the rest is added to the first.
 template <class At> static float sum_by_eights(int64_t count, At at) {
     constexpr int LEVELS = 4, POWER = 4;
     __m256 sums[LEVELS][4];
@@ -31,7 +31,7 @@ template <class At> static float sum_by_eights(int64_t count, At at) {
     return sum;
 }
 
-// The sum over n rows as torch adds them up: runs of `step` rows by themselves, the sums of `step` runs by themselves, and so on.
+// The sum over n rows in torch's order: of `step` rows, then of `step` such sums, and so on.
 struct RowSums {
     static constexpr int LEVELS = 4;
     int64_t n, power, step, runs;
@@ -55,7 +55,7 @@ struct RowSums {
                     if (run % (int64_t(1) << level * power)) break;
                 }
             }
-            if (n % step) levels[0] = _mm512_loadu_ps(sums + n / step * width + i);  // rows that make no run are the last
+            if (n % step) levels[0] = _mm512_loadu_ps(sums + n / step * width + i);  // rows that do not fill a run are last
             for (int level = 1; level < LEVELS; level++) levels[0] = _mm512_add_ps(levels[0], levels[level]);
             _mm512_storeu_ps(y + i, levels[0]);
         }

@@ -1,26 +1,26 @@
-// A step of AdamW, one pass over memory: gradients are clipped and weights cast on the way. runtimes/one_pass.py calls these, and
-// tries them against torch, whose bits they have.
+// A step of AdamW in one pass over memory, which also clips gradients and casts weights. The results have the bits of PyTorch;
+// distributed/optimizer.py compares them.
 
 #include <omp.h>
 
 #include "vectors.h"
 
-constexpr int64_t AHEAD = 512;  // numbers that are fetched ahead
+constexpr int64_t AHEAD = 512;  // how many elements ahead memory is prefetched
 
-struct Parameter {  // of `size` numbers, a multiple of 16
+struct Parameter {  // `size` elements, a multiple of 16
     float *weight;
     const float *grad;
     float *mean, *square;
-    bf16 *cast;  // may not be there
+    bf16 *cast;  // may be null
     int64_t size;
-    float rate, root;  // what its step counts: -lr / (1 - beta1^t), sqrt(1 - beta2^t)
+    float rate, root;  // of step t: -lr / (1 - beta1^t), sqrt(1 - beta2^t)
 };
 
 struct Rates {  // clip is a factor; decayed is 1 - lr weight_decay
     float clip, decayed, of_mean, kept_square, of_square, eps;
 };
 
-// The norm of each gradient, as torch adds up squares: eight sums side by side.
+// The norm of each gradient, in torch's order of sums: eight parallel sums of squares.
 extern "C" void gradient_norms(const Parameter *of, int64_t count, float *norms, int64_t threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t p = 0; p < count; p++) {
@@ -38,11 +38,11 @@ extern "C" void gradient_norms(const Parameter *of, int64_t count, float *norms,
 
 template <class T> static void fetch_line(const T *x) { _mm_prefetch((const char *)x, _MM_HINT_T0); }
 
-// Sixteen numbers of a parameter. What is cast is read when it has long left the cache, and is written past it.
+// Sixteen elements of a parameter. Cast weights bypass the cache, which they would leave before they are read.
 static inline void step_sixteen(const Parameter &of, int64_t i, const Rates &by) {
     const __m512 grad = _mm512_mul_ps(_mm512_loadu_ps(of.grad + i), _mm512_set1_ps(by.clip));
     __m512 mean = _mm512_loadu_ps(of.mean + i), square = _mm512_loadu_ps(of.square + i);
-    const bool slow = by.of_mean < 0.5f;  // torch's lerp starts from what is nearer
+    const bool slow = by.of_mean < 0.5f;  // torch's lerp starts from the nearer end
     mean = _mm512_fmadd_ps(_mm512_set1_ps(slow ? by.of_mean : by.of_mean - 1), _mm512_sub_ps(grad, mean), slow ? mean : grad);
     square = _mm512_mul_ps(square, _mm512_set1_ps(by.kept_square));
     square = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(by.of_square), grad), grad, square);
@@ -55,7 +55,7 @@ static inline void step_sixteen(const Parameter &of, int64_t i, const Rates &by)
     if (of.cast) _mm256_stream_si256((__m256i *)(of.cast + i), narrow(weight));
 }
 
-// A step of each parameter. Casts begin at a multiple of 32 bytes.
+// A step of each parameter. Cast copies are aligned to 32 bytes.
 extern "C" void step_adamw(const Parameter *parameters, int64_t count, const Rates *by, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     {
@@ -70,6 +70,6 @@ extern "C" void step_adamw(const Parameter *parameters, int64_t count, const Rat
                 step_sixteen(of, i, *by);
             }
         }
-        _mm_sfence();  // other threads see what was written past the caches
+        _mm_sfence();  // makes streaming stores visible to all threads
     }
 }

@@ -1,24 +1,24 @@
 // Products of rows and weights.
 //
-// Matrices [N, K] lie in blocks of 32 outputs, two inputs together: [N / 32][K / 2][32][2], as vdpbf16ps multiplies them
-// (`pack`). Activations [n, K] lie in groups of R rows: [n / R][K / 2][R][2].
+// Matrices [N, K] are stored in blocks of 32 outputs with two inputs together, [N / 32][K / 2][32][2], as vdpbf16ps multiplies them
+// (`pack`). Activations [n, K] are stored in groups of R rows: [n / R][K / 2][R][2].
 
 #pragma once
 #include "vectors.h"
 
-// oneDNN adds up so many products of `all` by themselves.
+// How many of `all` products oneDNN sums in one block.
 static int64_t chunk_of(int64_t all) { return all > 1024 ? 1024 : 512; }
 
 struct Groups {
     using Words = Groups;
     static constexpr bool QUANTISED = false;
-    static constexpr int64_t ROWS = 12, INPUTS = 2;  // rows at most: their sums and a vector of a block fill the registers
-    static constexpr int64_t QUERIES = 4;            // their sums need not wait for one another
+    static constexpr int64_t ROWS = 12, INPUTS = 2;  // at most as many rows: their sums and a vector of a block fill the registers
+    static constexpr int64_t QUERIES = 4;            // their sums are independent
 
     int64_t rows, count, width;
     Zeros<bf16> data;
 
-    struct Setting {  // nothing need be set up
+    struct Setting {  // AVX-512 needs no setup
         explicit Setting(int64_t) {}
     };
 
@@ -41,7 +41,7 @@ template <int R> static void product(const bf16 *x, const bf16 *block, int64_t p
     for (int64_t k = 0; k < pairs; k++) {
         const auto one = (__m512bh)_mm512_loadu_si512(block + k * 64);
         const auto two = (__m512bh)_mm512_loadu_si512(block + k * 64 + 32);
-        _mm_prefetch((const char *)(block + (k + pairs) * 64), _MM_HINT_T1);  // of the next block
+        _mm_prefetch((const char *)(block + (k + pairs) * 64), _MM_HINT_T1);  // the next block
         _mm_prefetch((const char *)(block + (k + pairs) * 64 + 32), _MM_HINT_T1);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -57,7 +57,7 @@ template <int R> static void product(const bf16 *x, const bf16 *block, int64_t p
 constexpr decltype(&product<1>) PRODUCTS[] = {nullptr,    product<1>, product<2>, product<3>,  product<4>,  product<5>, product<6>,
                                               product<7>, product<8>, product<9>, product<10>, product<11>, product<12>};
 
-// For each block of this thread's and each row: then(row, first output, sums [32]).
+// Calls then(row, first output, sums [32]) for each block of this thread and each row.
 template <class Then>
 static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int team, Then then) {
     alignas(64) float sums[Groups::ROWS * BLOCK];
@@ -73,10 +73,10 @@ static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64
         }
 }
 
-// Queries as they are read.
+// Queries in their own layout.
 static void lay(By<Groups>, const bf16 *queries, int64_t size, bf16 *to) { std::copy_n(queries, Groups::QUERIES * size, to); }
 
-// Scores [Q, stride] of queries; -inf beside the keys that they read, in runs of 16.
+// Scores [Q, stride] of queries; -inf for other keys than theirs, in runs of 16.
 template <int Q> static void score_by(const Queries &of, const bf16 *keys, float *scores, int64_t stride) {
     __m512i turned[LARGEST / 2];
     const int64_t size = of.size;
@@ -116,7 +116,7 @@ static void weigh_by(const Queries &of, const bf16 *values, const float *probs, 
             for (auto &sum : sums) sum = _mm512_setzero_ps();
             const int64_t end = std::min(of.end, start - start % chunk + chunk);
             int64_t t = start;
-            for (; t + 1 < end; t += 2) {  // of two the second first, as vdpbf16ps does
+            for (; t + 1 < end; t += 2) {  // the second of two first, as vdpbf16ps does
                 add(t + 1);
                 add(t);
             }
@@ -127,15 +127,15 @@ static void weigh_by(const Queries &of, const bf16 *values, const float *probs, 
     }
 }
 
-// out [Q, d]: the sums of probs [Q, stride] times values [., d], added up as products of `room` tokens are.
+// out [Q, d] = probs [Q, stride] times values [., d], summed in the order of products of `room` tokens.
 static void weigh(By<Groups>, const Queries &of, const bf16 *values, const float *probs, int64_t stride, int64_t room, float *out) {
     constexpr decltype(&weigh_by<1>) BY[] = {nullptr, weigh_by<1>, weigh_by<2>, weigh_by<3>, weigh_by<4>};
     BY[of.count](of, values, probs, stride, room, out);
 }
 
-// ---------------------------------------------------------------- the gradient of attention
+// ---------------------------------------------------------------- the backward pass of attention
 
-// The same as in tiles.h. sums [M, J vectors] += M rows of weights, `stride` apart, times rows of pairs.
+// As in tiles.h: sums [M, J vectors] += M rows of weights, with a stride of `stride`, times rows of pairs.
 template <int M, int J>
 static void add_pairs(const bf16 *weights, int64_t stride, const bf16 *pairs, int64_t apart, int64_t count, __m512 (&sums)[M][J]) {
     for (int64_t p = 0; p < count; p++) {

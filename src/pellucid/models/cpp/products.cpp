@@ -1,8 +1,8 @@
-// Products of many rows and a matrix, by AMX, rounded to bf16 once. products.py calls this.
+// Products of many rows and a matrix with AMX, rounded to bf16 once. linear.py calls this.
 //
-// Inputs are added up as sampling adds them up: one tile after the other from first to last. A panel of the matrix is laid out
-// anew and stays in a thread's second cache while rows pass by, 32 at a time, whose own numbers stay in the first. Tiles multiply
-// faster than memory can be read: what is needed next is fetched during each product.
+// Inputs are summed in the order of sampling, tile after tile from first to last. A panel of the matrix is packed and stays in
+// the L2 cache of a thread while it multiplies rows, 32 at a time, which stay in L1. Tiles multiply faster than memory can be
+// read, so each product prefetches what is needed next.
 
 #include <omp.h>
 
@@ -10,9 +10,9 @@
 
 #include "tiles.h"
 
-constexpr int64_t ROWS = 32, PANEL = 1 << 19;  // rows at once; numbers of a panel
+constexpr int64_t ROWS = 32, PANEL = 1 << 19;  // rows at once; elements of a panel
 
-// The matrix on the right, [width, outputs]: as weights [outputs, width], or turned, as they are in the gradient of inputs.
+// The right matrix [width, outputs]: weights [outputs, width] or, for the gradient of inputs, their transpose.
 struct Right {
     const bf16 *weight;
     int64_t width, outputs;
@@ -28,7 +28,7 @@ struct Right {
                 }
             return;
         }
-        for (int64_t k = 0; k < width; k += 2)  // as they stand in memory
+        for (int64_t k = 0; k < width; k += 2)  // in the order of memory
             for (int64_t b = first; b < end; b++) {
                 const bf16 *const from = weight + k * outputs + b * 32;
                 bf16 *const pairs = to + ((b - first) * width + k / 32 * 32) * 32 + k % 32 * 16;
@@ -38,7 +38,7 @@ struct Right {
     }
 };
 
-// What is fetched with each 32 inputs: some of the rows that are read next, and lines that sums are put in afterwards.
+// What is prefetched with each 32 inputs: parts of the next rows, and the cache lines to which sums will be written.
 struct Ahead {
     const bf16 *x;
     int64_t rows, apart;
@@ -51,8 +51,8 @@ struct Ahead {
     }
 };
 
-// sums [32, 32] of 32 rows, `apart` numbers apart, and 32 outputs. What is on the left is read again soon. What is on the right is
-// not, and must not take its place in the cache.
+// sums [32, 32] of 32 rows with a stride of `apart` elements, and 32 outputs. The left is read again soon. The right is not, and
+// must not evict it from the cache.
 static void product(const bf16 *x, int64_t apart, const bf16 *right, int64_t width, float *sums, Ahead ahead) {
     const int64_t stride = apart * sizeof(bf16);
     _tile_zero(0);
@@ -76,14 +76,14 @@ static void product(const bf16 *x, int64_t apart, const bf16 *right, int64_t wid
     _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
 
-// Puts 32 sums of each of `count` rows in their place, rounded.
+// Writes 32 sums of each of `count` rows, rounded.
 static void put(const float *sums, int64_t count, const bf16 *bias, bf16 *y, int64_t outputs) {
     for (int64_t i = 0; i < count; i++, sums += 32, y += outputs)
         _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(with_bias(sums + 16, bias, 16), with_bias(sums, bias, 0)));
 }
 
-// In how many parts a team shares out blocks of outputs, so that it reads least. What is left of the team shares out rows: a thread
-// reads all weights of its blocks, and its rows once for each panel of so many of them.
+// Into how many parts a team divides the blocks of outputs, so that it reads the least memory; threads of a part divide the rows.
+// A thread reads all weights of its blocks, and its rows once for each panel.
 static int parts_of(int64_t blocks, int64_t n, int64_t most, int team) {
     int best = 1;
     int64_t least = std::numeric_limits<int64_t>::max();
@@ -106,7 +106,7 @@ static void multiply(const bf16 *x, int64_t apart, int64_t n, const Right &right
 #pragma omp parallel num_threads(threads)
     {
         alignas(64) float sums[ROWS * 32];
-        const int thread = omp_get_thread_num(), team = omp_get_num_threads();  // it may be smaller than was asked for
+        const int thread = omp_get_thread_num(), team = omp_get_num_threads();  // it may be smaller than requested
         const int parts = parts_of(outputs / 32, n, most, team);
         const Share mine(outputs / 32, thread % parts, parts), rows(groups, thread / parts, team / parts);
         const Tiling tiling(16);
@@ -132,8 +132,8 @@ static void multiply(const bf16 *x, int64_t apart, int64_t n, const Right &right
     }
 }
 
-// y [n, outputs] = x [n, width], rows `apart` numbers apart, times weight [outputs, width]; or turned, [width, outputs]. Both are
-// multiples of 32. Returns 1 where there is no memory, else 0.
+// y [n, outputs] = x [n, width], with a row stride of `apart` elements, times weight [outputs, width] or, turned, [width, outputs].
+// Both sizes are multiples of 32. Returns 1 if there is not enough memory, else 0.
 extern "C" int multiply_rows(const bf16 *x, int64_t apart, int64_t n, int64_t width, const bf16 *weight, int64_t outputs,
                              const bf16 *bias, int64_t turned, bf16 *y, int64_t threads) {
     try {

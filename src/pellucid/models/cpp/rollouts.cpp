@@ -1,10 +1,10 @@
-// What tokens of whole rollouts read, as sampling computes it, to the bit. lines.py tries it, and calls it.
+// Attention of packed sequences with the bits of sampling. attention.py calls and checks it.
 
 #include <omp.h>
 
 #include "rollouts.h"
 
-template <class Activations> struct Written {  // rows [n, width] where sampling lays out activations
+template <class Activations> struct Written {  // rows [n, width] in place of the activations of sampling
     using Words = Activations;
     bf16 *to;
     int64_t width;
@@ -12,7 +12,7 @@ template <class Activations> struct Written {  // rows [n, width] where sampling
     void quantise(int64_t) const {}
 };
 
-// Keys or values of the sequences from .. to, [K, sequences, room, d], 0 behind them.
+// Keys or values of the sequences from .. to, [K, sequences, room, d], padded with 0.
 static Zeros<bf16> cached(const Line &line, const bf16 *x, int64_t apart, int64_t from, int64_t to, int64_t room, int64_t threads) {
     const int64_t d = line.size, count = to - from;
     Zeros<bf16> cache(new_lines<bf16>(line.key_heads * count * room * d));
@@ -28,7 +28,7 @@ static Zeros<bf16> cached(const Line &line, const bf16 *x, int64_t apart, int64_
     return cache;
 }
 
-// The sequences from .. to as rows of a batch that is sampled: where their tokens stand, and on which prompts.
+// The sequences from .. to as rows of a decode batch: the positions of their tokens, and their prompts.
 struct Seats {
     std::vector<int64_t> row_of, places;
     Tokens tokens = {};
@@ -81,7 +81,7 @@ template <class Words> static void forward_by(const Line &line, const Projected 
     Layer layer = {};
     layer.window = line.window;
 
-    const std::vector<int64_t> on_none(line.prompts, 0);  // prompts stand on one prompt, without a token
+    const std::vector<int64_t> on_none(line.prompts, 0);  // prompts are rows of one prompt without tokens
     Seats of_prompts(line, 0, line.prompts, size);
     of_prompts.tokens.prompt_of = on_none.data();
     of_prompts.tokens.prompt_lengths = &none;
@@ -103,7 +103,7 @@ template <class Words> static void forward_by(const Line &line, const Projected 
     read_all<Words>(m, layer, of_rows.tokens, &queries[read * width], out + read * width, threads);
 }
 
-// -> out [n, H d]. Returns 1 where there is no memory, else 0.
+// Writes out [n, H d]. Returns 1 if there is not enough memory, else 0.
 extern "C" int attention_forward(const Line *line, const Projected *heads, bf16 *out, int64_t tiles, int64_t threads) {
     try {
         (tiles ? forward_by<Tiles> : forward_by<Groups>)(*line, heads, out, threads);

@@ -1,20 +1,20 @@
-// The same by AMX: tiles of 16 rows by 32 inputs times tiles of 32 inputs by 16 outputs. Inputs are added up one tile after
-// the other from first to last, as oneDNN does where rows are few.
+// The same with AMX: tiles of 16 rows by 32 inputs times tiles of 32 inputs by 16 outputs. Inputs are summed tile after tile from
+// first to last, as oneDNN does for few rows.
 //
-// Two tiles of weights side by side are a block, as `pack` lays it. Activations [n, K] lie in groups of R rows, each of them
-// in tiles: [n / R][K / 32][R][32].
+// Two adjacent tiles of weights are a block of `pack`. Activations [n, K] are stored in groups of R rows, each in tiles:
+// [n / R][K / 32][R][32].
 
 #pragma once
 #include "vectors.h"
 
-constexpr int64_t TILE = 512;       // numbers of a tile in bf16
-constexpr int64_t AGAIN = 1 << 18;  // of weights that are read again from the second cache, for further rows
+constexpr int64_t TILE = 512;       // elements of a tile in bf16
+constexpr int64_t AGAIN = 1 << 18;  // elements of weights that are read again from the L2 cache for more rows
 
-// The tiles of a thread: 0 to 3 are sums, 4 and 5 the left of a product, 6 and 7 the right. Sums and the left have R rows.
+// The tiles of a thread: 0 to 3 are sums, 4 and 5 the left factor, 6 and 7 the right. Sums and the left have R rows.
 struct Tiling {
     struct alignas(64) Shapes {
         uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {};  // of a row
+        uint16_t bytes[16] = {};  // bytes of a row
         uint8_t rows[16] = {};
     };
     explicit Tiling(int64_t rows) {
@@ -23,7 +23,7 @@ struct Tiling {
             shapes.bytes[i] = 64;
             shapes.rows[i] = i < 6 ? rows : 16;
         }
-        asm volatile("" : : "r"(&shapes) : "memory");  // gcc takes the next line to read 8 bytes, and may leave out the others
+        asm volatile("" : : "r"(&shapes) : "memory");  // gcc assumes that the next line reads 8 bytes, and might remove the other stores
         _tile_loadconfig(&shapes);
     }
     ~Tiling() { _tile_release(); }
@@ -32,12 +32,12 @@ struct Tiling {
 struct Tiles {
     using Words = Tiles;
     static constexpr bool QUANTISED = false;
-    static constexpr int64_t ROWS = 16, INPUTS = 32, QUERIES = MOST;  // of a tile at most
+    static constexpr int64_t ROWS = 16, INPUTS = 32, QUERIES = MOST;  // maxima of a tile
 
     int64_t rows, count, width;
     Zeros<bf16> data;
 
-    using Setting = Tiling;  // while one of ROWS lasts, `score` and `weigh` may be called
+    using Setting = Tiling;  // `score` and `weigh` need one with ROWS
 
     Tiles(int64_t n, int64_t width)
         : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), data(zeros<bf16>(count * rows * width)) {}
@@ -48,14 +48,14 @@ struct Tiles {
     void quantise(int64_t) const {}
 };
 
-// Fetches a quarter of the two tiles of weights that are read six pairs of tiles later: all at once would hold up what is read now.
+// Prefetches a quarter of the two tiles of weights that are needed six pairs later; all at once would delay the current reads.
 [[gnu::always_inline]] static inline void fetch_quarter(const void *weights, int quarter) {
     constexpr int PAIR = 2048, LINES = PAIR / 64 / 4;
     for (int i = 0; i < LINES; i++)
         _mm_prefetch((const char *)weights + 6 * PAIR + (quarter * LINES + i) * 64, _MM_HINT_T1);
 }
 
-// sums [2R, 32] = one or two groups of R rows times a block. Weights must not take the rows' place in the first cache.
+// sums [2R, 32] = one or two groups of R rows times a block. Weights must not evict the rows from the L1 cache.
 static void product(const Tiles &x, int64_t group, bool two, const bf16 *block, float *sums) {
     _tile_zero(0);
     _tile_zero(1);
@@ -101,13 +101,13 @@ static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_
             }
 }
 
-// Queries [16, d] -> pairs [d / 2][16], the right of a product; what stands in columns that are no query's is not looked at.
+// Converts queries [16, d] to pairs [d / 2][16], a right factor; columns without a query are ignored.
 static void lay(By<Tiles>, const bf16 *queries, int64_t size, bf16 *to) {
     for (int64_t i = 0; i < size; i += 32) transpose(queries + i, size, (__m512i *)(to + i * 16));
 }
 
-// Scores [Q, stride] of queries; -inf beside the keys that they read, in runs of 16. Keys stand on the left, as they lie in the
-// cache: what is multiplied may change places, what is added up may not.
+// Scores [Q, stride] of queries; -inf for other keys than theirs, in runs of 16. Keys are the left factor, as they are in the cache:
+// factors may be exchanged, the order of sums may not.
 static void score(By<Tiles>, const Queries &of, const bf16 *keys, float *scores, int64_t stride) {
     alignas(64) float sums[2][16 * 16];
     __m512i by_query[16];
@@ -135,7 +135,7 @@ static void score(By<Tiles>, const Queries &of, const bf16 *keys, float *scores,
     }
 }
 
-// A tile of 32 values: tokens of so many from here on, 16 of their numbers, two tokens together.
+// A tile of 32 values: 16 elements of each of so many tokens from here on, two tokens together.
 static void pair_up(const bf16 *values, int64_t count, int64_t size, bf16 (*to)[32]) {
     int64_t k = 0;
     for (; k + 1 < count; k += 2) _mm512_store_si512(to[k / 2], paired(values + k * size, values + (k + 1) * size));
@@ -143,9 +143,9 @@ static void pair_up(const bf16 *values, int64_t count, int64_t size, bf16 (*to)[
     for (k += k < count ? 2 : 0; k < Tiles::INPUTS; k += 2) _mm512_store_si512(to[k / 2], _mm512_setzero_si512());
 }
 
-// out [Q, d]: the sums of probs [Q, stride] times values [., d].
+// out [Q, d] = probs [Q, stride] times values [., d].
 static void weigh(By<Tiles>, const Queries &of, const bf16 *values, const float *probs, int64_t stride, int64_t, float *out) {
-    alignas(64) bf16 weights[Tiles::ROWS][Tiles::INPUTS];  // of Q rows; what stands in others is not looked at
+    alignas(64) bf16 weights[Tiles::ROWS][Tiles::INPUTS];  // Q rows; others are ignored
     alignas(64) bf16 pairs[4][Tiles::INPUTS / 2][32];
     alignas(64) float sums[4][16][16];
     const int64_t size = of.size;
@@ -179,9 +179,9 @@ static void weigh(By<Tiles>, const Queries &of, const bf16 *values, const float 
     }
 }
 
-// ---------------------------------------------------------------- the gradient of attention
+// ---------------------------------------------------------------- the backward pass of attention
 
-// Four tiles of sums, side by side in rows of `width`.
+// Four adjacent tiles of sums, in rows of `width`.
 static void store_four(float *sums, int64_t width) {
     _tile_stored(0, sums, width * sizeof(float));
     _tile_stored(1, sums + 16, width * sizeof(float));
@@ -189,7 +189,7 @@ static void store_four(float *sums, int64_t width) {
     _tile_stored(3, sums + 48, width * sizeof(float));
 }
 
-// The tile 4 times four tiles that stand side by side, rows so many bytes apart, to the four sums.
+// Adds the products of tile 4 and four adjacent tiles, with this row stride in bytes, to the four sums.
 static void four_products(const bf16 *right, int64_t apart) {
     _tile_loadd(6, right, apart);
     _tile_dpbf16ps(0, 4, 6);
@@ -201,7 +201,7 @@ static void four_products(const bf16 *right, int64_t apart) {
     _tile_dpbf16ps(3, 4, 7);
 }
 
-// [from .. to, 16] of sixteen queries that are `turned`: products of keys [., d], or of values, with them.
+// [from .. to, 16] = keys [., d], or values, times sixteen queries in the layout `turned`.
 static void by_keys(By<Tiles>, const bf16 *keys, const bf16 *turned, int64_t from, int64_t to, int64_t d, float *out) {
     for (int64_t t = from; t < to; t += 32) {
         _tile_zero(0);
@@ -218,7 +218,7 @@ static void by_keys(By<Tiles>, const bf16 *keys, const bf16 *turned, int64_t fro
     }
 }
 
-// out [16, d]: weights [16, stride] times `count` keys, which stand in pairs.
+// out [16, d] = weights [16, stride] times `count` keys, in pairs.
 static void sum_of_keys(By<Tiles>, const bf16 *weights, int64_t stride, const bf16 *pairs, int64_t count, int64_t d, float *out) {
     for (int64_t i = 0; i < d; i += 64) {
         _tile_zero(0);
@@ -233,7 +233,7 @@ static void sum_of_keys(By<Tiles>, const bf16 *weights, int64_t stride, const bf
     }
 }
 
-// sums [from .. to, d] += weights [., MANY] times as many queries, which stand in pairs.
+// sums [from .. to, d] += weights [., MANY] times MANY queries, in pairs.
 static void add_to_keys(By<Tiles>, const bf16 *weights, const bf16 *pairs, int64_t from, int64_t to, int64_t d, float *sums) {
     for (int64_t t = from; t < to; t += 16)
         for (int64_t i = 0; i < d; i += 64) {

@@ -1,8 +1,8 @@
-// What an update does to each element, one pass over memory each. models/kernels.py calls these, and tries them against
-// the operators of torch that they stand for.
+// The elementwise operators of an update, with one pass over memory each. models/native.py calls them, and compares them with
+// PyTorch's operators.
 //
-// n rows; matrices are contiguous unless a stride is given. What a layer does has the bits of the operators. The head's
-// sums are made in double.
+// n rows; matrices are contiguous unless a stride is given. Operators of a layer have the bits of PyTorch. The sums of the head
+// are in double.
 
 #include <omp.h>
 
@@ -12,7 +12,7 @@
 
 // ---------------------------------------------------------------- layers
 
-// x [n, width] -> y. Where there is `more`, x and that are added up first, and put in `sum`.
+// y is the norm of x [n, width]; with `more`, that of x + more, which is written to `sum`.
 extern "C" void norm_forward(const float *x, const bf16 *more, const float *weight, int64_t n, int64_t width, float eps, float *sum,
                              bf16 *y, int64_t threads) {
     ROWS_OF(n) {
@@ -25,8 +25,8 @@ extern "C" void norm_forward(const float *x, const bf16 *more, const float *weig
     }
 }
 
-// With u = x / rms(x) and g = grad weight: of_x = (g - u mean(g u)) / rms(x), and what comes from beyond, if it does. That is put in
-// of_more, too, rounded. of_weight [width] is the sum over rows of grad u, by `runs` [n / 16, width].
+// With u = x / rms(x) and g = grad weight: of_x = (g - u mean(g u)) / rms(x), plus `beyond` if given; of_more is the same, rounded.
+// of_weight [width] is the sum over rows of grad u; `runs` [n / 16, width] holds partial sums.
 extern "C" void norm_backward(const float *x, const float *weight, const bf16 *grad, const float *beyond, int64_t n, int64_t width,
                               float eps, float *of_x, bf16 *of_more, float *of_weight, float *runs, int64_t threads) {
     const RowSums rows(n);
@@ -60,7 +60,7 @@ extern "C" void norm_backward(const float *x, const float *weight, const bf16 *g
     rows.add_up(runs, width, of_weight);
 }
 
-// gate_up [n, 2 inner] -> silu(gate) up, [n, inner].
+// y [n, inner] = silu(gate) up of gate_up [n, 2 inner].
 extern "C" void gate_forward(const bf16 *gate_up, int64_t n, int64_t inner, bf16 *y, int64_t threads) {
     ROWS_OF(n) {
         const bf16 *gate = gate_up + row * 2 * inner, *up = gate + inner;
@@ -69,7 +69,7 @@ extern "C" void gate_forward(const bf16 *gate_up, int64_t n, int64_t inner, bf16
     }
 }
 
-// grad [n, inner] -> that of gate_up.
+// The gradient of gate_up from grad [n, inner].
 extern "C" void gate_backward(const bf16 *gate_up, const bf16 *grad, int64_t n, int64_t inner, bf16 *of_gate_up, int64_t threads) {
     const __m512 one = _mm512_set1_ps(1);
     ROWS_OF(n) {
@@ -86,7 +86,7 @@ extern "C" void gate_backward(const bf16 *gate_up, const bf16 *grad, int64_t n, 
     }
 }
 
-// x: n rows of `heads` heads [size], rows `stride` apart -> y [n, heads, size], turned; back: the other way.
+// Rotates x, n rows of `heads` heads [size] with a row stride of `stride`, to y [n, heads, size]; back: in the other direction.
 extern "C" void rotate_heads(const bf16 *x, int64_t stride, const bf16 *cos, const bf16 *sin, int64_t n, int64_t heads, int64_t size,
                              int64_t back, bf16 *y, int64_t threads) {
     ROWS_OF(n) {
@@ -100,8 +100,7 @@ extern "C" void rotate_heads(const bf16 *x, int64_t stride, const bf16 *cos, con
     }
 }
 
-// Scores of `copies` heads for the same queries: [rows, copies, queries, keys], in place, plus bias [rows, queries, keys]
-// -> their softmax.
+// The softmax, in place, of scores [rows, copies, queries, keys] of `copies` heads plus bias [rows, queries, keys].
 extern "C" void softmax_rows(bf16 *scores, const bf16 *bias, int64_t rows, int64_t copies, int64_t queries, int64_t keys, int64_t threads) {
     const int64_t n = rows * copies * queries;
 #pragma omp parallel num_threads(threads)
@@ -118,8 +117,8 @@ extern "C" void softmax_rows(bf16 *scores, const bf16 *bias, int64_t rows, int64
     }
 }
 
-// Scores in fp32 and the gradient of their probabilities, both [rows, copies, queries, keys] -> probabilities and the gradient
-// of scores / scale, rounded.
+// Probabilities and the gradient of scores / scale, rounded, from scores in fp32 and the gradient of the probabilities, all
+// [rows, copies, queries, keys].
 extern "C" void softmax_backward(const float *scores, const bf16 *bias, const bf16 *of_probs, int64_t rows, int64_t copies,
                                  int64_t queries, int64_t keys, float scale, bf16 *probs, bf16 *of_scores, int64_t threads) {
     const int64_t n = rows * copies * queries;
@@ -148,7 +147,7 @@ extern "C" void softmax_backward(const float *scores, const bf16 *bias, const bf
 
 // ---------------------------------------------------------------- the head
 
-struct Logits {  // of rows [n, vocabulary]: product by factor
+struct Logits {  // [n, vocabulary]: product times factor
     bf16 *product;
     int64_t vocabulary;
     float factor;
@@ -167,7 +166,7 @@ struct Logits {  // of rows [n, vocabulary]: product by factor
     }
 };
 
-// The sum of each of f(i), a vector of K, over 0, 16, ...: in fp32 a run of tokens at a time, in double from run to run.
+// The sums of the K vectors f(i) over i = 0, 16, ...: in fp32 within a run of tokens, in double over runs.
 template <int K, class F> static void add_up(int64_t count, double *sums, F f) {
     std::fill_n(sums, K, 0.0);
     for (int64_t start = 0; start < count; start += 512) {
@@ -187,13 +186,13 @@ static double log_normalizer(const Logits &z, int64_t row, float highest) {
     return highest + std::log(total);
 }
 
-// Log-probs of tokens, entropy, KL (from another policy's logits, which may not be there) and log-normalisers, [n] each.
+// Log-probs of tokens, entropy, KL from another policy's logits (which may be null) and log-normalizers, [n] each.
 extern "C" void read_rows(const Logits *of, const Logits *other, const int64_t *tokens, int64_t n, float *logprobs, float *entropy,
                         float *kl, float *normalizers, int64_t threads) {
     ROWS_OF(n) {
         const float most = of->highest(row);
         const double shift = other ? log_normalizer(*other, row, other->highest(row)) : 0;
-        double sums[3];  // of masses, of masses by how far their logits are below the highest, and by the other's log-probs
+        double sums[3];  // of masses, of masses times (logit - highest logit), and times the other policy's log-probs
         add_up<3>(of->vocabulary, sums, [&](int64_t i, __m512 *few) {
             const __m512 below = _mm512_sub_ps(of->at(row, i), _mm512_set1_ps(most));
             const __m512 mass = _mm512_maskz_mov_ps(of->there(i), Sleef_expf16_u10(below));
@@ -212,9 +211,9 @@ extern "C" void read_rows(const Logits *of, const Logits *other, const int64_t *
     }
 }
 
-// The gradient of the product, put in its place, by what each row weighs (of_entropy and of_kl may not be there) and what
-// `read_rows` said of it:
-//   exp(l) (-of_logprob - of_entropy (l + H) + of_kl (l - l_other - KL)) + of_logprob onehot(token), by the factor.
+// Replaces the product by its gradient, from the gradients of its statistics (of_entropy and of_kl may be null) and the results of
+// `read_rows`:
+//   exp(l) (-of_logprob - of_entropy (l + H) + of_kl (l - l_other - KL)) + of_logprob onehot(token), times the factor.
 extern "C" void of_product(const Logits *of, const Logits *other, const int64_t *tokens, int64_t n, const float *of_logprobs,
                            const float *of_entropy, const float *of_kl, const float *entropy, const float *kl,
                            const float *normalizers, int64_t threads) {

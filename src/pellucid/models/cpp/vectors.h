@@ -11,14 +11,14 @@
 #include <memory>
 #include <new>
 
-extern "C" __m512 Sleef_expf16_u10(__m512);  // torch's exp, which libtorch_cpu has
+extern "C" __m512 Sleef_expf16_u10(__m512);  // torch's exp, from libtorch_cpu
 
 using bf16 = uint16_t;
 
-constexpr int BLOCK = 32;     // outputs of a matrix that lie together
-constexpr int LARGEST = 256;  // size of a head at most
-constexpr int MOST = 16;      // queries that are read for at once
-constexpr int64_t MANY = 32;  // queries whose gradient is taken at once
+constexpr int BLOCK = 32;     // outputs of a matrix that are stored together
+constexpr int LARGEST = 256;  // the largest head size
+constexpr int MOST = 16;      // queries of attention at once
+constexpr int64_t MANY = 32;  // queries of the backward pass at once
 
 static inline __m512 wide(const bf16 *x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
@@ -36,7 +36,7 @@ static inline __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), Sleef_expf16_u10(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
-// [16][16] pairs, rows `stride` apart -> their transpose.
+// Transposes [16][16] pairs with a row stride of `stride`.
 static void transpose(const bf16 *from, int64_t stride, __m512i *to) {
     __m512i x[16], y[16];
     for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(from + i * stride);
@@ -60,13 +60,13 @@ static void transpose(const bf16 *from, int64_t stride, __m512i *to) {
     }
 }
 
-// Of bf16 x [16] and y [16], the latter 0 where there is none: x and y in turn.
+// Interleaves x [16] and y [16] in bf16; a null y counts as 0.
 static inline __m512i paired(const bf16 *x, const bf16 *y) {
     const __m512i one = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
     return y ? _mm512_or_si512(one, _mm512_castps_si512(wide(y))) : one;
 }
 
-// Numbers from the start of a cache line on, 0 at first.
+// An array of zeros, aligned to cache lines.
 struct Free {
     void operator()(void *x) const { std::free(x); }
 };
@@ -80,26 +80,25 @@ template <class T> static Zeros<T> zeros(int64_t count) {
     return Zeros<T>((T *)std::memset(new_lines<T>(count), 0, count * sizeof(T)));
 }
 
-// Of so many, how many stand in each of as few groups of `most` at most as there can be.
+// The size of groups that divide a number of items evenly into the fewest groups of at most `most`.
 static int64_t evenly(int64_t all, int64_t most) {
     const int64_t groups = (all + most - 1) / most;
     return (all + groups - 1) / groups;
 }
 
-// The outputs that a half of a block has begin at this one. joined: the first half of a matrix are gates, the second what they
-// let through, 16 and 16 to a block.
+// The first output of a half of a block. joined: a matrix of gate and up is stored with 16 outputs of each in a block.
 static int64_t first_of_half(int64_t block, int64_t half, int64_t outputs, bool joined) {
     return joined ? half * (outputs / 2) + block * 16 : block * BLOCK + half * 16;
 }
 
-// A thread's share of so many.
+// A thread's share of a number of items.
 struct Share {
     int64_t from, to;
     Share(int64_t all, int thread, int team) : from(all * thread / team), to(all * (thread + 1) / team) {}
 };
 
-// Some of the queries that were laid out together by `lay`: `count` of them, from `at` on; and the keys from .. to that each of
-// them reads, none of them keys before `first` or behind `end`.
+// `count` of the queries that `lay` has packed, starting at `at`, and the keys from .. to that each attends to; all of them are
+// between `first` and `end`.
 struct Queries {
     int64_t size, at, count, first, end;
     const bf16 *laid;
@@ -119,17 +118,17 @@ struct Queries {
     }
 };
 
-// A way of products, by the rows of activations that it multiplies.
+// The functions that multiply R rows of activations at once.
 template <class Words> struct By {};
 
 static inline __m512 with_bias(const float *sums, const bf16 *bias, int64_t at) {
     return bias ? _mm512_add_ps(_mm512_load_ps(sums), wide(bias + at)) : _mm512_load_ps(sums);
 }
 
-// Of sixteen numbers the first `count`, if there are as many.
+// The mask of the first `count` of sixteen lanes.
 static inline __mmask16 first_of_sixteen(int64_t count) { return count < 16 ? (1 << std::max<int64_t>(0, count)) - 1 : 0xffff; }
 
-// Puts scores of the keys t .. t + 15 in their place, -inf for those that are not among from .. to.
+// Writes scores of the keys t .. t + 15; -inf for keys outside from .. to.
 static inline void put_scores(float *scores, __m512 x, int64_t t, int64_t from, int64_t to) {
     const __mmask16 seen = first_of_sixteen(to - t) & ~first_of_sixteen(from - t);
     _mm512_storeu_ps(scores + t, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), rounded(x)));

@@ -1,17 +1,17 @@
-// The gradient of a matrix of weights, by AMX: unrounded sums over tokens. sums.py calls this.
+// The gradient of a weight with AMX: sums over tokens, without rounding. linear.py calls this.
 //
-// Tokens are the inputs of these products, CHUNK of them at a time: these are laid out anew, so that what is on the left is read
-// from a thread's second cache and what is on the right from its first. Sums stay near the thread, block by block, until all
-// tokens are in them, and then go to memory past the caches.
+// The tokens are the inputs of these products, CHUNK of them at a time. They are packed so that the left is read from the L2 cache
+// of a thread, and the right from L1. Sums stay in the cache, block by block, until all tokens are added, and are then written to
+// memory past the caches.
 
 #include <omp.h>
 
 #include "tiles.h"
 
 constexpr int64_t CHUNK = 512, PANEL = 24;          // tokens; blocks of 32 outputs, and of 32 columns, at once
-constexpr int64_t STEP = 2 * TILE, SUMS = 32 * 32;  // numbers of a block: of 32 tokens, and of sums
+constexpr int64_t STEP = 2 * TILE, SUMS = 32 * 32;  // elements of a block: of 32 tokens, and of sums
 
-// Tokens from t on of 32 numbers each, two tokens together, 0 behind the last of `n`: twice [16][16][2].
+// Tokens from t on with 32 elements each, in pairs of tokens, padded with 0 after the last of `n`: twice [16][16][2].
 static void pair_tokens(const bf16 *x, int64_t width, int64_t t, int64_t n, __m512i *to) {
     const __m512i nothing = _mm512_setzero_si512();
     for (int64_t i = 0; i < 16; i++, t += 2) {
@@ -27,7 +27,7 @@ struct Some {
     const bf16 *x;
     int64_t width, blocks, t, steps, n;
 
-    // As the left of products.
+    // As the left factor.
     void lay_left(bf16 *to) const {
         __m512i pairs[32];
         each([&](const bf16 *from, int64_t t, int64_t at) {
@@ -37,19 +37,19 @@ struct Some {
         });
     }
 
-    // As the right of products.
+    // As the right factor.
     void lay_right(bf16 *to) const {
         each([&](const bf16 *from, int64_t t, int64_t at) { pair_tokens(from, width, t, n, (__m512i *)(to + at)); });
     }
 
-    template <class Lay> void each(Lay lay) const {  // numbers of a token stand together: all of them, then the next tokens
+    template <class Lay> void each(Lay lay) const {  // in the order of memory, token by token
         for (int64_t step = 0; step < steps; step++)
             for (int64_t i = 0; i < blocks; i++) lay(x + i * 32, t + step * 32, (i * steps + step) * STEP);
     }
 };
 
-// sums [32, 32] of products of two rows of tiles over so many steps, with those `before`, in rows of `apart`, if there are any.
-// What is on the left must not take the place of what is on the right in the first cache.
+// sums [32, 32] of products of two rows of tiles over so many steps, plus those in `before`, with a row stride of `apart`, if given.
+// The left must not evict the right from the L1 cache.
 static void add_block(const bf16 *left, const bf16 *right, int64_t steps, const float *before, int64_t apart, float *sums) {
     if (before) {
         const int64_t stride = apart * sizeof(float);
@@ -79,7 +79,7 @@ static void add_block(const bf16 *left, const bf16 *right, int64_t steps, const 
     _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
 
-// Puts sums [32, 32] in rows of `width`, past the caches where these are whole lines.
+// Writes sums [32, 32] to rows of `width`, past the caches if they are full cache lines.
 static void put(const float *sums, float *to, int64_t width) {
     const bool lines = (uintptr_t)to % 64 == 0;
     for (int64_t row = 0; row < 32; row++, to += width)
@@ -93,7 +93,7 @@ static void put(const float *sums, float *to, int64_t width) {
 }
 
 static void sum(const bf16 *grad, const bf16 *x, int64_t n, int64_t outputs, int64_t width, float *sums, bool more, int64_t threads) {
-    const int64_t steps = std::max<int64_t>(1, (n + 31) / 32);  // sums over no token are 0, and must be written
+    const int64_t steps = std::max<int64_t>(1, (n + 31) / 32);  // without tokens, sums of 0 are written
     const int64_t columns = width / 32, group = evenly(columns, PANEL), most = std::min(steps, CHUNK / 32);
     const int64_t of_left = PANEL * most * STEP, room = of_left + group * most * STEP, of_sums = PANEL * group * SUMS;
     const Zeros<bf16> laid(new_lines<bf16>(threads * room));
@@ -122,11 +122,11 @@ static void sum(const bf16 *grad, const bf16 *x, int64_t n, int64_t outputs, int
                             if (first + count == steps) put(near, to, width);
                         }
                 }
-        _mm_sfence();  // what went past the caches is there for other threads
+        _mm_sfence();  // makes streaming stores visible to all threads
     }
 }
 
-// sums [N, K] of grad [n, N] times x [n, K] over tokens, or so much more. Returns 1 where there is no memory, else 0.
+// sums [N, K] = grad [n, N]' x [n, K], or added to sums. Returns 1 if there is not enough memory, else 0.
 extern "C" int sum_over_tokens(const bf16 *grad, const bf16 *x, int64_t n, int64_t outputs, int64_t width, float *sums, int64_t more,
                                int64_t threads) {
     try {
