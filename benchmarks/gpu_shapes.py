@@ -1,4 +1,4 @@
-"""One GPU, random weights of Qwen2.5's shapes, 8 prompts x 8 completions x 512 tokens: sampling, and steps by micro-batch.
+"""Sampling, and steps by micro-batch, on one GPU: random weights of Qwen2.5's shapes, 8 prompts x 8 completions x 512.
 
     PYTHONPATH=src python benchmarks/gpu_shapes.py 0.5B 1.5B > shapes.jsonl
     PYTHONPATH=src python benchmarks/gpu_shapes.py --simulated 0.5B        # tiny, on the CPU: shows that it runs

@@ -221,6 +221,7 @@ def test_what_a_recipe_gets_wrong_the_command_line_can_mend(tmp_path):
         ("--policy.lora 2 --policy.lora-targets q_proj v_proj", "policy", "lora_targets", ("q_proj", "v_proj")),
         ("--policy.lora-targets", "policy", "lora_targets", ()),
         ("--policy.template-kwargs on False n 3 s 3b", "policy", "template_kwargs", {"on": False, "n": 3, "s": "3b"}),
+        ('--policy.template-kwargs s "B" t null', "policy", "template_kwargs", {"s": '"B"', "t": "null"}),
         ("--algorithm.objective own.py:f", "algorithm", "objective", "own.py:f"),
         ("--task.name countdown --task.numbers 3", "task", "numbers", 3),
         ("--task.operators + -", "task", "operators", ("+", "-")),

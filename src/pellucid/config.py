@@ -586,10 +586,13 @@ def _parse_word(word: str, kind: Any) -> Any:
     if word in literals or str not in kinds:
         return literals.get(word, word)
     try:
-        value = json.loads(word.lower())  # True is written as in Python by many
+        value = json.loads(word.lower())  # many write True, as in Python
     except ValueError:
         return word
-    return value if type(value) in kinds or (type(value) is int and float in kinds) else word
+    is_wanted = isinstance(value, bool | int | float) and (
+        type(value) in kinds or (type(value) is int and float in kinds)
+    )
+    return value if is_wanted else word
 
 
 # ---------------------------------------------------------------- merging

@@ -15,8 +15,7 @@ OpenAI's form but with the arguments as an object. The answer of a tool has the 
 
 ROUND_STRIDE = 10**8 + 7
 """Round r of dynamic sampling takes the prompts of step + r * ROUND_STRIDE, which no real step reaches. It is prime, so
-that a task that cycles through its rows finds other rows in each round. 42 rounds stay below 2**32, a limit of
-seeds."""
+that a task that cycles through its rows finds others in each round. 42 rounds stay below 2**32, a limit of seeds."""
 
 
 # ---------------------------------------------------------------- prompts and completions
@@ -82,8 +81,7 @@ class Sampling:
     temperature: float = 1.0
     """Tokens are sampled from softmax(logits / temperature); 0 is greedy."""
     max_tokens: int = 64
-    """The longest completion, in tokens. In a conversation all tokens after the question count, observations
-    included."""
+    """The longest completion, in tokens. In a conversation, observations count too."""
     top_k: int = 0
     """Sample only among the k likeliest tokens; 0 is off."""
     top_p: float = 1.0
@@ -310,8 +308,7 @@ class Evaluation:
     questions_digest: str = ""
     """A digest of the questions. Evaluations with the same digest can be compared question by question."""
     failed: int = 0
-    """The number of answers, greedy and sampled, without a grade because a reward failed. None of them counts as
-    right."""
+    """The number of answers, greedy and sampled, without a grade because a reward failed. They count as not right."""
     left_out: int = 0
     """The number of prompts that are in no mean, because no reward applies to their greedy answer."""
     undecided: int = 0
@@ -469,8 +466,7 @@ class EnvironmentReply(NamedTuple):
     messages: tuple[Message, ...] = ()
     """Messages to the policy, whose turn follows."""
     prompt: Prompt | None = None
-    """The question. After the beginning, a rewritten history: the next turn begins another sequence of the same
-    conversation."""
+    """The question, or later a rewritten history, with which another sequence of the same conversation begins."""
     outcome: ConversationOutcome | None = None
     """The end of the conversation."""
     max_tokens: int = 0

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pellucid.models import attention, fused_check, native
+from pellucid.distributed import optimizer  # noqa: F401 - it adds a self-check
+from pellucid.models import attention, fused_check, native  # noqa: F401 - as does fused_check
 
 KNOWN = (
     f"torch=={torch.__version__.partition('+')[0]}"
@@ -19,7 +20,13 @@ KNOWN = (
 @pytest.mark.skipif(not KNOWN, reason="this torch may add up in another order")
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="a CPU without AVX-512 for bfloat16")
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
-@pytest.mark.parametrize("way", [fused_check.load_fused_kernel, native.load_kernels, attention.load_checked_library])
-def test_what_is_compiled_has_the_bits_of_the_operators(way):
-    found, why = way()
+@pytest.mark.parametrize("name", native.SELF_CHECKS)
+def test_what_is_compiled_has_the_bits_of_the_operators(name):
+    if name == "products" and not attention.load_checked_library()[0].uses_amx:
+        pytest.skip("a CPU without AMX")
+    found, why = native.SELF_CHECKS[name]()
     assert found, why
+
+
+def test_all_self_checks_are_in_the_table():
+    assert set(native.SELF_CHECKS) == {"update", "attention", "products", "fused steps", "AdamW"}

@@ -39,17 +39,22 @@ DEGREE = Evaluation(
     has_verdicts=False,
 )
 HIGHER = replace(DEGREE, reward=Estimate(0.25, 0.125, 0.375))
-OLD = {
+GREEDY_ONLY = {
     "step": 3,
     "task": "sums",
     "split": "test",
     "n": 4,
     "k": 2,
     "greedy": {"value": 0.5, "low": 0.2, "high": 0.8},
-    "right": [0, 1, 0, 1],
     "questions": "q",
+    "right": [0, 1, 0, 1],
+    "failed": 0,
+    "left_out": 0,
+    "undecided": 0,
+    "rewards": [0.0, 1.0, 0.0, 1.0],
+    "verdicts": True,
 }
-"""A line of evals.jsonl as of 0.1."""
+"""A line of evals.jsonl of an evaluation without samples."""
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ OLD = {
         ([DEGREE], ["reward", "reward@k"]),
         ([DEGREE, replace(DEGREE, greedy=Estimate(0.1, 0, 1))], ["reward", "reward@k"]),
         ([JUDGED, DEGREE], ["reward", "reward@k"]),
-        ([parse_evaluation(OLD)], ["greedy"]),
+        ([parse_evaluation(GREEDY_ONLY)], ["greedy"]),
     ],
 )
 def test_what_goes_without_saying_is_not_said(evaluations, names):
@@ -81,8 +86,8 @@ def test_an_evaluation_comes_back_from_its_file(tmp_path, evaluation):
     assert list(map(math.isnan, again.rewards)) == list(map(math.isnan, evaluation.rewards))
 
 
-def test_files_of_older_versions_are_read(tmp_path):
-    (tmp_path / "evals.jsonl").write_text(json.dumps(OLD) + "\n")
+def test_a_line_without_samples_is_read(tmp_path):
+    (tmp_path / "evals.jsonl").write_text(json.dumps(GREEDY_ONLY) + "\n")
     evaluation = read_evaluations(tmp_path)[3]
     assert (evaluation.greedy, evaluation.greedy_correct, evaluation.has_verdicts) == (
         Estimate(0.5, 0.2, 0.8),

@@ -113,7 +113,7 @@ def test_a_server_that_was_started_anew_gets_the_base_and_the_present_adapter(po
     sampler = synced(policy, urls)
     step(policy)
     sampler.sync(policy, 4)
-    held[1].model = held[1].version = ""  # with an engine that is made anew
+    held[1].model_digest = held[1].version = ""  # with an engine that is made anew
     for version in (4, 5):
         groups = sampler.generate(PROMPTS, SAMPLING)
         assert {c.version for group in groups for c in group.completions} == {version}
@@ -169,7 +169,7 @@ def test_an_adapter_that_did_not_arrive_whole_is_found_out(policy, urls, held, l
 
 @pytest.mark.slow
 def test_where_a_server_does_not_take_it_all_get_it_merged_which_a_line_says(policy, urls, held, capsys):
-    held[1].make = Refuses
+    held[1].make_engine = Refuses
     sampler = synced(policy, urls)
     said = "! sampler.adapter: merged instead of request (vLLM has no adapter on it)\n"
     assert capsys.readouterr().out == said
@@ -183,7 +183,7 @@ def test_where_a_server_does_not_take_it_all_get_it_merged_which_a_line_says(pol
 @pytest.mark.slow
 def test_one_that_comes_back_and_no_longer_takes_it_is_left_out_and_told(policy, urls, held, capsys):
     sampler = synced(policy, urls)
-    held[1].make, held[1].model, held[1].version = Refuses, "", ""
+    held[1].make_engine, held[1].model_digest, held[1].version = Refuses, "", ""
     for version in (4, 5):
         assert gap_of(policy, sampler.generate(PROMPTS, SAMPLING)) < 1e-4
         step(policy)

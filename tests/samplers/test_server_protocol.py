@@ -188,8 +188,8 @@ def test_a_push_that_did_not_arrive_is_found_out(policy, urls, held, what):
 def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_of_a_rollout(policy, urls, held):
     sampler = synced(policy, urls)
     held[1].version = ""
-    held[1].make = Skips
-    held[1].model = ""
+    held[1].make_engine = Skips
+    held[1].model_digest = ""
     with pytest.raises(UserError, match="old weights"):
         sampler.generate(CountDigits().sample(0, 40), SAMPLING)
     assert not sampler.pool.unfinished
@@ -198,14 +198,14 @@ def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_
 @pytest.mark.slow
 def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next_push(policy, urls, held):
     sampler, prompts, made = synced(policy, urls), CountDigits().sample(0, 2), []
-    held[1].version = held[1].model = ""
+    held[1].version = held[1].model_digest = ""
 
     def slowly(model):
         made.append(model)
         time.sleep(1.0)
         return Plain(model)
 
-    held[1].make = slowly
+    held[1].make_engine = slowly
     for _ in range(5):  # each is over before the engine is made
         sampler.generate(prompts, Sampling(4, max_tokens=1, seed="0/0"))
     time.sleep(2.0)
@@ -234,12 +234,12 @@ def test_an_engine_that_stands_still_gives_its_rows_to_the_other(policy, urls, h
     if how == "hangs":
         engine.step = lambda: [] if let_go.wait() else None
     else:
-        engine.ask = lambda *row: None
+        engine.add_request = lambda *row: None
     assert sampler.generate(prompts, SAMPLING) == right
     says = {"hangs": "no answer in 1 s", "forgets": "its engine has stood still for 1 s"}[how]
     assert f"! {urls[1]}: {says}: its 8 rows go to the others" in capsys.readouterr().out
     let_go.set()
-    engine.__dict__.pop("step", None), engine.__dict__.pop("ask", None)
+    engine.__dict__.pop("step", None), engine.__dict__.pop("add_request", None)
     until_all_are_back(sampler, prompts, right)
 
 
@@ -248,8 +248,8 @@ def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(
     sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
     right = alone(policy, prompts)
     assert sampler.generate(prompts, SAMPLING) == right
-    held[1].version = held[1].model = ""
-    held[1].make = Small
+    held[1].version = held[1].model_digest = ""
+    held[1].make_engine = Small
     said = ""
     while "it takes" not in said:
         assert sampler.generate(prompts, SAMPLING) == right
@@ -317,8 +317,8 @@ def counted(sampler, groups, prompts):
     """Every (prompt, g) is there once, and nothing is left of it."""
     assert [group.prompt for group in groups] == list(prompts)
     assert [len(group.completions) for group in groups] == [SAMPLING.n] * len(prompts)
-    assert not sampler.pool.asked
-    assert not any(server.load for server in sampler.pool.servers)
+    assert not sampler.pool.unfinished
+    assert not any(server.pending_count for server in sampler.pool.servers)
 
 
 def until_all_are_back(sampler, prompts, right):

@@ -83,7 +83,7 @@ def test_an_untied_head_is_pushed_and_read_back(sampler):
         "model.embed_tokens.weight": 1,
         "lm_head.weight": 1,
     }
-    assert len(sampler.engine.places("model.embed_tokens.weight")) == 2
+    assert len(sampler.engine.locate_weight("model.embed_tokens.weight")) == 2
 
 
 def test_completions_end_with_the_end_of_sequence_token_or_at_the_limit(sampler):
@@ -97,10 +97,10 @@ def test_completions_end_with_the_end_of_sequence_token_or_at_the_limit(sampler)
 
 
 def test_every_end_of_sequence_token_of_the_policy_ends(sampler):
-    sampler.engine.ends = [EOS, 3]
+    sampler.engine.eos_ids = [EOS, 3]
     sampler.policy.eos_ids = (3, EOS)
     completions = [c for g in sampler.generate(CountDigits().sample(0, 6), SAMPLING) for c in g.completions]
-    sampler.engine.ends = [EOS]
+    sampler.engine.eos_ids = [EOS]
     assert {c.token_ids[-1] for c in completions if c.finished} == {EOS, 3}
     assert all(not {EOS, 3} & set(c.token_ids[:-1]) for c in completions)
 
@@ -153,7 +153,7 @@ def test_the_random_numbers_of_the_process_are_left_alone(sampler):
 def test_a_prefix_is_given_and_not_sampled(sampler):
     prompts = [prompt.__class__(prompt.id, prompt.text, prefix="12+") for prompt in CountDigits().sample(0, 2)]
     groups = sampler.generate(prompts, SAMPLING)
-    assert {c.given for group in groups for c in group.completions} == {((0, 3),)}
+    assert {c.given_spans for group in groups for c in group.completions} == {((0, 3),)}
     assert gap_of(sampler.policy, groups) < 1e-4
 
 
@@ -283,18 +283,18 @@ def test_honest_pushes_are_believed_however_small(sampler):
 
 
 def held(sampler, world="worlds:Parrot", patient=True):
-    sampler.world, sampler.patient = InProcessEnvironments(EnvironmentSpec(world)), patient
+    sampler.environments, sampler.deterministic = InProcessEnvironments(EnvironmentSpec(world)), patient
     try:
         return sampler.generate(asked(), Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0"))
     finally:
-        sampler.world = None
+        sampler.environments = None
 
 
 @pytest.mark.parametrize("patient", [True, False])
 def test_the_logprobs_of_every_turn_are_the_scorers(sampler, patient):
     groups = held(sampler, patient=patient)
     completions = [c for group in groups for c in group.completions]
-    assert max(len(c.given) for c in completions) >= 2
+    assert max(len(c.given_spans) for c in completions) >= 2
     batch = collate(groups)
     assert gap_of(sampler.policy, groups) < 1e-4
     assert (batch.sampler_logprobs[~batch.action_mask] == 0).all()
@@ -306,13 +306,13 @@ def test_conversations_are_kept_as_by_the_native_sampler(sampler):
     greedy = Sampling(1, temperature=0.0, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
     native = NativeSampler(16, environments=InProcessEnvironments(EnvironmentSpec("worlds:Parrot")))
     native.sync(policy, 3)
-    sampler.world = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
+    sampler.environments = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
     ours, theirs = native.generate(asked(), greedy), sampler.generate(asked(), greedy)
-    sampler.world = None
+    sampler.environments = None
     for a, b in zip(ours, theirs, strict=True):
         assert (a.prompt, a.prompt_ids) == (b.prompt, b.prompt_ids)
         [mine], [other] = a.completions, b.completions
-        assert (mine.token_ids, mine.given_spans, mine.messages) == (other.token_ids, other.given, other.messages)
+        assert (mine.token_ids, mine.given_spans, mine.messages) == (other.token_ids, other.given_spans, other.messages)
         assert (mine.outcome, mine.finished, mine.version) == (other.outcome, other.finished, other.version)
     assert max(len(g.completions[0].given_spans) for g in ours) >= 2
 

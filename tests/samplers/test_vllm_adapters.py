@@ -123,25 +123,29 @@ def test_a_new_engine_gets_the_base_too(sampler, monkeypatch):
 
 
 def nothing(engine):
-    engine.adapt = lambda adapter: None
+    engine.load_adapter = lambda adapter: None
     return r"vLLM has no adapter on model\.layers\.0"
 
 
 def but_one_layer(engine):
-    whole = type(engine).adapt
-    engine.adapt = lambda adapter: whole(engine, {k: x for k, x in adapter.items() if ".layers.1.mlp.up" not in k})
+    whole = type(engine).load_adapter
+    engine.load_adapter = lambda adapter: whole(
+        engine, {k: x for k, x in adapter.items() if ".layers.1.mlp.up" not in k}
+    )
     return r"old weights: model\.layers\.1\.mlp\.up_proj\.lora_"
 
 
 def but_one_part_of_a_joined_layer(engine):
-    whole = type(engine).adapt
-    engine.adapt = lambda adapter: whole(engine, {k: x for k, x in adapter.items() if ".layers.2.self_attn.k" not in k})
+    whole = type(engine).load_adapter
+    engine.load_adapter = lambda adapter: whole(
+        engine, {k: x for k, x in adapter.items() if ".layers.2.self_attn.k" not in k}
+    )
     return r"old weights: model\.layers\.2\.self_attn\.k_proj\.lora_"
 
 
 def but_the_scale(engine):
-    whole = type(engine).adapt
-    engine.adapt = lambda adapter: whole(
+    whole = type(engine).load_adapter
+    engine.load_adapter = lambda adapter: whole(
         engine, {k: x * (3 / 7 if k.endswith(LORA_B_SUFFIX) else 1) for k, x in adapter.items()}
     )
     return r"old weights: .*lora_B"
@@ -150,7 +154,7 @@ def but_the_scale(engine):
 @pytest.fixture
 def mended(sampler):
     yield sampler
-    vars(sampler.engine).pop("adapt", None)
+    vars(sampler.engine).pop("load_adapter", None)
     for name in ("generate", "reset_prefix_cache"):
         vars(sampler.engine.llm).pop(name, None)
 
@@ -176,13 +180,13 @@ def test_rows_without_the_adapter_are_found_out_by_a_text(mended):
 def test_what_another_adapter_has_computed_is_not_gone_on_from_though_it_is_not_cleared(mended):
     """vLLM keys its cache by the adapter: behind a text that one has read, the next begins anew."""
     engine, policy = mended.engine, mended.policy
-    ids = encode_check_text(policy, 3 * engine.block)
-    engine.read(ids)
-    assert engine.read(ids)[1] >= 2 * engine.block
+    ids = encode_check_text(policy, 3 * engine.block_size)
+    engine.score_tokens(ids)
+    assert engine.score_tokens(ids)[1] >= 2 * engine.block_size
     engine.llm.reset_prefix_cache = lambda: True
     step(policy, 1e-7)
     mended.sync(policy, 4)
-    assert engine.read(ids)[1] <= len(ids) - engine.block
+    assert engine.score_tokens(ids)[1] <= len(ids) - engine.block_size
 
 
 def test_an_adapter_in_the_place_of_one_of_its_name_is_found_out_where_the_cache_was_not_cleared(mended, tmp_path):
@@ -190,10 +194,10 @@ def test_an_adapter_in_the_place_of_one_of_its_name_is_found_out_where_the_cache
 
     def in_place(adapter):
         write_adapter(adapter, tmp_path)
-        engine.adapter = engine.request("kept", 999, str(tmp_path), load_inplace=True)
+        engine.adapter = engine.lora_request_class("kept", 999, str(tmp_path), load_inplace=True)
         engine.llm.llm_engine.add_lora(engine.adapter)
 
-    engine.adapt = in_place
+    engine.load_adapter = in_place
     for version in (4, 5):
         step(policy, 1e-7)
         mended.sync(policy, version)

@@ -82,11 +82,11 @@ def group_advantages(
     """
     settings, functions = name_functions({"advantage": advantage, **settings})
     cfg = make_grpo_config(settings, ADVANTAGE_SETTINGS, "group_advantages")
+    values = fill_with_sibling_mean(convert_to_float64("rewards", rewards, 2)).nan_to_num(0.0)
     if cfg.advantage.startswith("length_grouped") and lengths is None:
         raise UserError(f'advantage = "{cfg.advantage}" compares completions of like length: give lengths=')
     if cfg.advantage == "gdpo" and parts is None:
         raise UserError('advantage = "gdpo" compares the terms of a reward: give parts=')
-    values = fill_with_sibling_mean(convert_to_float64("rewards", rewards, 2)).nan_to_num(0.0)
     terms = values[..., None]
     if parts is not None:
         terms = fill_with_sibling_mean(convert_to_float64("parts", parts, 3)).nan_to_num(0.0)
@@ -103,9 +103,9 @@ def group_advantages(
         parts=terms,
         weights=term_weights.expand(len(values), -1),
     )
+    device = rewards.device if isinstance(rewards, Tensor) else values.device
     with provide_objects(functions):
-        advantages = compute_advantages_from_grades(grades, values, cfg)
-    return advantages.to(rewards.device) if isinstance(rewards, Tensor) else advantages
+        return compute_advantages_from_grades(grades, values, cfg).to(device)
 
 
 def policy_loss(

@@ -53,7 +53,7 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
     if step not in recorded:
         raise UserError(f"{run_dir} has no tokens of step {step}: {describe_recorded_steps(step, recorded)}")
     tokens, summary = run.read_tokens(step), run.read_summary(step)
-    rows = {row["group"]: row for row in summary["groups"] if row["recorded"]}
+    rows: dict[int, Mapping[str, Any]] = {row["group"]: row for row in summary["groups"] if row["recorded"]}
     if group is None:
         group = max(rows, key=lambda j: rows[j]["gradient"] or 0.0)
     if group not in rows:

@@ -1,6 +1,7 @@
-"""How messages become a prompt, where it is not as the checkpoint has it: another chat template, or values in it.
+"""Messages to tokens: chat templates, special tokens in texts, tools for templates without tools, and bridge tokens.
 
-Both are written into the tokenizer's template, which is saved with the model: whoever serves it asks as it was trained.
+A template of the settings, or values of its variables, are written into the tokenizer's template, which is saved with
+the model, so that it is served as it was trained.
 """
 
 from __future__ import annotations
@@ -20,26 +21,32 @@ from pellucid.utils.text import describe_searched_folders
 
 TemplateValue = bool | int | float | str
 TemplateTools = list[Any] | None
-"""As `apply_chat_template` takes them."""
+"""Tools for `apply_chat_template`."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
-"""What templates raise for what they do not know."""
+"""What templates raise for what they do not support."""
 RENDER_ERRORS = (*TEMPLATE_ERRORS, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What templates raise for messages that they cannot render; UserError is none of it."""
+"""What templates raise for messages that they cannot render."""
 PROBE_QUESTION = {"role": "user", "content": "?"}
 MAX_ERROR_CHARACTERS = 200
-"""How many characters of an error are shown."""
+"""The most characters of an error that are shown."""
 PROBE = "probed"
 PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
 
 
 class ChatTemplate(NamedTuple):
+    """The settings of a chat template."""
+
     file: str = ""
-    """A chat template in Jinja; empty is the checkpoint's own."""
+    """A file with a chat template in Jinja; empty is the template of the checkpoint."""
     variables: Mapping[str, TemplateValue] = {}
-    """Of variables that it reads, such as enable_thinking."""
+    """Values of its variables, such as enable_thinking."""
 
     def apply_to_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """UserError where the file cannot be read or rendered, or a variable is not in it."""
+        """Put the template and its variables into a tokenizer.
+
+        Raises:
+            UserError: the file cannot be read or rendered, or does not use one of the variables.
+        """
         if not self.file and not self.variables:
             return
         text = read_template(self.file) if self.file else tokenizer.chat_template
@@ -50,7 +57,7 @@ class ChatTemplate(NamedTuple):
         for name in self.variables:
             if not re.search(rf"\b{re.escape(name)}\b", text):
                 raise UserError(f"policy.template_kwargs: the chat template reads no {name}")
-        # A variable that is set where the template begins is what the caller of the template would have given.
+        # A variable that is set at the start of the template overrides what the caller of the template gives.
         tokenizer.chat_template = (
             "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.variables.items()) + text
         )
@@ -58,9 +65,12 @@ class ChatTemplate(NamedTuple):
 
 
 def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids up to where the answer begins. Messages without a chat template are their contents, a line each.
+    """Return the token ids of a prompt, up to where the answer begins.
 
-    UserError for a string with tools, which stand in messages.
+    Without a chat template, messages become their contents, a line each.
+
+    Raises:
+        UserError: the prompt has tools, and its text is a string.
     """
     if isinstance(prompt.text, str) or not prompt.escape_special_tokens:
         [ids] = encode_prompt_texts(tokenizer, [render_question(tokenizer, prompt)])
@@ -74,16 +84,16 @@ def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple
 
 
 class PromptText(NamedTuple):
-    """What a model reads, before it is tokenized."""
+    """The text of a prompt, before it is tokenized."""
 
     text: str
     has_special_tokens: bool
-    """Whether it has all of its special tokens, as a chat template writes them; else the tokenizer adds those that
-    stand before a text."""
+    """Whether it has its special tokens already, as chat templates write them; else the tokenizer adds those that stand
+    before a text."""
 
 
 def render_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PromptText:
-    """Return the text up to where the answer begins. UserError for a string with tools, which stand in messages."""
+    """Return the text up to where the answer begins. Raise UserError for a string with tools."""
     if isinstance(prompt.text, str):
         if prompt.tools:
             raise UserError(f"prompt {prompt.id} has tools, and its text is a string: give messages, or no tools")
@@ -93,11 +103,10 @@ def render_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Promp
 
 
 def encode_prompt_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[PromptText]) -> list[tuple[int, ...]]:
-    """Return the token ids of texts that a model is to go on with.
+    """Return the token ids of texts that a model continues.
 
-    A text that is not whole gets the tokens that the tokenizer puts before a text, such as the beginning of sequence,
-    once: not where it is written there already. What the tokenizer puts behind a text, such as the end of sequence, is
-    left out: the model would take the text for ended.
+    A text without special tokens gets those that the tokenizer puts before a text, such as BOS, unless it begins with
+    them. Those that the tokenizer puts behind a text, such as EOS, are left out, since the text is to be continued.
     """
     if not texts:
         return []
@@ -118,7 +127,7 @@ def get_leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: TemplateTools = None) -> str:
-    """The text of messages that `shown` has returned, up to where the answer begins."""
+    """Return the text of messages, from `prepare_messages`, up to where the answer begins."""
     if not tokenizer.chat_template:
         return "".join(message["content"] + "\n" for message in messages)
     conversation: Any = messages
@@ -128,21 +137,21 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 def prepare_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[list[dict[str, Any]], TemplateTools]:
-    """Messages, and tools for the chat template, as it can show them: in Hermes' form where it knows of no tools."""
-    ours = [dict(message) for message in messages]
-    if not tools and not any(message["role"] == "tool" or message.get("tool_calls") for message in ours):
-        return ours, None
+    """Return messages and tools for the chat template. If it has no tools, they are in the text of the messages."""
+    copies = [dict(message) for message in messages]
+    if not tools and not any(message["role"] == "tool" or message.get("tool_calls") for message in copies):
+        return copies, None
     if is_probe_rendered(tokenizer, [PROBE_QUESTION], [{"type": "function", "function": PROBE_TOOL}]):
-        return ours, [dict(tool) for tool in tools] or None
-    ours = convert_to_plain_messages(ours)
-    by_system = is_probe_rendered(tokenizer, [{"role": "system", "content": PROBE}, PROBE_QUESTION])
-    return add_system_text(ours, describe_tools(tools), by_system) if tools else ours, None
+        return copies, [dict(tool) for tool in tools] or None
+    plain = convert_to_plain_messages(copies)
+    has_system_role = is_probe_rendered(tokenizer, [{"role": "system", "content": PROBE}, PROBE_QUESTION])
+    return add_system_text(plain, describe_tools(tools), has_system_role) if tools else plain, None
 
 
 def is_probe_rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: TemplateTools = None
 ) -> bool:
-    """Whether the word PROBE, which is somewhere in them, comes through the chat template."""
+    """Return whether the chat template shows the word PROBE, which messages or tools contain."""
     try:
         return PROBE in render_prompt(tokenizer, messages, tools)
     except TEMPLATE_ERRORS:
@@ -160,7 +169,7 @@ def read_template(file: str) -> str:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """UserError where one question is not rendered."""
+    """Raise UserError if the template does not render a question."""
     try:
         text = render_prompt(tokenizer, [PROBE_QUESTION])
     except TEMPLATE_ERRORS as error:
@@ -173,12 +182,12 @@ def check_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
 
 
 def format_template_error(error: BaseException) -> str:
-    """Return in one line what a chat template has raised."""
+    """Return an error of a chat template in one line."""
     return f"the chat template raises {type(error).__name__}: {' '.join(str(error).split())[:MAX_ERROR_CHARACTERS]}"
 
 
 def find_token_fault(ids: Sequence[int], vocabulary: int) -> str:
-    """Return why a model with so many embeddings cannot go on with these tokens; empty where it can."""
+    """Return why a model with so many embeddings cannot continue these tokens; empty if it can."""
     if not ids:
         return "it is empty, and this tokenizer puts no token before a text: ask something"
     if (last := max(ids)) >= vocabulary:
@@ -187,40 +196,35 @@ def find_token_fault(ids: Sequence[int], vocabulary: int) -> str:
 
 
 def encode_prefix(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids of the prefix, tokenized on its own as if generated: the question's last token stays as it is."""
+    """Return the token ids of the prefix. It is tokenized by itself, so that the last token of the prompt stays."""
     return tuple(tokenizer(prompt.prefix, add_special_tokens=False)["input_ids"]) if prompt.prefix else ()
 
 
-# ---------------------------------------------------------------- literal
-# Texts in which special tokens that somebody has written stay text.
+# ---------------------------------------------------------------- special tokens that are written in messages
 
 
 MARK_START, MARK_END = "\ue000", "\ue001"
-"""Around the number that stands for a special token while a template is filled in: characters for private use."""
+"""Characters for private use, around the number that replaces a special token while a template is rendered."""
 SEPARATOR = "\n"
-"""Stands before a text that is tokenized apart: some tokenizers put a space before whatever they are given."""
+"""Put before a text that is tokenized by itself, since some tokenizers put a space before every text."""
 
 
 def encode_messages_literally(
     tokenizer: PreTrainedTokenizerBase, render: Callable[[Sequence[Message]], str], messages: Sequence[Message]
 ) -> list[int]:
-    """Return the token ids of what `render` makes of messages. Special tokens written in these are no special tokens.
+    """Return the token ids of rendered messages. Special tokens that are written in messages become plain characters.
 
-    Where none is written in them, these are the ids of the whole text; else each one is tokenized apart from the rest.
+    If none is written, these are the ids of the whole text; else each one is tokenized by itself.
     """
     special = get_special_tokens(tokenizer)
-    written: list[str] = []
-    marked = _mark_special_tokens(messages, _compile_alternatives((*special, MARK_START, MARK_END)), written)
-    if special.isdisjoint(written):
+    found: list[str] = []
+    marked = _mark_special_tokens(messages, _compile_alternatives((*special, MARK_START, MARK_END)), found)
+    if special.isdisjoint(found):
         return encode_text(tokenizer, render(messages))
     first, *pieces = re.split(f"{MARK_START}(\\d+){MARK_END}", render(marked))
     ids = encode_text(tokenizer, first)
-    for place, piece in enumerate(pieces):
-        ids += (
-            _encode_continuation(tokenizer, piece)
-            if place % 2
-            else _encode_as_characters(tokenizer, written[int(piece)])
-        )
+    for i, piece in enumerate(pieces):
+        ids += _encode_continuation(tokenizer, piece) if i % 2 else _encode_as_characters(tokenizer, found[int(piece)])
     return ids
 
 
@@ -238,39 +242,39 @@ def _compile_alternatives(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
-def _mark_special_tokens(value: Any, special: re.Pattern[str], written: list[str]) -> Any:
-    """The value with a mark in place of every special token in its texts, which is added to `written`."""
+def _mark_special_tokens(value: Any, special: re.Pattern[str], found: list[str]) -> Any:
+    """Return the value with a mark in place of every special token in its texts, which is added to `found`."""
 
     def mark(match: re.Match[str]) -> str:
-        written.append(match[0])
-        return f"{MARK_START}{len(written) - 1}{MARK_END}"
+        found.append(match[0])
+        return f"{MARK_START}{len(found) - 1}{MARK_END}"
 
     if isinstance(value, str):
         return special.sub(mark, value)
     if isinstance(value, dict):
-        return {key: _mark_special_tokens(inner, special, written) for key, inner in value.items()}
+        return {key: _mark_special_tokens(inner, special, found) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_mark_special_tokens(inner, special, written) for inner in value]
+        return [_mark_special_tokens(inner, special, found) for inner in value]
     return value
 
 
 def _encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = False) -> list[int]:
-    """Token ids of a text that does not stand at the beginning."""
+    """Return the token ids of a text that does not stand at the beginning."""
     before = encode_text(tokenizer, SEPARATOR)
     both = encode_text(tokenizer, SEPARATOR + text, literal)
     return both[len(before) :] if both[: len(before)] == before else encode_text(tokenizer, text, literal)
 
 
 def _encode_as_characters(tokenizer: PreTrainedTokenizerBase, token: str) -> list[int]:
-    """Token ids of the characters of a special token; of each alone where its vocabulary has it as a word, too."""
+    """Return the ids of the text of a special token, or of its characters if the vocabulary has it as a word, too."""
     ids = _encode_continuation(tokenizer, token, literal=True)
     if tokenizer.convert_tokens_to_ids(token) not in ids:
         return ids
     return [id for character in token for id in _encode_continuation(tokenizer, character, literal=True)]
 
 
-# ---------------------------------------------------------------- hermes
-# Tools in texts, in the form of Hermes, for chat templates that know nothing of tools.
+# ---------------------------------------------------------------- tools in the text of messages
+# This is the format of Hermes, for chat templates without tools.
 
 
 TOOLS_PROMPT = """\
@@ -282,7 +286,7 @@ You may call several, one behind the other. What they answer stands between <too
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a system message says of the tools."""
+    """Return a system message that describes tools."""
     return TOOLS_PROMPT.format(tools="\n".join(map(dump_json, tools)))
 
 
@@ -291,16 +295,17 @@ def dump_json(value: Any) -> str:
 
 
 def convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages of the system, the user and the assistant alone: calls and what tools answered are in the texts.
+    """Return messages of system, user and assistant only, with tool calls and responses in their texts.
 
-    The answers to the calls of one message are one message of the user, since some templates let no role speak twice.
+    The responses to the calls of one message are one message of the user, since some templates require that roles
+    alternate.
     """
     out: list[dict[str, Any]] = []
-    for answers, some in groupby(messages, lambda message: message["role"] == "tool"):
-        if answers:
-            out.append({"role": "user", "content": format_tool_responses(some)})
+    for are_responses, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_responses:
+            out.append({"role": "user", "content": format_tool_responses(group)})
         else:
-            out += map(inline_calls, some)
+            out += map(inline_calls, group)
     return out
 
 
@@ -310,8 +315,8 @@ def format_tool_responses(messages: Iterable[Message]) -> str:
 
 def inline_calls(message: Message) -> dict[str, Any]:
     calls = [f"<tool_call>{dump_json(extract_call(call))}</tool_call>" for call in message.get("tool_calls") or ()]
-    told = {key: value for key, value in message.items() if key != "tool_calls"}
-    return told | {"content": "\n".join(filter(None, [message.get("content"), *calls]))} if calls else told
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    return plain | {"content": "\n".join(filter(None, [message.get("content"), *calls]))} if calls else plain
 
 
 def extract_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,9 +325,9 @@ def extract_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_system_text(messages: Sequence[Message], text: str, has_system_role: bool) -> list[dict[str, Any]]:
-    """Return the messages with a text behind their system message's, or as one.
+    """Append a text to the system message, or add one with it.
 
-    by_system: whether there may be a system message; else the text stands before the first message's.
+    has_system_role: whether the template has system messages; else the text is put before the first message's.
     """
     first, *rest = map(dict, messages)
     if first["role"] == "system":
@@ -332,16 +337,14 @@ def add_system_text(messages: Sequence[Message], text: str, has_system_role: boo
     return [first | {"content": f"{text}\n\n{first['content']}"}, *rest]
 
 
-# ---------------------------------------------------------------- bridge
-# What stands between two turns of a conversation, in tokens.
-#
-# What the policy has sampled is kept as token ids, and never tokenized again. Only what is between its turns is: the end
-# of its turn as the chat template writes it, the messages that follow, and the beginning of its next turn. It is cut out
-# of a short conversation of the same messages, so that a turn costs the same however long the conversation is.
+# ---------------------------------------------------------------- bridge tokens
+# Sampled tokens are never tokenized again; the bridge between two turns is tokenized. It has the end of a turn as the
+# chat template writes it, the messages that follow, and the beginning of the next turn. It is cut out of a short
+# conversation with the same messages, so that its cost does not depend on the length of the conversation.
 
 
 ASSISTANT_MARKER = "a7c1"
-"""What the policy says in the short conversation."""
+"""The turn of the policy in the short conversation."""
 OBSERVATION_MARKER = "b2d9"
 
 
@@ -349,30 +352,36 @@ class BridgeTokens(NamedTuple):
     """Token ids between two turns of the policy."""
 
     end: tuple[int, ...]
-    """The end of a turn, which the policy has mostly sampled itself; empty where the template writes none."""
+    """The EOS token, which the policy has mostly sampled itself; empty if the template writes none."""
     rest: tuple[int, ...]
 
 
 def encode_bridge(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]
 ) -> BridgeTokens:
-    """Return what stands between two turns, given these messages. ends: the end-of-sequence tokens of the policy.
+    """Return the bridge tokens between two turns of the policy.
 
-    UserError where the chat template does not show what follows a turn.
+    Args:
+        tokenizer: the tokenizer with its chat template.
+        messages: what the environment says between the turns.
+        eos_ids: the EOS tokens of the policy.
+
+    Raises:
+        UserError: the chat template does not show what follows a turn.
     """
     if not tokenizer.chat_template:
         text = "\n" + "".join(f"{message['content']}\n" for message in messages)
         return BridgeTokens((), tuple(encode_text(tokenizer, text, literal=True)))
     messages, _ = prepare_messages(tokenizer, messages)
 
-    def behind(marked: Sequence[Message]) -> str:
-        # The call that precedes has the marked name, too: a name may spell the end of a turn.
+    def render(marked: Sequence[Message]) -> str:
+        # The preceding call has the marked name, too: the name of a tool may contain the end of a turn.
         try:
             return render_after_turn(tokenizer, build_preceding_conversation(marked), marked, eos_ids)
         except TEMPLATE_ERRORS as error:
             raise UserError(f"policy.template: {' '.join(str(error).split())}") from error
 
-    ids = tuple(encode_messages_literally(tokenizer, behind, messages))
+    ids = tuple(encode_messages_literally(tokenizer, render, messages))
     return BridgeTokens(ids[:1], ids[1:]) if ids[0] in eos_ids else BridgeTokens((), ids)
 
 
@@ -382,12 +391,12 @@ def render_after_turn(
     messages: Sequence[Message],
     eos_ids: Sequence[int],
 ) -> str:
-    """Return what the template writes behind the turn that ends `before`, from the end-of-sequence token on."""
+    """Return what the template writes after the last turn of `preceding`, from the EOS token on."""
     text = render_chat(tokenizer, [*preceding, *messages], True)
-    said = text.find(ASSISTANT_MARKER)
-    marks = [str(tokenizer.decode([end])) for end in eos_ids]
-    if found := [at for mark in marks if (at := text.find(mark, said)) >= 0]:
-        return text[min(found) :]
+    turn_start = text.find(ASSISTANT_MARKER)
+    eos_texts = [str(tokenizer.decode([token])) for token in eos_ids]
+    if ends := [end for eos in eos_texts if (end := text.find(eos, turn_start)) >= 0]:
+        return text[min(ends) :]
     start = render_chat(tokenizer, preceding, False)
     if not text.startswith(start):
         raise ValueError("the chat template writes no end of a turn, and writes it anew when something follows")
@@ -395,7 +404,7 @@ def render_after_turn(
 
 
 def build_preceding_conversation(messages: Sequence[Message]) -> list[Message]:
-    """Return a short conversation that these messages can follow: before those of tools, tools were called."""
+    """Return a short conversation that these messages can follow, with a tool call before responses of tools."""
     names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
     calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in names[:1]]
     return [
@@ -410,26 +419,27 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
 
 
 def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> str:
-    """Return in a line what the chat template does to earlier turns, if it changes them.
+    """Return a notice if the chat template changes earlier turns; empty if it does not.
 
-    UserError where it shows nothing of what follows them.
+    Raises:
+        UserError: it does not show what follows a turn.
     """
     if not tokenizer.chat_template:
         return ""
-    for heard in (
+    for observation in (
         {"role": "user", "content": OBSERVATION_MARKER},
         {"role": "tool", "name": "f", "content": OBSERVATION_MARKER},
     ):
-        between = encode_bridge(tokenizer, [heard], eos_ids)
-        if OBSERVATION_MARKER not in str(tokenizer.decode([*between.end, *between.rest])):
-            raise UserError(f"policy.template: the chat template leaves out what the role {heard['role']} says")
+        bridge = encode_bridge(tokenizer, [observation], eos_ids)
+        if OBSERVATION_MARKER not in str(tokenizer.decode([*bridge.end, *bridge.rest])):
+            raise UserError(f"policy.template: the chat template leaves out what the role {observation['role']} says")
     before = [
         PROBE_QUESTION,
         {"role": "assistant", "content": f"<think>\n{OBSERVATION_MARKER}\n</think>\n\n{ASSISTANT_MARKER}"},
     ]
     start, text = (
-        render_chat(tokenizer, list, False)
-        for list in (before, [*before, {**PROBE_QUESTION, "content": OBSERVATION_MARKER}])
+        render_chat(tokenizer, messages, False)
+        for messages in (before, [*before, {**PROBE_QUESTION, "content": OBSERVATION_MARKER}])
     )
     if text.startswith(start[: start.find(ASSISTANT_MARKER) + len(ASSISTANT_MARKER)]):
         return ""

@@ -1,6 +1,6 @@
-"""Distributions of chosen tokens, looked into: the likeliest tokens, the entropy, and how hard a loss pulls at them.
+"""Statistics of the distributions of tokens: the likeliest tokens, entropy, and the size of the gradient.
 
-In chunks as logprobs.py does: never an [N, V] tensor of all tokens. N tokens, V vocabulary, D hidden size.
+They are computed in chunks, as log-probs are. N tokens, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from pellucid.policy.logprobs import (
 )
 
 TOP_TOKEN_COUNT = 5
-"""How many of the likeliest tokens are named, where there are as many."""
+"""How many of the likeliest tokens are listed."""
 
 
 class TokenStatistics(NamedTuple):
-    """What N distributions look like; nats."""
+    """Statistics of N distributions, in nats."""
 
     logprobs: Tensor
-    """[N] of the tokens that were chosen."""
+    """[N] of the given tokens."""
     entropy: Tensor
     """[N]"""
     top_ids: Tensor
-    """[N, LIKELIEST] ids, likeliest first."""
+    """[N, TOP_TOKEN_COUNT] ids, the likeliest first."""
     top_logprobs: Tensor
-    """[N, LIKELIEST]; -inf where a distribution is truncated to fewer tokens."""
+    """[N, TOP_TOKEN_COUNT]; -inf behind the tokens of a truncated distribution."""
     gradient_norm: Tensor
-    """[N] the norm of the gradient with respect to the logits, as the head gives them, before the temperature; 0 where
-    there is no loss."""
+    """[N] the norm of the gradient with respect to the head's output, before the temperature; 0 without a loss."""
 
 
 class LossGradients(NamedTuple):
-    """Of a loss, with respect to what a distribution is read for; [N] each."""
+    """Gradients of a loss with respect to log-probs, entropy and KL, [N] each."""
 
     logprob_grad: Tensor
     entropy_grad: Tensor
@@ -50,24 +49,28 @@ class LossGradients(NamedTuple):
 def compute_token_statistics(
     hidden: Tensor, tokens: Tensor, context: ScoreContext, gradients: LossGradients | None = None
 ) -> TokenStatistics:
-    """Examine the distributions that these tokens [N] were chosen from, by the hidden states [N, D] before them.
+    """Compute statistics of the distributions of tokens.
 
-    The norm is of the whole loss: all of it comes to the logits through these gradients.
+    Args:
+        hidden: [N, D] the hidden states that the tokens are predicted from.
+        tokens: [N]
+        context: how hidden states become log-probs.
+        gradients: of a loss. The gradient norm is that of the whole loss, which reaches the logits only through these.
     """
     parts = []
     for rows in torch.arange(len(tokens), device=tokens.device).split(
         count_chunk_rows(context.head.weight, MAX_ELEMENTWISE_LOGITS)
     ):
-        of_rows = None if gradients is None else LossGradients(*(x[rows] for x in gradients))
-        parts.append(compute_chunk_statistics(hidden[rows], tokens[rows], select_rows(context, rows), of_rows))
+        row_gradients = None if gradients is None else LossGradients(*(x[rows] for x in gradients))
+        parts.append(compute_chunk_statistics(hidden[rows], tokens[rows], select_rows(context, rows), row_gradients))
     return TokenStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def select_rows(context: ScoreContext, rows: Tensor) -> ScoreContext:
-    """How these rows, by index or mask, are read when they stand alone."""
+    """Return the context of some rows, by index or mask."""
     ref_hidden = None if context.ref_hidden is None else context.ref_hidden[rows]
-    among = None if context.sampling_mask is None else context.sampling_mask.select_tokens(rows)
-    return context._replace(ref_hidden=ref_hidden, sampling_mask=among)
+    mask = None if context.sampling_mask is None else context.sampling_mask.select_tokens(rows)
+    return context._replace(ref_hidden=ref_hidden, sampling_mask=mask)
 
 
 def compute_chunk_statistics(
@@ -76,19 +79,23 @@ def compute_chunk_statistics(
     every = torch.arange(len(tokens), device=tokens.device)
     product = context.head.project(hidden)
     product = product.to(torch.promote_types(product.dtype, torch.float32))
-    among = context.get_candidates(every)
-    places = tokens if among is None else among.find_indices(tokens)
-    z = context.compute_logits(product if gradients is None else product.clone(), among)
-    logprobs, entropy, kl, log_normalizer = score_logits(z, places, context.compute_ref_logprobs(every, among))
+    candidates = context.get_candidates(every)
+    indices = tokens if candidates is None else candidates.find_indices(tokens)
+    z = context.compute_logits(product if gradients is None else product.clone(), candidates)
+    logprobs, entropy, kl, log_normalizer = score_logits(z, indices, context.compute_ref_logprobs(every, candidates))
     highest, ids = z.topk(min(TOP_TOKEN_COUNT, z.shape[-1]))
-    likeliest = ids if among is None else among.ids.gather(-1, ids)
-    known = highest - log_normalizer[:, None]
-    known = known if among is None else known.masked_fill(~among.is_valid.gather(-1, ids), -torch.inf)
-    lacking = TOP_TOKEN_COUNT - known.shape[1]
-    likeliest, known = (
-        torch.nn.functional.pad(x, (0, lacking), value=value) for x, value in ((likeliest, 0), (known, -torch.inf))
+    top_ids = ids if candidates is None else candidates.ids.gather(-1, ids)
+    top_logprobs = highest - log_normalizer[:, None]
+    top_logprobs = (
+        top_logprobs
+        if candidates is None
+        else top_logprobs.masked_fill(~candidates.is_valid.gather(-1, ids), -torch.inf)
+    )
+    lacking = TOP_TOKEN_COUNT - top_logprobs.shape[1]
+    top_ids, top_logprobs = (
+        torch.nn.functional.pad(x, (0, lacking), value=value) for x, value in ((top_ids, 0), (top_logprobs, -torch.inf))
     )
     if gradients is None:
-        return TokenStatistics(logprobs, entropy, likeliest, known, torch.zeros_like(logprobs))
+        return TokenStatistics(logprobs, entropy, top_ids, top_logprobs, torch.zeros_like(logprobs))
     write_product_gradients(product, every, context, (tokens, entropy, kl, log_normalizer), gradients)
-    return TokenStatistics(logprobs, entropy, likeliest, known, product.norm(dim=-1))
+    return TokenStatistics(logprobs, entropy, top_ids, top_logprobs, product.norm(dim=-1))

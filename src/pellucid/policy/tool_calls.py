@@ -1,7 +1,7 @@
-"""What the policy has said in one turn as a message: its text, and the calls of tools that are in it.
+"""Sampled tokens to a message: the text of a turn, and its tool calls.
 
-A tokenizer may know how its model writes calls (`response_template`): then transformers reads them. Else, or where
-transformers cannot read them, call_forms.py looks for them. What is no call remains text, braces and all.
+If the tokenizer describes how its model writes calls (`response_template`), transformers parses them. Otherwise, or if
+transformers cannot parse them, calls are found in the common formats below. All else remains text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from inspect import signature
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -31,21 +30,23 @@ def parse_turn(
     eos_ids: Collection[int] = (),
     cut_characters: int = 0,
 ) -> PolicyTurn:
-    """Return the message that was sampled as `ids`, its end included, behind the token ids `context`.
-
-    Without tools no call is looked for.
+    """Return the turn that was sampled, as a message.
 
     Args:
-        eos_ids: the ends of sequence, which a tokenizer may not flag as special.
-        cut: the number of characters to leave out at the end: a stop string, and what its last token has after it.
+        tokenizer: the tokenizer.
+        ids: the sampled tokens, with the EOS token.
+        context: the token ids before them.
+        tools: the tools that may be called; without tools, no calls are parsed.
+        eos_ids: the EOS tokens, which a tokenizer may not flag as special.
+        cut_characters: how many characters to omit at the end: a stop string, and what its last token has after it.
     """
-    whole, ids = ids, strip_eos(ids, eos_ids)
+    all_ids, ids = ids, strip_eos(ids, eos_ids)
     content = strip_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
     if not tools:
         return PolicyTurn({"role": "assistant", "content": content})
-    known, fault = parse_by_response_template(tokenizer, whole, context, tools, eos_ids, cut_characters)
-    if known:
-        return known
+    turn, fault = parse_by_response_template(tokenizer, all_ids, context, tools, eos_ids, cut_characters)
+    if turn:
+        return turn
     names = {str(tool.get("function", tool).get("name")) for tool in tools}
     if found := find_calls(
         strip_tail(decode_with_call_markers(tokenizer, ids), cut_characters),
@@ -68,20 +69,17 @@ def parse_by_response_template(
     eos_ids: Collection[int] = (),
     cut_characters: int = 0,
 ) -> tuple[PolicyTurn | None, str]:
-    """Return what transformers reads, or why it cannot; neither where the tokenizer does not say how."""
-    takes = signature(tokenizer.parse_response).parameters
-    # Before 5.13 it was a schema, and what stands before an answer did not count.
-    if not getattr(tokenizer, "response_template" if "prefix" in takes else "response_schema", None):
+    """Return the turn as transformers parses it, or why it cannot; neither if the tokenizer has no template."""
+    if not getattr(tokenizer, "response_template", None):
         return None, ""
-    told = {"prefix": list(context), "tools": [dict(tool) for tool in tools]}
-    # An answer that is cut ends before its last token, so that it is given as text.
+    # An answer that is cut ends within a token, so that it is given as text.
     sampled: Any = (
         strip_tail(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
         if cut_characters
         else list(ids)
     )
     try:
-        message: Any = tokenizer.parse_response(sampled, **{name: told[name] for name in told if name in takes})
+        message: Any = tokenizer.parse_response(sampled, prefix=list(context), tools=[dict(tool) for tool in tools])
     except PARSE_ERRORS as error:
         return None, format_one_line(error)
     calls = message.pop("tool_calls", None) or ()
@@ -92,16 +90,16 @@ def parse_by_response_template(
 
 
 def get_end_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos_ids: Collection[int]) -> str:
-    """Return the text of the last token where that is special, or an end of sequence."""
+    """Return the text of the last token if it is special or an EOS token; else nothing."""
     last = str(tokenizer.decode(list(ids[-1:]), skip_special_tokens=False))
     return last if last in get_special_tokens(tokenizer) or strip_eos(ids, eos_ids) != ids else ""
 
 
 def decode_with_call_markers(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text without special tokens, save those that mark calls."""
-    unmarked: Any = tokenizer.convert_tokens_to_ids(list(get_special_tokens(tokenizer) - CALL_MARKERS))
-    left_out = set(unmarked)
-    return str(tokenizer.decode([id for id in ids if id not in left_out], skip_special_tokens=False))
+    """Return the text without special tokens, except those that mark calls."""
+    omitted: Any = tokenizer.convert_tokens_to_ids(list(get_special_tokens(tokenizer) - CALL_MARKERS))
+    omitted_ids = set(omitted)
+    return str(tokenizer.decode([id for id in ids if id not in omitted_ids], skip_special_tokens=False))
 
 
 def ends_with_think_tag(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> bool:
@@ -109,7 +107,7 @@ def ends_with_think_tag(tokenizer: PreTrainedTokenizerBase, context: Sequence[in
 
 
 def build_turn(message: Message, calls: Sequence[Any], faults: Sequence[str] = ()) -> PolicyTurn:
-    """Return the message with those of its calls that can be read."""
+    """Return the message with those of its calls that can be parsed."""
     readable: list[dict[str, Any]] = []
     unreadable = list(faults)
     for value in calls:
@@ -122,7 +120,7 @@ def build_turn(message: Message, calls: Sequence[Any], faults: Sequence[str] = (
 
 
 def parse_function(value: Any) -> dict[str, Any]:
-    """Return the name and the arguments of a call. ValueError where it does not have them."""
+    """Return the name and the arguments of a call. Raise ValueError if it does not have them."""
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict):
         raise ValueError(f"no object: {function}")
@@ -140,14 +138,14 @@ def parse_function(value: Any) -> dict[str, Any]:
 
 
 def dump_strict_json(value: Any) -> str:
-    """ValueError for numbers that JSON does not have, and for half a character."""
+    """Return JSON. Raise ValueError for numbers that JSON does not have, and for incomplete characters."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text
 
 
-# ---------------------------------------------------------------- call_forms
-# Calls of tools in a text, in the forms that models share: Hermes, Llama 3, Mistral, plain JSON, Python.
+# ---------------------------------------------------------------- calls in a text
+# Formats: Hermes, Llama 3, Mistral, plain JSON, and Python.
 
 
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE, PYTHON_TAG, MISTRAL_TAG = (
@@ -164,36 +162,39 @@ CODE_FENCE = "```"
 JSON_VALUE_PATTERN = re.compile(r"[\s;]*(?=[\[{])")
 NAMED_CALL_PATTERN = re.compile(r'[\[\s]*\{.*?"name"\s*:\s*"([^"]*)"', re.DOTALL)
 PYTHONIC_CALL_PATTERN = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
-"""How a list of calls in Python's form begins."""
+"""The beginning of a list of calls in Python."""
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 PARSE_ERRORS = (ValueError, TypeError, KeyError, RecursionError)
-"""What is raised for values that cannot be read."""
+"""What is raised for values that cannot be parsed."""
 JSON_DECODER = json.JSONDecoder()
 MAX_UNREADABLE_CALLS = 100
-"""After so many unreadable calls the rest of a turn is text: each one costs a look at all of it."""
+"""After so many unreadable calls the rest of a turn is text, since each one costs a search of all of it."""
 
 
 class ParsedCalls(NamedTuple):
     """The calls of a text."""
 
     calls: tuple[Any, ...]
-    """JSON values, whether or not they have what a call must have."""
+    """JSON values, valid calls or not."""
     faults: tuple[str, ...] = ()
-    """Of what was marked as a call and is no JSON what is wrong with it, in a line."""
+    """Errors, a line each, of what is marked as a call and is not JSON."""
     text: str = ""
-    """What else it says."""
+    """The rest of the text."""
 
 
 def find_calls(text: str, thinking: bool, names: set[str]) -> ParsedCalls | None:
-    """Return the calls of a text, of tools of these names or others; None where it has none.
+    """Return the calls of a text; None if it has none. Calls in thoughts are ignored.
 
-    thinking: whether it begins inside a thought. What is written in thoughts is no call.
+    Args:
+        text: the text of a turn.
+        thinking: whether the text begins inside a thought.
+        names: the names of the tools.
     """
-    thought, spoken = "", text
+    thought, answer = "", text
     if thinking or text.lstrip().startswith(THINK_OPEN):
-        before, end, spoken = text.partition(THINK_CLOSE)
+        before, end, answer = text.partition(THINK_CLOSE)
         thought = before + end
-    found = parse_bare_calls(spoken.strip(), names) or parse_marked_calls(spoken)
+    found = parse_bare_calls(answer.strip(), names) or parse_marked_calls(answer)
     return found and found._replace(text=join_texts(thought, found.text))
 
 
@@ -202,30 +203,29 @@ def join_texts(*texts: str) -> str:
 
 
 def format_one_line(value: Any) -> str:
-    """Return the beginning of a text as one line, without half characters, which cannot be encoded."""
+    """Return the beginning of a text as one line, without incomplete characters, which cannot be encoded."""
     return " ".join(str(value)[:1000].split())[:200].encode(errors="backslashreplace").decode()
 
 
 def parse_marked_calls(text: str) -> ParsedCalls | None:
-    """Return the calls behind marks; None where there is no mark."""
-    kept: list[str] = []
+    """Return the calls behind markers; None if there is no marker."""
+    texts: list[str] = []
     calls: list[Any] = []
     faults: list[str] = []
-    at = 0
-    while len(faults) < MAX_UNREADABLE_CALLS and (mark := CALL_START_PATTERN.search(text, at)):
-        kept.append(text[at : mark.start()])
-        values, fault, at = (parse_enclosed_calls if mark[0] == TOOL_CALL_OPEN else parse_json_sequence)(
-            text, mark.end()
-        )
+    position = 0
+    while len(faults) < MAX_UNREADABLE_CALLS and (marker := CALL_START_PATTERN.search(text, position)):
+        texts.append(text[position : marker.start()])
+        parse = parse_enclosed_calls if marker[0] == TOOL_CALL_OPEN else parse_json_sequence
+        values, fault, position = parse(text, marker.end())
         calls += values
         faults += filter(None, [fault])
-    return ParsedCalls(tuple(calls), tuple(faults), join_texts(*kept, text[at:])) if kept else None
+    return ParsedCalls(tuple(calls), tuple(faults), join_texts(*texts, text[position:])) if texts else None
 
 
-def parse_enclosed_calls(text: str, at: int) -> tuple[list[Any], str, int]:
-    """Read calls as `sequence` does, up to a closing tag; where that is missing, the text goes on behind the JSON."""
-    values, fault, rest = parse_json_sequence(text, at)
-    end = CALL_END_PATTERN.search(text, at if fault else rest)
+def parse_enclosed_calls(text: str, start: int) -> tuple[list[Any], str, int]:
+    """As `parse_json_sequence`, up to a closing tag. If it is missing, the text goes on behind the JSON."""
+    values, fault, rest = parse_json_sequence(text, start)
+    end = CALL_END_PATTERN.search(text, start if fault else rest)
     assert end is not None
     if fault:
         return values, fault, end.end()
@@ -234,29 +234,29 @@ def parse_enclosed_calls(text: str, at: int) -> tuple[list[Any], str, int]:
     return values, "", end.end() if end[0] else rest
 
 
-def parse_json_sequence(text: str, at: int) -> tuple[list[Any], str, int]:
-    """Read the JSON values that stand at a place of a text, one behind the other or in a list, with semicolons or not.
+def parse_json_sequence(text: str, start: int) -> tuple[list[Any], str, int]:
+    """Parse JSON values from an index of a text on: in a list or not, with semicolons between them or not.
 
     Returns:
-        The values, what is wrong with the one after them, and where the rest of the text begins.
+        The values, the error of the value after them, and the index of the rest of the text.
     """
     values: list[Any] = []
-    end = at
+    end = start
     try:
-        while start := JSON_VALUE_PATTERN.match(text, end):
-            value, end = JSON_DECODER.raw_decode(text, start.end())
+        while begin := JSON_VALUE_PATTERN.match(text, end):
+            value, end = JSON_DECODER.raw_decode(text, begin.end())
             values += value if isinstance(value, list) else [value]
     except PARSE_ERRORS as error:
         return values, f"not JSON: {format_one_line(error)}", len(text)
-    if end > at:
+    if end > start:
         return values, "", end
-    return [], f"not JSON: {format_one_line(text[at : at + 1000]) or 'nothing'}", len(text)
+    return [], f"not JSON: {format_one_line(text[start : start + 1000]) or 'nothing'}", len(text)
 
 
 def parse_bare_calls(text: str, names: set[str]) -> ParsedCalls | None:
-    """Return the calls of a text that is nothing but calls; None where it is something else.
+    """Return the calls of a text that has only calls; None if it has something else.
 
-    What is not quite JSON, or Python, is a call where it begins as one of a tool that there is.
+    Invalid JSON or Python counts as a call if it begins as a call of a known tool.
     """
     body = strip_fence(text)
     if name := find_pythonic_name(body):
@@ -266,13 +266,13 @@ def parse_bare_calls(text: str, names: set[str]) -> ParsedCalls | None:
     values, fault, rest = parse_json_sequence(body, 0)
     calls = [value for value in values if is_call(value, names)]
     if fault:
-        begun = NAMED_CALL_PATTERN.match(body)
-        return ParsedCalls(tuple(calls), (fault,)) if begun and begun[1] in names else None
+        beginning = NAMED_CALL_PATTERN.match(body)
+        return ParsedCalls(tuple(calls), (fault,)) if beginning and beginning[1] in names else None
     return ParsedCalls(tuple(values)) if values and not body[rest:].strip() and calls == values else None
 
 
 def strip_fence(text: str) -> str:
-    """Return what stands in a fence of three backticks, on lines of its own, where that is the whole text."""
+    """Return the inside of a code fence, if the whole text is one."""
     if not (len(text) >= 2 * len(CODE_FENCE) and text.startswith(CODE_FENCE) and text.endswith(CODE_FENCE)):
         return text
     inside = text[len(CODE_FENCE) : -len(CODE_FENCE)].removeprefix("json")
@@ -282,24 +282,21 @@ def strip_fence(text: str) -> str:
 
 
 def find_pythonic_name(text: str) -> str:
-    """Return the name of the first call where a text is a list of calls in Python's form; else nothing."""
-    begun = PYTHONIC_CALL_PATTERN.match(text)
+    """Return the name of the first call if a text is a list of calls in Python; else nothing."""
+    beginning = PYTHONIC_CALL_PATTERN.match(text)
     end = text.removesuffix("]").rstrip().removesuffix(",").rstrip()
-    return begun[1] if begun and text.endswith("]") and end.endswith(")") and len(end) > begun.end() else ""
+    return beginning[1] if beginning and text.endswith("]") and end.endswith(")") and len(end) > beginning.end() else ""
 
 
 def is_call(value: Any, names: set[str]) -> bool:
-    """Return whether a JSON value is a call even where nothing marks it as one."""
+    """Return whether a JSON value is a call even without a marker."""
     if isinstance(value, dict) and "function" in value:
         return value.keys() <= {"id", "type", "function"} and is_function(value["function"], names)
     return is_function(value, names)
 
 
 def is_function(value: Any, names: set[str]) -> bool:
-    """Return whether a JSON value is a name with arguments, and nothing else.
-
-    Without arguments it is one only if `names`, those of the tools, have its name.
-    """
+    """Return whether a JSON value is only a name with arguments. Without arguments, the name must be that of a tool."""
     if not isinstance(value, dict) or "function" in value:
         return False
     arguments = value.get("arguments", value.get("parameters"))
@@ -311,10 +308,10 @@ def is_function(value: Any, names: set[str]) -> bool:
 
 
 def parse_pythonic_calls(text: str, is_known_tool: bool) -> ParsedCalls | None:
-    """Return the calls of a list in Python's form; where one cannot be read, why not, or None if it is no tool's."""
+    """Return the calls of a list in Python; if one cannot be parsed, an error, or None if it is no call of a tool."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of backslashes that mean nothing to it
+            warnings.simplefilter("ignore")  # Python warns of invalid escapes
             tree = ast.parse(text, mode="eval").body
         return ParsedCalls(tuple(parse_python_call(node) for node in getattr(tree, "elts", ())))
     except (SyntaxError, MemoryError, *PARSE_ERRORS) as error:
@@ -322,7 +319,7 @@ def parse_pythonic_calls(text: str, is_known_tool: bool) -> ParsedCalls | None:
 
 
 def parse_python_call(node: ast.expr) -> dict[str, Any]:
-    """ValueError where a node is no call, or has other arguments than literals with names."""
+    """Return a call. Raise ValueError for another node, and for arguments that are not literals with names."""
     if not isinstance(node, ast.Call):
         raise ValueError(f"{ast.unparse(node)} is none")
     if node.args or not all(keyword.arg for keyword in node.keywords):
@@ -332,7 +329,7 @@ def parse_python_call(node: ast.expr) -> dict[str, Any]:
 
 
 def evaluate_literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal, in which the words of JSON may stand."""
+    """Return the value of a literal, which may have the constants of JSON."""
     if isinstance(node, ast.Name) and node.id in JSON_CONSTANTS:
         return JSON_CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):

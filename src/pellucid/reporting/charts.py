@@ -1,4 +1,7 @@
-"""Line charts as SVG text: axes, direct labels, intervals, a tooltip on every point. No library, no script."""
+"""Draws line charts as SVG, without a library or a script, and chooses the charts of a run.
+
+Lines have direct labels, intervals, and a tooltip on every point.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from pellucid.reporting.eval_metrics import (
 from pellucid.reporting.run_files import Record
 
 CHART_CSS = Path(__file__).with_name("charts.css").read_text(encoding="utf-8")
-"""The colours of the charts, light and dark; whatever shows a chart must hold it."""
+"""The colors of the charts, light and dark. Each page with a chart must include it."""
 PAGE_CSS = CHART_CSS + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-"""What all pages have in common, charts included: type, tables, the grid of charts."""
+"""The style of all pages: CHART_CSS, fonts, tables, and the grid of charts."""
 
 CHART_WIDTH, CHART_HEIGHT = 440, 252
 PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 46, 320, 60, 220
@@ -32,9 +35,9 @@ LABEL_GAP = 16
 MAX_POINTS = 120
 MAX_DOTS = 60
 MIN_RELATIVE_SPAN = 1e-9
-"""Differences smaller than this share of the values count as none."""
+"""Values whose difference is a smaller share of them count as equal."""
 MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-280, 1e280
-"""The largest value that is drawn: a metric may run away."""
+"""The magnitudes that are drawn: a metric may diverge."""
 INVISIBLE_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -46,9 +49,9 @@ class Point:
     y: float
     low: float = nan
     high: float = nan
-    """The ends of the interval around y, where there is one."""
+    """The ends of the interval around y; NaN without one."""
     base: float = 0.0
-    """The value that y stands on, in a stack."""
+    """The top of the layer below, in a stack."""
 
     @property
     def top(self) -> float:
@@ -58,17 +61,17 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Series:
     label: str
-    """Stands at the end of the line; empty for a line that is one of many."""
+    """The label at the end of the line; empty for no label."""
     points: Sequence[Point]
     style: str = "first"
-    """CSS classes of charts.css: first, second, third, fourth, thin, layer; band: intervals are drawn as one area."""
+    """Classes of charts.css: first, second, third, fourth, thin, layer. With band, intervals are drawn as an area."""
     unit: str = "step"
     """The name of the x axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Where the values of an axis lie on the page."""
+    """Maps the values of an axis to coordinates."""
 
     low: float
     high: float
@@ -80,9 +83,13 @@ class Scale:
 
 
 def draw_chart(title: str, subtitle: str, series: Sequence[Series], include: Sequence[float] = ()) -> str:
-    """An `<svg>` of lines over steps, or nothing where there is no point to draw.
+    """Return an `<svg>` of lines; empty if there is no point to draw.
 
-    include: values that the y axis must reach.
+    Args:
+        title: The title.
+        subtitle: What the y axis is.
+        series: The lines.
+        include: Values that the y axis must reach.
     """
     drawable = [line for line in series if line.points]
     if not drawable:
@@ -95,16 +102,16 @@ def draw_chart(title: str, subtitle: str, series: Sequence[Series], include: Seq
     x = Scale(0, max(1.0, *(point.x for line in series for point in line.points)), PLOT_LEFT, PLOT_RIGHT)
     y = Scale(y_ticks[0], y_ticks[-1], PLOT_BOTTOM, PLOT_TOP)
     x_ticks = [tick for tick in compute_ticks(0, x.high) if tick <= x.high and tick == int(tick)]
-    drawn = [draw_series(line, x, y, shift=4 * (i - (len(series) - 1) / 2)) for i, line in enumerate(series)]
-    about = f"{title}: {'; '.join(describe_series(line) for line in series if line.label)}"
+    lines = [draw_series(line, x, y, shift=4 * (i - (len(series) - 1) / 2)) for i, line in enumerate(series)]
+    label = escape_text(f"{title}: {'; '.join(describe_series(line) for line in series if line.label)}")
     return "\n".join(
         [
-            f'<svg class="chart" viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" aria-label="{escape_text(about)}">',
+            f'<svg class="chart" viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" aria-label="{label}">',
             f'<text class="title" x="0" y="17">{escape_text(title)}</text>',
             f'<text class="tick" x="0" y="36">{escape_text(subtitle)}</text>',
             *(draw_y_tick(tick, y(tick)) for tick in y_ticks),
             *(draw_x_tick(tick, x(tick), series[0].unit) for tick in x_ticks),
-            *drawn,
+            *lines,
             *draw_end_labels(series, y),
             "</svg>",
         ]
@@ -112,7 +119,7 @@ def draw_chart(title: str, subtitle: str, series: Sequence[Series], include: Seq
 
 
 def stack_series(series: Sequence[Series]) -> list[Series]:
-    """The lines as layers, each standing on those before it."""
+    """Return the lines as layers, each on top of those before it."""
     tops: defaultdict[float, float] = defaultdict(float)
     layers = []
     for line in series:
@@ -123,26 +130,26 @@ def stack_series(series: Sequence[Series]) -> list[Series]:
 
 
 def compute_mean_line(lines: Sequence[Sequence[Point]]) -> list[Point]:
-    """The mean line, at the steps that all lines have."""
+    """Return the mean line, at the steps that all lines have."""
     columns = [{point.x: point.y for point in line} for line in lines]
     shared = sorted(set.intersection(*(set(column) for column in columns)))
     return [Point(x, sum(column[x] for column in columns) / len(columns)) for x in shared]
 
 
 def compute_range_line(lines: Sequence[Sequence[Point]]) -> list[Point]:
-    """The mean line with the lowest and the highest of the lines around it, at the steps that all have."""
+    """Return the mean line with the range of the lines as its interval, at the steps that all have."""
     columns = [{point.x: point.y for point in line} for line in lines]
     around = {mean.x: [column[mean.x] for column in columns] for mean in compute_mean_line(lines)}
     return [Point(x, fmean(values), min(values), max(values)) for x, values in around.items()]
 
 
 def escape_text(text: object) -> str:
-    """HTML of a text as it is: markup escaped; control, direction and broken characters as \\u escapes."""
+    """Return a text as HTML, with control, direction and surrogate characters as \\u escapes."""
     return escape(INVISIBLE_CHARACTERS.sub(lambda char: f"\\u{ord(char[0]):04x}", str(text)))
 
 
 def thin_series(line: Series, size: int) -> Series:
-    """Each `size` neighbours as one point: their mean and range; where points have intervals of their own, the last."""
+    """Pool each `size` neighbors into a point, their mean and range; of points with intervals, keep the last."""
     ends = range(len(line.points), 0, -size)
     runs = [line.points[max(0, end - size) : end] for end in reversed(ends)]
     if size == 1 or has_intervals(line):
@@ -164,7 +171,7 @@ def list_y_values(line: Series) -> Iterable[float]:
 
 
 def is_drawable(value: object) -> bool:
-    """A number that has a place on a page; a log may hold others, and null where there was none."""
+    """Whether a logged value can be drawn. It may be null, or too large."""
     return isinstance(value, int | float) and abs(value) < MAX_MAGNITUDE
 
 
@@ -173,9 +180,9 @@ def compute_extent(values: Sequence[float]) -> tuple[float, float]:
 
 
 def compute_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Different round numbers that reach from `low` to `high` or just beyond, whatever numbers these are.
+    """Return about `count` round numbers that reach from `low` to `high` or just beyond.
 
-    Values that differ by rounding alone, or from 0 by next to nothing, have the axis of a single value.
+    Values that differ only by rounding get the axis of a single value.
     """
     size, span = max(abs(low), abs(high)), high - low
     rough = (span if span > MIN_RELATIVE_SPAN * size > MIN_MAGNITUDE else size if size > MIN_MAGNITUDE else 1.0) / count
@@ -190,7 +197,7 @@ def format_number(value: float) -> str:
 
 
 def format_count(n: int, thing: str) -> str:
-    """Example: "2 steps"."""
+    """Return a number with a noun, such as "2 steps"."""
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
@@ -208,7 +215,7 @@ def draw_x_tick(tick: float, x: float, unit: str) -> str:
 
 
 def draw_series(line: Series, x: Scale, y: Scale, shift: float) -> str:
-    """A line with its points and its area, range or intervals; `shift` sets these beside the other lines' intervals."""
+    """Draw a line with its points and its area, range or intervals. `shift` moves intervals beside those of others."""
     path = [f"{x(point.x)} {y(point.top)}" for point in line.points]
     if "layer" in line.style:
         around = draw_area("area", path, [f"{x(point.x)} {y(point.base)}" for point in line.points])
@@ -244,26 +251,26 @@ def describe_series(line: Series) -> str:
 
 
 def compute_label_y(line: Series) -> float:
-    """The end of a line, or the middle of the end of a layer."""
+    """Return the y value of the end of a line, or of the middle of the end of a layer."""
     last = line.points[-1]
     return last.base + last.y / 2 if "layer" in line.style else last.y
 
 
 def draw_end_labels(series: Sequence[Series], y: Scale) -> Iterable[str]:
-    """The name and the last value of each line, beside its end, pushed apart where they would overlap."""
-    named = sorted((y(compute_label_y(line)), i) for i, line in enumerate(series) if line.label)
-    places: list[float] = []
-    for place, _ in named:
-        places.append(max(place, places[-1] + LABEL_GAP) if places else place)
-    beyond = max(0.0, places[-1] - PLOT_BOTTOM) if places else 0.0
-    for place, (_, i) in zip(places, named, strict=True):
+    """Draw the name and the last value of each line at its end, moved apart if they would overlap."""
+    labels = sorted((y(compute_label_y(line)), i) for i, line in enumerate(series) if line.label)
+    positions: list[float] = []
+    for position, _ in labels:
+        positions.append(max(position, positions[-1] + LABEL_GAP) if positions else position)
+    overflow = max(0.0, positions[-1] - PLOT_BOTTOM) if positions else 0.0
+    for position, (_, i) in zip(positions, labels, strict=True):
         label = series[i].label if len(series[i].label) < 14 else series[i].label[:13] + "…"
         text = f"{escape_text(label)} <tspan>{format_number(series[i].points[-1].y)}</tspan>"
-        yield f'<text class="label {series[i].style}" x="{PLOT_RIGHT + 10}" y="{place - beyond + 4:.1f}">{text}</text>'
+        y_text = f"{position - overflow + 4:.1f}"
+        yield f'<text class="label {series[i].style}" x="{PLOT_RIGHT + 10}" y="{y_text}">{text}</text>'
 
 
-# ---------------------------------------------------------------- curves
-# Which curves a run is seen by: from the records of its folder to charts.
+# ---------------------------------------------------------------- the charts of a run
 
 
 SERIES_STYLES = ("first", "second", "third", "fourth")
@@ -282,12 +289,12 @@ GAP_LABELS = {"sampler/gap_mean": "mean", "sampler/gap_max": "max"}
 STAGE_LABELS = {f"time/{stage}": stage for stage in ("generate", "reward", "score", "update")}
 CALLS_METRIC = "tools/calls"
 MAX_LOGGED_CHARTS = 8
-"""How many of the metrics that rewards log have a chart on the report; all of them are in metrics.jsonl."""
+"""The most metrics logged by rewards that have a chart in the report. All of them are in metrics.jsonl."""
 NON_TERM_METRICS = {"reward/mean", "reward/std", "reward/failed", "reward/no_term", "reward/after_kl"}
 
 
 def draw_run_charts(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> list[str]:
-    """The charts that the records of a run suffice for."""
+    """Return the charts of a run for which it has records."""
     charts = [
         *(drawn for key, rows in evals.items() for drawn in draw_evaluation_charts(*key, rows)),
         draw_chart("Reward", "mean of a step", make_series(metrics, {"reward/mean": "reward"})),
@@ -319,21 +326,21 @@ def draw_run_charts(metrics: Sequence[Record], evals: Mapping[tuple[str, str], S
 
 
 def draw_tool_charts(metrics: Sequence[Record]) -> list[str]:
-    """Turns and calls of tools, and which share of these came to nothing, where a run has conversations."""
-    held = [row for row in metrics if "turns/mean" in row]
+    """Return charts of turns, tool calls and their faults, for a run with conversations."""
+    rows = [row for row in metrics if "turns/mean" in row]
     called = (
-        [{**row, CALLS_METRIC: row.get(CALLS_METRIC, 0.0)} for row in held]
-        if any(CALLS_METRIC in row for row in held)
+        [{**row, CALLS_METRIC: row.get(CALLS_METRIC, 0.0)} for row in rows]
+        if any(CALLS_METRIC in row for row in rows)
         else []
     )
-    kinds = list({name: None for row in held for name in row if name.startswith("tools/") and name != CALLS_METRIC})
+    kinds = list({name: None for row in rows for name in row if name.startswith("tools/") and name != CALLS_METRIC})
     faults = [
         {"step": row["step"], **{kind: row.get(kind, 0.0) for kind in kinds}} for row in called if row[CALLS_METRIC]
     ]
     labels = {kind: kind.removeprefix("tools/") for kind in kinds}
     return [
         draw_chart(
-            "Turns", "of the policy, mean of a conversation", make_series(held, {"turns/mean": "turns"}), include=(0,)
+            "Turns", "of the policy, mean of a conversation", make_series(rows, {"turns/mean": "turns"}), include=(0,)
         ),
         draw_chart(
             "Calls of tools", "mean of a conversation", make_series(called, {CALLS_METRIC: "calls"}), include=(0,)
@@ -345,7 +352,7 @@ def draw_tool_charts(metrics: Sequence[Record]) -> list[str]:
 
 
 def draw_evaluation_charts(task: str, split: str, rows: Sequence[Record]) -> list[str]:
-    """Charts of the evaluations, those of accuracy and of reward that are worth showing."""
+    """Return charts of the accuracy and of the reward of evaluations, as far as they are shown."""
     names, k = select_measures([parse_evaluation(row) for row in rows]), rows[-1]["k"]
     few = describe_intervals(parse_evaluation(rows[-1])) == TOO_FEW_PROMPTS
     about, charts = f"{task}, {split}, {TOO_FEW_PROMPTS if few else 'with 95% intervals'}", []
@@ -366,7 +373,7 @@ def make_evaluation_series(rows: Sequence[Record], sampled: str, best: str, k: i
 
 
 def draw_accuracy_picture(runs: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> str:
-    """One SVG document of the accuracy and the reward of runs, each the (evaluations, metrics) of a seed."""
+    """Return an SVG document of the accuracy and the reward of runs, each given as (evaluations, metrics)."""
     greedy, mean = ([make_estimate_points(evals, name) for evals, _ in runs] for name in ("greedy", "mean@k"))
     k = next((evals[-1]["k"] for evals, _ in runs if evals), "k")
     rewards = [make_points(metrics, "reward/mean") for _, metrics in runs]
@@ -382,11 +389,12 @@ def draw_accuracy_picture(runs: Sequence[tuple[Sequence[Record], Sequence[Record
 
 
 def join_charts(charts: Sequence[str]) -> str:
-    """Charts side by side as one SVG document, on paper of its own."""
+    """Return charts side by side as one SVG document with a background."""
     width, height = len(charts) * (CHART_WIDTH + CHART_MARGIN) + CHART_MARGIN, CHART_HEIGHT + 2 * CHART_MARGIN
+    size = f'y="{CHART_MARGIN}" width="{CHART_WIDTH}" height="{CHART_HEIGHT}"'
     placed = (
-        f'<svg x="{CHART_MARGIN + i * (CHART_WIDTH + CHART_MARGIN)}" y="{CHART_MARGIN}" width="{CHART_WIDTH}" height="{CHART_HEIGHT}">{drawn}</svg>'
-        for i, drawn in enumerate(charts)
+        f'<svg x="{CHART_MARGIN + i * (CHART_WIDTH + CHART_MARGIN)}" {size}>{chart}</svg>'
+        for i, chart in enumerate(charts)
     )
     start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
     paper = '<rect width="100%" height="100%" rx="6" style="fill: var(--paper)"/>'
@@ -394,21 +402,25 @@ def join_charts(charts: Sequence[str]) -> str:
 
 
 def make_seed_series(label: str, runs: Sequence[Sequence[Point]], style: str) -> list[Series]:
-    """One run as it is, with its intervals; several as thin lines under their mean."""
+    """Return the series of one run with its intervals, or of several as thin lines with their mean."""
     runs = [points for points in runs if points]
     if len(runs) < 2:
         return [Series(label, points, style) for points in runs]
-    bare = ([replace(point, low=nan, high=nan) for point in points] for points in runs)
-    return [*(Series("", points, f"{style} thin") for points in bare), Series(label, compute_mean_line(runs), style)]
+    without_intervals = ([replace(point, low=nan, high=nan) for point in points] for points in runs)
+    return [
+        *(Series("", points, f"{style} thin") for points in without_intervals),
+        Series(label, compute_mean_line(runs), style),
+    ]
 
 
 def make_series(rows: Sequence[Record], labels: Mapping[str, str]) -> list[Series]:
-    drawn = [(label, points) for name, label in labels.items() if (points := make_points(rows, name))]
-    return [Series(label, points, SERIES_STYLES[i % len(SERIES_STYLES)]) for i, (label, points) in enumerate(drawn)]
+    """Return a series for each metric in `labels` that has values."""
+    lines = [(label, points) for name, label in labels.items() if (points := make_points(rows, name))]
+    return [Series(label, points, SERIES_STYLES[i % len(SERIES_STYLES)]) for i, (label, points) in enumerate(lines)]
 
 
 def list_reward_terms(metrics: Sequence[Record]) -> dict[str, str]:
-    """The terms of a composite reward; a single one would be the reward again."""
+    """Return the metrics of the terms of a reward with several terms. A single term would repeat the reward."""
     names = [
         name for name in (metrics[-1] if metrics else {}) if name.startswith("reward/") and name not in NON_TERM_METRICS
     ]
@@ -416,7 +428,7 @@ def list_reward_terms(metrics: Sequence[Record]) -> dict[str, str]:
 
 
 def list_logged_metrics(metrics: Sequence[Record]) -> list[str]:
-    """The first metrics that rewards logged."""
+    """Return the first MAX_LOGGED_CHARTS metrics that rewards logged."""
     return list({name: None for row in metrics for name in row if name.startswith("logged/")})[:MAX_LOGGED_CHARTS]
 
 
@@ -425,6 +437,6 @@ def make_points(rows: Sequence[Record], name: str) -> list[Point]:
 
 
 def make_estimate_points(rows: Sequence[Record], name: str) -> list[Point]:
-    """A measure of the evaluations, with its intervals."""
-    found = [(row["step"], parse_estimate(row.get(name))) for row in rows if row.get(name)]
-    return [Point(step, estimate.value, estimate.low, estimate.high) for step, estimate in found]
+    """Return a measure of the evaluations with its intervals."""
+    estimates = [(row["step"], parse_estimate(row.get(name))) for row in rows if row.get(name)]
+    return [Point(step, estimate.value, estimate.low, estimate.high) for step, estimate in estimates]

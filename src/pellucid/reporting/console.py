@@ -1,7 +1,7 @@
-"""A run on the screen: a live display in a terminal, plain lines elsewhere, a table at the end.
+"""Shows a run on the screen: a live display in a terminal, a chart in a notebook, plain lines elsewhere.
 
-The headline is reward, held-out accuracy (reward, where no answer is right or wrong) and dead groups. `loss` is in the
-files and not on the screen: on-policy it is 0 by construction, whatever is being learnt.
+The headline is the reward, held-out accuracy (or reward, if rewards do not say which answers are right), and the share
+of zero-variance groups. `loss` is in the files and not on the screen: on-policy it is 0 whatever is learned.
 """
 
 from __future__ import annotations
@@ -71,17 +71,28 @@ BAR_WIDTH_CELLS = 40
 
 
 def make_screen_logger(total_steps: int, first_step: int = 0) -> ConsoleLogger | PlainLogger:
-    """A live display where a person watches, plain lines where a file does."""
+    """Return a live display if standard output is a terminal, else plain lines."""
     return ConsoleLogger(total_steps, first_step) if sys.stdout and sys.stdout.isatty() else PlainLogger(total_steps)
 
 
 class ScreenLogger:
-    """Shows a run without calling answers right or wrong once its rewards have been a matter of degree."""
+    """Base of the loggers that people read.
+
+    Once a reward has not said which answers are right (`rewards_are_verdicts`), correctness is no longer shown. The
+    first error of a reward and the number of each warning are kept.
+    """
 
     has_continuous_rewards = False
 
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.first_error = ""
+        self.warning_counts: Counter[str] = Counter()
+
     def adapt_metrics(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return the metrics of a step as they are shown."""
+        """Return the metrics of a step as they are shown, and count their warnings."""
+        self.first_error = self.first_error or find_first_error(groups)
+        self.warning_counts.update({name: int(metrics.get(name, 0)) for name in WARNING_LABELS})
         if not rewards_are_verdicts(reward for group in groups for reward in group.rewards):
             self.has_continuous_rewards = True
         return drop_correctness(metrics) if self.has_continuous_rewards else metrics
@@ -93,35 +104,31 @@ class ScreenLogger:
 
 
 class PlainLogger(ScreenLogger):
-    """One line a step and one line an evaluation, on standard output."""
-
-    def __init__(self, total_steps: int):
-        self.total_steps = total_steps
-        self.first_error = ""
+    """Prints a line for each step and each evaluation."""
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        had_error = bool(self.first_error)
         metrics = self.adapt_metrics(metrics, groups)
         width = len(str(self.total_steps))
         cells = [f"step {step:{width}}/{self.total_steps}", *format_step_cells(metrics, len(groups))]
         cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNING_LABELS.items() if metrics.get(name)]
         cells += [f"({format_failed_terms(metrics)})"] if format_failed_terms(metrics) else []
         print("  ".join(cells), flush=True)
-        if not self.first_error and (error := find_first_error(groups)):
-            self.first_error = error
-            print(f"! the first failed reward says {error}", flush=True)
+        if self.first_error and not had_error:
+            print(f"! the first failed reward says {self.first_error}", flush=True)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         evaluation = self.adapt_evaluation(evaluation)
-        shown = (format_estimate(name, estimate) for name, estimate in label_measures(evaluation).items())
+        estimates = (format_estimate(name, estimate) for name, estimate in label_measures(evaluation).items())
         few = [f"({TOO_FEW_PROMPTS})"] if describe_intervals(evaluation) == TOO_FEW_PROMPTS else []
-        print("  ".join([f"eval step {step}", *shown, *few, *describe_uncounted(evaluation)]), flush=True)
+        print("  ".join([f"eval step {step}", *estimates, *few, *describe_uncounted(evaluation)]), flush=True)
 
     def close(self) -> None:
         pass
 
 
 def format_step_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
-    """The cells of a line, for the metrics that are there; dead groups are counted."""
+    """Return the cells of a line for the metrics of a step, with zero-variance groups as counts."""
     counts = {name: value * groups for name, value in metrics.items() if name.startswith("groups/dead")}
     width = len(str(groups))
     faults = format_fault_shares(metrics)
@@ -146,37 +153,37 @@ def format_step_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
 
 
 def format_failed_terms(metrics: Mapping[str, float]) -> str:
-    """The terms of a reward that failed, with the share of completions."""
+    """Return the terms of a reward that failed, with their shares of completions."""
     shares = {name.removeprefix("failed/"): share for name, share in metrics.items() if name.startswith("failed/")}
     return ", ".join(f"{escape_controls(name)} {share:.0%}" for name, share in shares.items())
 
 
 def compute_speed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Sampled tokens a second of the whole step, where both are known."""
-    known = "tokens" in metrics and metrics.get("time/step")
-    return {"speed": metrics["tokens"] / metrics["time/step"]} if known else {}
+    """Return the sampled tokens per second of a step; empty if one of both is unknown."""
+    is_known = "tokens" in metrics and metrics.get("time/step")
+    return {"speed": metrics["tokens"] / metrics["time/step"]} if is_known else {}
 
 
 def find_first_error(groups: Sequence[Group]) -> str:
-    """The first line of the first failed reward, harmless to a terminal; empty where none failed."""
+    """Return the first line of the error of the first failed reward, with escaped controls; empty if none failed."""
     rewards = (reward for group in groups for reward in group.rewards)
     return format_error_line(next((reward for reward in rewards if reward.error and reward.applies), Reward(0.0)))
 
 
 def format_error_line(reward: Reward) -> str:
-    """The first line of its error, harmless to a terminal."""
+    """Return the first line of the error of a reward, with escaped controls."""
     return escape_controls(reward.error.strip().partition("\n")[0])
 
 
 def label_measures(evaluation: Evaluation, *others: Evaluation) -> dict[str, Estimate]:
-    """The measures of an evaluation that are worth showing beside those of others, by their labels."""
-    measured = get_measures(evaluation)
-    names = [name for name in select_measures([evaluation, *others]) if name in measured]
-    return {format_measure_name(name, evaluation.k): measured[name] for name in names}
+    """Return the measures of an evaluation to show beside those of others, by their labels."""
+    measures = get_measures(evaluation)
+    names = [name for name in select_measures([evaluation, *others]) if name in measures]
+    return {format_measure_name(name, evaluation.k): measures[name] for name in names}
 
 
 def format_interval(estimate: Estimate) -> str:
-    """The interval in brackets; empty where there is none."""
+    """Return the interval in brackets; empty if there is none."""
     return f"[{estimate.low:.2f}, {estimate.high:.2f}]" if estimate.has_interval else ""
 
 
@@ -185,31 +192,30 @@ def format_estimate(name: str, estimate: Estimate) -> str:
 
 
 class ConsoleLogger(ScreenLogger):
-    """A live display; `close` gives the terminal back.
+    """A live display, until `close`.
 
-    first_step: steps that were finished before, when a run resumes.
+    Args:
+        total_steps: The number of steps of the run.
+        first_step: The number of finished steps of a resumed run.
+        screen: The console; None for standard output.
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, screen: rich.console.Console | None = None):
+        super().__init__(total_steps)
         bar = BarColumn(bar_width=BAR_WIDTH_CELLS, complete_style="cyan", finished_style="cyan")
-        left = TimeRemainingColumn()
-        columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]left"), left)
-        # Steps may take minutes: the default of 30 s would have no two of them to measure a speed from.
+        columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]left"), TimeRemainingColumn())
+        # Steps may take minutes: the default of 30 s may not include two steps to estimate the speed from.
         self.progress = Progress(TextColumn("step"), *columns, auto_refresh=False, speed_estimate_period=3600)
         self.step_task = self.progress.add_task("step", total=total_steps, completed=first_step)
         self.trend: deque[float] = deque(maxlen=TREND_STEPS)
         self.metrics: Mapping[str, float] = {}
         self.evaluations: dict[int, Evaluation] = {}
-        self.warning_counts: Counter[str] = Counter()
-        self.first_error = ""
         self.live = Live(console=screen, get_renderable=self.render_safely, refresh_per_second=4)
         self.live.start()
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         self.metrics = metrics = self.adapt_metrics(metrics, groups)
         self.trend.append(metrics.get("reward/mean", math.nan))
-        self.warning_counts.update({name: int(metrics.get(name, 0)) for name in WARNING_LABELS})
-        self.first_error = self.first_error or find_first_error(groups)
         self.progress.update(self.step_task, completed=step)
         self.live.refresh()
 
@@ -221,7 +227,7 @@ class ConsoleLogger(ScreenLogger):
         self.live.stop()
 
     def render_safely(self) -> rich.console.RenderableType:
-        """Render the display. A thread of its own does so, too, and nobody would catch an error there."""
+        """Render the display. A thread of Rich calls this, too, in which no error would be caught."""
         try:
             return self.render()
         except DISPLAY_ERRORS as error:
@@ -240,8 +246,8 @@ class ConsoleLogger(ScreenLogger):
         yield from make_evaluation_rows(self.evaluations)
         if (dead := get_zero_variance_share(metrics)) is not None:
             right, wrong = (metrics.get(f"groups/dead_all_{name}") for name in ("right", "wrong"))
-            told = "have equal rewards" if right is None else f"{right:.0%} all right, {wrong or 0.0:.0%} all wrong"
-            yield "dead groups", f"{dead:.0%}", told
+            kinds = "have equal rewards" if right is None else f"{right:.0%} all right, {wrong or 0.0:.0%} all wrong"
+            yield "dead groups", f"{dead:.0%}", kinds
         if "groups/drawn" in metrics:
             yield "groups drawn", f"{metrics['groups/drawn']:.0f}", f"{metrics['groups/drawn_dead']:.0%} of them dead"
         if "completion/length_mean" in metrics:
@@ -266,8 +272,10 @@ class ConsoleLogger(ScreenLogger):
     def make_warning_lines(self) -> Iterator[Text]:
         for name, count in self.warning_counts.items():
             if count:
-                said = f", the first with {self.first_error}" if name == "reward/failed" and self.first_error else ""
-                yield Text(f"! {WARNING_LABELS[name]}: {count}{said}", "bold yellow", no_wrap=True, overflow="ellipsis")
+                error = f", the first with {self.first_error}" if name == "reward/failed" and self.first_error else ""
+                yield Text(
+                    f"! {WARNING_LABELS[name]}: {count}{error}", "bold yellow", no_wrap=True, overflow="ellipsis"
+                )
         if failed := format_failed_terms(self.metrics):
             yield Text(f"! failed in the last step: {failed}", "bold yellow", no_wrap=True, overflow="ellipsis")
 
@@ -278,7 +286,7 @@ def format_trend(values: Sequence[float]) -> Text:
 
 
 def format_sparkline(values: Sequence[float]) -> str:
-    """The values as blocks from the lowest to the highest of them; a gap where one is not finite."""
+    """Return the values as blocks of 8 heights, with a gap for a value that is not finite."""
     finite = [value for value in values if math.isfinite(value)]
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
     heights = "▁▂▃▄▅▆▇█"
@@ -289,14 +297,14 @@ def format_sparkline(values: Sequence[float]) -> str:
 
 
 def describe_prompts(evaluation: Evaluation) -> str:
-    """Return how many prompts were asked, and if there are intervals. Example: "64 prompts, 95% intervals"."""
+    """Return the number of prompts and whether there are intervals, such as "64 prompts, 95% intervals"."""
     return ", ".join(
         [format_count(evaluation.n, "prompt"), describe_intervals(evaluation), *describe_uncounted(evaluation)]
     )
 
 
 def describe_uncounted(evaluation: Evaluation) -> list[str]:
-    """Return how many answers failed, and how many prompts count in no accuracy, in words; empty if all count."""
+    """Return texts on how many rewards failed and how many prompts count in no accuracy; empty if all count."""
     counts = {
         "! failed rewards": evaluation.failed,
         "left out, no reward applies": evaluation.left_out,
@@ -306,7 +314,7 @@ def describe_uncounted(evaluation: Evaluation) -> list[str]:
 
 
 def make_evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:
-    """The last evaluation, and what it has gained on the first."""
+    """Yield the rows of the last evaluation, with its gain over the first."""
     if evaluations:
         step, evaluation = list(evaluations.items())[-1]
         before = next(iter(evaluations.values()))
@@ -319,7 +327,7 @@ def make_evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tupl
 
 
 def make_time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | Text, str | Text]]:
-    """Where the time of a step goes, as one bar and its legend."""
+    """Yield the rows of the time of a step, with the shares of its stages as a bar and a legend."""
     total = metrics["time/step"]
     spent = {stage: metrics[f"time/{stage}"] for stage in STAGE_COLORS if f"time/{stage}" in metrics}
     spent["other"] = max(0.0, total - sum(spent.values()))
@@ -341,7 +349,7 @@ def make_titled_table(title: str, *columns: str) -> Table:
 
 
 def make_comparison_table(first: Evaluation, last: Evaluation) -> Table:
-    """The first and the last evaluation side by side; where the intervals overlap, the gain may be chance."""
+    """Return a table of the first and the last evaluation. If their intervals overlap, the gain may be chance."""
     title = f"{last.task}, {last.split}: {describe_prompts(last)}"
     table = make_titled_table(title, "", "before", "after", "gain", "intervals")
     before = label_measures(first, last)
@@ -353,7 +361,7 @@ def make_comparison_table(first: Evaluation, last: Evaluation) -> Table:
 
 
 def make_evaluation_table(model: str, evaluation: Evaluation) -> Table:
-    """One evaluation, for `pellucid eval`."""
+    """Return a table of one evaluation, for `pellucid eval`."""
     title = f"{model} on {evaluation.task}, {evaluation.split}: {describe_prompts(evaluation)}"
     rewards = not have_verdicts([evaluation]) or any(name in REWARD_MEASURES for name in select_measures([evaluation]))
     table = make_titled_table(title, "", "mean" if rewards else "accuracy", "interval")
@@ -362,35 +370,35 @@ def make_evaluation_table(model: str, evaluation: Evaluation) -> Table:
     return table
 
 
-# ---------------------------------------------------------------- verdict
-# An answer on the screen, and how it was graded: for `pellucid eval`.
+# ---------------------------------------------------------------- graded answers, for pellucid eval
 
 
 MAX_MESSAGE_CHARACTERS = 2000
-"""How much of a message of a conversation is shown."""
+"""The most characters of a message of a conversation that are shown."""
 
 
 def make_verdict_table(group: Group, has_verdicts: bool = True) -> Table:
-    """Question, reasoning and answer, or the conversation, and grade of the first completion of a group.
+    """Return a table of the question, the answer or conversation, and the grade of the first completion of a group.
 
-    verdicts: whether rewards say which answers are right (`state_correctness`).
+    Args:
+        group: A graded group.
+        has_verdicts: Whether rewards say which answers are right (`rewards_are_verdicts`).
     """
     table = Table.grid(padding=(0, 2))
     completion, reward = group.completions[0], group.rewards[0]
     gold = f", {'right is' if has_verdicts else 'gold answer'} {' or '.join(group.prompt.gold_answers)}"
     right = gold if group.prompt.answer and not (has_verdicts and reward.is_correct) else ""
     cut = "" if completion.finished else ", cut off at the limit"
-    held = (
-        f"; {', '.join(describe_tool_use(count_turns(completion), get_tool_events(completion)))}"
-        if completion.messages
-        else ""
-    )
-    shown = [
+    tool_use = ", ".join(describe_tool_use(count_turns(completion), get_tool_events(completion)))
+    rows = [
         ("question", group.prompt.question),
         *format_completion(completion),
-        ("verdict", f"{format_grade(reward, has_verdicts)}{right}{cut}{held}"),
+        (
+            "verdict",
+            f"{format_grade(reward, has_verdicts)}{right}{cut}{f'; {tool_use}' if completion.messages else ''}",
+        ),
     ]
-    for name, text in shown:
+    for name, text in rows:
         if text:
             table.add_row(Text(escape_controls(name), "dim"), Text(escape_controls(text), overflow="fold"))
     table.add_row()
@@ -398,7 +406,7 @@ def make_verdict_table(group: Group, has_verdicts: bool = True) -> Table:
 
 
 def format_completion(completion: Completion) -> Iterator[tuple[str, str]]:
-    """What followed the question, by who or what it is."""
+    """Yield the reasoning and the answer, or the messages of a conversation, by name or speaker."""
     if completion.messages:
         yield from format_messages(completion.messages, MAX_MESSAGE_CHARACTERS)
     else:
@@ -409,37 +417,37 @@ def format_completion(completion: Completion) -> Iterator[tuple[str, str]]:
 def format_grade(reward: Reward, has_verdicts: bool) -> str:
     if reward.failed:
         return f"not graded: {format_error_line(reward) or 'the reward failed'}"
-    judged = f"{'right' if reward.is_correct else 'wrong'}, " if has_verdicts else ""
-    return f"{judged}reward {reward.value:.2f}"
+    verdict = f"{'right' if reward.is_correct else 'wrong'}, " if has_verdicts else ""
+    return f"{verdict}reward {reward.value:.2f}"
 
 
-# ---------------------------------------------------------------- notebook
-# A run in a notebook: one picture that grows in its place, instead of a line a step; and the page of a run.
+# ---------------------------------------------------------------- notebooks
 
 
 MIN_REDRAW_SECONDS = 0.5
-"""Seconds between two pictures at least: each is a message to the browser."""
+"""The shortest time between two charts, each of which is a message to the browser."""
 
 
 def is_in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook. Nothing is imported for it."""
+    """Whether this process is the kernel of a notebook. IPython is not imported to find out."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return getattr(shell, "kernel", None) is not None
 
 
 class NotebookLogger(ScreenLogger):
-    """Reward and held-out accuracy as curves, and the last step in words, in one place of a notebook.
+    """Shows curves of reward and held-out accuracy, and the last step as text, in one output of a notebook.
 
-    metrics: the records of the steps before, when a run goes on.
+    Args:
+        total_steps: The number of steps of the run.
+        metrics: The records of the finished steps of a resumed run.
     """
 
     def __init__(self, total_steps: int, metrics: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.total_steps = total_steps
+        super().__init__(total_steps)
         self.rewards = [{"step": row["step"], "reward/mean": row.get("reward/mean")} for row in metrics]
         self.evaluations: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        self.status_line, self.first_error = "", ""
-        self.warning_counts: dict[str, int] = {}
+        self.status_line = ""
         self._display: Any = None
         self._shown_at = 0.0
 
@@ -447,9 +455,6 @@ class NotebookLogger(ScreenLogger):
         metrics = self.adapt_metrics(metrics, groups)
         self.rewards.append({"step": step, "reward/mean": metrics.get("reward/mean")})
         self.status_line = "  ".join([f"step {step}/{self.total_steps}", *format_step_cells(metrics, len(groups))])
-        for name, what in WARNING_LABELS.items():
-            self.warning_counts[what] = self.warning_counts.get(what, 0) + int(metrics.get(name, 0))
-        self.first_error = self.first_error or find_first_error(groups)
         if time.monotonic() - self._shown_at > MIN_REDRAW_SECONDS:
             self.redraw()
 
@@ -462,8 +467,8 @@ class NotebookLogger(ScreenLogger):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw, in the place of what was drawn before."""
-        from IPython.display import display  # noqa: PLC0415 - there is one where this runs
+        """Draw the output, in place of the last one."""
+        from IPython.display import display  # noqa: PLC0415 - only notebooks have it
 
         bundle = self.make_bundle()
         if self._display is None:
@@ -473,26 +478,26 @@ class NotebookLogger(ScreenLogger):
         self._shown_at = time.monotonic()
 
     def make_bundle(self) -> dict[str, str]:
-        """Return what there is to see as HTML, and in words for whoever shows none."""
-        warnings = [f"! {what}: {count}" for what, count in self.warning_counts.items() if count]
+        """Return the output as HTML, and as text for frontends without HTML."""
+        warnings = [f"! {WARNING_LABELS[name]}: {count}" for name, count in self.warning_counts.items() if count]
         warnings += [f"! the first failed reward says {self.first_error}"] if self.first_error else []
-        drawn = [draw_chart("Reward", "mean of a step", make_series(self.rewards, {"reward/mean": "reward"}))]
-        drawn += [each for key, rows in self.evaluations.items() for each in draw_evaluation_charts(*key, rows)]
-        charts = [each for each in drawn if each]
+        charts = [draw_chart("Reward", "mean of a step", make_series(self.rewards, {"reward/mean": "reward"}))]
+        charts += [chart for key, rows in self.evaluations.items() for chart in draw_evaluation_charts(*key, rows)]
+        charts = list(filter(None, charts))
         image = make_image_html(join_charts(charts), self.status_line) if charts else ""
         text = "\n".join([self.status_line, *warnings])
         return {"text/html": f'{image}<pre style="margin:0">{escape_text(text)}</pre>', "text/plain": text}
 
 
-def make_image_html(svg: str, about: str) -> str:
-    """Return HTML with a picture of its own: its colours are not those of the notebook, nor do they change them."""
+def make_image_html(svg: str, label: str) -> str:
+    """Return an image element, so that the styles of the chart and of the notebook do not affect one another."""
     data = b64encode(svg.encode()).decode()
-    return f'<img alt="{escape_text(about)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
+    return f'<img alt="{escape_text(label)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
 
 
 def display_page(path: Path) -> None:
-    """Show a page in a frame of its own, in which no script runs."""
-    from IPython.display import display  # noqa: PLC0415 - as above
+    """Show an HTML page in a frame that runs no script."""
+    from IPython.display import display  # noqa: PLC0415 - only notebooks have it
 
     page = escape(path.read_text(encoding="utf-8"))
     style = "width:100%;height:640px;border:1px solid #8884"

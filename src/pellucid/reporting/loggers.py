@@ -36,7 +36,7 @@ from pellucid.types import (
     get_equal_rewards,
     rewards_are_verdicts,
 )
-from pellucid.utils import files as disk
+from pellucid.utils import files
 from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import escape_controls
 
@@ -159,8 +159,8 @@ def format_json_line(record: Mapping[str, Any]) -> str:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return a value as JSON has it, with None in place of NaN and infinities, which it does not have."""
-    # The parser does it however deep they stand, where a function that calls itself would run out of stack.
+    """Return a value as JSON can represent it, with None for NaN and infinities."""
+    # A recursive function would run out of stack for deeply nested values; the parser does not.
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
@@ -356,10 +356,10 @@ class WandbLogger:
 # ---------------------------------------------------------------- metrics of the groups of a step
 #
 # `reward/*` and `*/correct` are over the completions that were graded: a failed reward has no value, and counts in
-# `reward/failed`, or in `reward/no_term` if no term applies to the prompt. If rewards do not say which answers are right
-# (`rewards_are_verdicts`), there is no `*/correct`, no `*_right` and no `*_wrong`, and groups with equal rewards count in
-# `groups/dead_equal`. `failed/NAME` is the share of completions for which that term failed, `logged/NAME` the mean of
-# what rewards logged under that name. Lengths are in sampled tokens, with the end-of-sequence token.
+# `reward/failed`, or in `reward/no_term` if no term applies to the prompt. If rewards do not say which answers are
+# right (`rewards_are_verdicts`), there is no `*/correct`, no `*_right` and no `*_wrong`, and groups with equal rewards
+# count in `groups/dead_equal`. `failed/NAME` is the share of completions for which that term failed, `logged/NAME` the
+# mean of what rewards logged under that name. Lengths are in sampled tokens, with the end-of-sequence token.
 
 
 def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str, float]:
@@ -480,8 +480,8 @@ def predict_zero_variance_share(
     if a sample is the lowest of the G, the others are among those above it that equal it. With two values it is the sum
     of C(n_v, G) / C(n, G), which is unbiased for p^G + (1 - p)^G. A failed reward, NaN, equals any other.
 
-    To insert p = n_v / n instead would exaggerate: with p = 0.1, 8 samples are all wrong 43% of the time, and then p = 0
-    predicts equal rewards for every G.
+    To insert p = n_v / n instead would exaggerate: with p = 0.1, 8 samples are all wrong 43% of the time, and then
+    p = 0 predicts equal rewards for every G.
 
     Args:
         rewards: The rewards of n samples for each prompt.

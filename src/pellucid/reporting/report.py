@@ -1,6 +1,7 @@
-"""A run folder as one HTML page that needs no network: what it learnt, how, and what it said.
+"""Writes report.html: the results, curves, rollouts and settings of a run, on one page that needs no network.
 
-Completions are hostile text: every string of a run passes through `shown`. The page has no script, and forbids any.
+Completions are untrusted text: every string of a run passes through `escape_text`. The page has no script, and its
+content security policy forbids any.
 """
 
 from __future__ import annotations
@@ -55,20 +56,24 @@ SENTENCES = {
     "lede.few": "that is too few prompts for an interval, so it may be chance",
     "lede.alike": "there is no interval, as all prompts had the same reward",
 }
-"""What a report says first. look/page/words.json has the same in Chinese, beside its English."""
+"""The first sentence of a report. inspect/page/words.json has the same in Chinese, beside its English."""
 CHANCE_PHRASES = {INTERVALS_APART: "lede.apart", INTERVALS_OVERLAP: "lede.overlap"}
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write report.html into a run folder from whatever is there: a run may be empty, unfinished or killed."""
+    """Write report.html from the files of a run, which may be empty, unfinished or killed.
+
+    Returns:
+        The path of the report.
+    """
     config = read_config(run_dir)
     metrics, evals = (
         make_metrics_consistent(list(read_records(run_dir / "metrics.jsonl"))),
         read_evaluation_records(run_dir),
     )
     sections = [render_accuracy_section(evals), render_curves_section(metrics, evals)]
-    said = render_rollouts(run_dir / "rollouts.jsonl", get_setting(config, "log.traces") == "by_length")
-    sections += [render_section("What it said", said), render_config_section(config)]
+    rollouts = render_rollouts(run_dir / "rollouts.jsonl", get_setting(config, "log.traces") == "by_length")
+    sections += [render_section("What it said", rollouts), render_config_section(config)]
     page = Template(read_asset("report.html")).substitute(
         name=escape_text(run_dir.resolve().name),
         about=escape_text(f"{get_setting(config, 'policy.model', 'a model')} on {format_task_name(config)}"),
@@ -83,7 +88,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render_accuracy_svg(run_dirs: Sequence[Path]) -> str:
-    """A picture on its own: held-out accuracy and training reward, of one run or of several seeds and their mean."""
+    """Return an SVG of held-out accuracy and training reward, of one run or of several seeds and their mean."""
     return draw_accuracy_picture(
         [
             (next(iter(read_evaluation_records(run_dir).values()), []), list(read_records(run_dir / "metrics.jsonl")))
@@ -97,7 +102,7 @@ def read_asset(name: str) -> str:
 
 
 def get_setting(config: Record, key: str, missing: object = "") -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -105,7 +110,7 @@ def get_setting(config: Record, key: str, missing: object = "") -> Any:
 
 
 def format_task_name(config: Record) -> str:
-    """Example: "prefixed curriculum arithmetic"."""
+    """Return the names of a task and of the tasks within it, such as "prefixed curriculum arithmetic"."""
     section, names = get_setting(config, "task", {}), []
     while isinstance(section, Mapping):
         names.append(str(section.get("name", "a task")))
@@ -114,7 +119,7 @@ def format_task_name(config: Record) -> str:
 
 
 def format_estimate_html(name: str, estimate: Estimate) -> str:
-    """An accuracy in percent, or a reward, with its interval if it has one."""
+    """Return an accuracy in percent, or a reward, with its interval if it has one."""
     if name.startswith("reward"):
         value, bounds = f"{estimate.value:.3f}", f"[{estimate.low:.3f}, {estimate.high:.3f}]"
     else:
@@ -123,28 +128,29 @@ def format_estimate_html(name: str, estimate: Estimate) -> str:
 
 
 class Lede(NamedTuple):
-    """One or two sentences on what happened in a run, in no language yet."""
+    """One or two sentences on the result of a run, before they are put into a language."""
 
     key: str
-    """Of SENTENCES."""
+    """The key of the sentence in SENTENCES."""
     values: Mapping[str, str]
-    """HTML of what the sentence names."""
+    """The values of the sentence by name, as HTML."""
     phrases: Mapping[str, str] = {}
-    """And its phrases, by their keys in SENTENCES."""
+    """The keys in SENTENCES of its phrases, by name."""
 
 
 def render_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    """What happened in the run, in English."""
+    """Return the result of the run in English."""
     key, values, phrases = make_lede(metrics, evals)
-    told = {name: SENTENCES[phrase].format(**values) for name, phrase in phrases.items()}
-    return SENTENCES[key].format(**values, **told)
+    texts = {name: SENTENCES[phrase].format(**values) for name, phrase in phrases.items()}
+    return SENTENCES[key].format(**values, **texts)
 
 
 def make_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> Lede:
-    measured = next(iter(evals.values()), [])
-    ends = [parse_evaluation(measured[0]), parse_evaluation(measured[-1])] if len(measured) > 1 else []
+    """Return the change of the headline between the first and the last evaluation, or of the training reward."""
+    records = next(iter(evals.values()), [])
+    ends = [parse_evaluation(records[0]), parse_evaluation(records[-1])] if len(records) > 1 else []
     if ends and (name := select_headline(ends)):
-        return make_gain_lede(name, *ends, steps=measured[-1]["step"] - measured[0]["step"])
+        return make_gain_lede(name, *ends, steps=records[-1]["step"] - records[0]["step"])
     rewards = make_points(metrics, "reward/mean")
     if not rewards:
         return Lede("lede.nothing", {})
@@ -154,7 +160,7 @@ def make_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequenc
 
 
 def make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) -> Lede:
-    """What so many steps did to the headline: greedy accuracy, or the mean reward if no answer is right or wrong."""
+    """Return the change of the headline over `steps` steps."""
     old, new = get_measures(first)[name], get_measures(last)[name]
     gain = round(new.value - old.value, 9)
     ends = {"old": format_estimate_html(name, old), "new": format_estimate_html(name, new)}
@@ -172,7 +178,7 @@ def make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) -
 
 
 def render_facts(config: Record, metrics: Sequence[Record]) -> str:
-    """Steps, time, tokens, and what went wrong."""
+    """Render steps, time, tokens and failures."""
     planned = None if get_setting(config, "algorithm.minutes") else get_setting(config, "algorithm.steps")
     steps = metrics[-1]["step"] if metrics else 0
     failed, skipped, idle = (int(sum_metric(metrics, name)) for name in ("reward/failed", "skipped", "idle"))
@@ -195,13 +201,13 @@ def render_facts(config: Record, metrics: Sequence[Record]) -> str:
 
 
 def compute_failed_term_shares(metrics: Sequence[Record]) -> dict[str, float]:
-    """The share of all completions for which each term failed, of the terms that did."""
+    """Return the mean over steps of the share of completions for which each term failed, of the terms that did."""
     names = {name: None for row in metrics for name in row if name.startswith("failed/")}
     return {name.removeprefix("failed/"): sum_metric(metrics, name) / len(metrics) for name in names}
 
 
 def render_fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
-    """Values with whether each is a warning."""
+    """Render values by label, each with whether it is a warning."""
     return "\n".join(
         f"<div><dt>{name}</dt><dd{' class=warn' if warn else ''}>{value}</dd></div>"
         for name, (value, warn) in rows.items()
@@ -231,7 +237,8 @@ def render_accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -
 
 def render_comparison_table(task: str, split: str, rows: Sequence[Record]) -> str:
     first, last = parse_evaluation(rows[0]), parse_evaluation(rows[-1])
-    caption = f"{escape_text(task)}, {escape_text(split)}: {last.n} prompts, {last.k} samples of each; {describe_intervals(last)}"
+    caption = f"{escape_text(task)}, {escape_text(split)}: {last.n} prompts, {last.k} samples of each"
+    caption += f"; {describe_intervals(last)}"
     heads = ("", f"Step {rows[0]['step']:,}", f"Step {rows[-1]['step']:,}", "Gain, intervals")
     cells = "".join(render_measure_row(name, first, last) for name in select_measures([first, last]))
     return (
@@ -260,8 +267,8 @@ def render_measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
 
 
 def render_curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    drawn = "\n".join(draw_run_charts(metrics, evals))
-    return render_section("Curves", f'<div class="charts">\n{drawn}\n</div>' if drawn else "")
+    charts = "\n".join(draw_run_charts(metrics, evals))
+    return render_section("Curves", f'<div class="charts">\n{charts}\n</div>' if charts else "")
 
 
 def render_config_section(config: Record) -> str:
@@ -275,6 +282,7 @@ def render_config_section(config: Record) -> str:
 
 
 def flatten_config(config: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flatten_config(value, f"{prefix}{key}.")
@@ -282,8 +290,7 @@ def flatten_config(config: Record, prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-# ---------------------------------------------------------------- said
-# What the policy said, as HTML for the page of a run: the best and the worst answers, conversations turn by turn.
+# ---------------------------------------------------------------- rollouts
 
 
 MAX_TEXT_CHARACTERS = 2000
@@ -293,21 +300,23 @@ PICKS_PER_RANK = 2
 
 
 def render_rollouts(rollouts: Path, by_length: bool = False) -> str:
-    """The best and the worst of the first and the last step of a rollouts.jsonl, or of each third by length."""
+    """Render the best and the worst rollouts of the first and the last step, or of each third of them by length."""
     steps = [rows for rows in read_end_rollouts(rollouts) if rows]
-    of = "each third of a step's completions by length" if by_length else "a step"
-    held = any(row.get("messages") for rows in steps for row in rows)
-    drawn = " What was given to it is a thin line. Beside what it said stands a solid bar." if held else ""
-    note = (
-        f'<p class="soft">The best and the worst of {of}. Each cell of a strip is a token: the stronger '
-        f"its colour, the less likely the policy was to say it.{drawn}</p>"
+    scope = "each third of a step's completions by length" if by_length else "a step"
+    has_conversations = any(row.get("messages") for rows in steps for row in rows)
+    legend = (
+        " What was given to it is a thin line. Beside what it said stands a solid bar." if has_conversations else ""
     )
-    said = "\n".join(f"<h3>Step {rows[0]['step']:,}</h3>\n{render_cards(rows, by_length)}" for rows in steps)
-    return f"{note}\n{said}" if said else ""
+    note = (
+        f'<p class="soft">The best and the worst of {scope}. Each cell of a strip is a token: the stronger '
+        f"its colour, the less likely the policy was to say it.{legend}</p>"
+    )
+    cards = "\n".join(f"<h3>Step {rows[0]['step']:,}</h3>\n{render_cards(rows, by_length)}" for rows in steps)
+    return f"{note}\n{cards}" if cards else ""
 
 
 def render_cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
-    """The best and the worst completions, no two alike; a failed reward is the worst there is."""
+    """Render the best and the worst completions without duplicates. A failed reward is worse than any other."""
     distinct = list({make_rollout_key(rollout): rollout for rollout in rollouts}.values())
     if by_length:
         picked = [pick for third in split_by_length(distinct) for pick in pick_extremes(third, 1)]
@@ -318,7 +327,7 @@ def render_cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
 
 
 def make_rollout_key(rollout: Record) -> tuple[str, str, str]:
-    """What two that are alike have in common: all that was said, not the last turn alone."""
+    """Return what duplicates have in common: the whole conversation, not only its last turn."""
     return rollout["prompt"], rollout["completion"], json.dumps(rollout.get("messages"))
 
 
@@ -329,7 +338,7 @@ def pick_extremes(rollouts: Sequence[Record], count: int) -> list[tuple[str, Rec
 
 
 def split_by_length(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
-    """The short, the middling and the long; fewer where there are fewer than three."""
+    """Return the short, the medium and the long rollouts; fewer groups if there are fewer than three rollouts."""
     ordered, n = sorted(rollouts, key=lambda rollout: len(rollout["tokens"])), len(rollouts)
     thirds = [ordered[i * n // 3 : (i + 1) * n // 3] for i in range(3)]
     return [third for third in thirds if third]
@@ -338,16 +347,17 @@ def split_by_length(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
 def render_card(rank: str, rollout: Record) -> str:
     error = f'<p class="warn">{clip_text(rollout["error"])}</p>' if rollout.get("error") else ""
     answer = f'<pre dir="auto" tabindex="0">{render_prefix(rollout)}{clip_text(rollout["completion"])}</pre>'
+    strip = render_token_strip(rollout["logprobs"], rollout.get("given", ()))
     return (
         f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(describe_rollout(rollout))}</p>{error}\n'
         f'<pre class="prompt" dir="auto" tabindex="0">{clip_text(rollout["prompt"])}</pre>\n'
         f"{render_conversation(rollout) if rollout.get('messages') else answer}"
-        f"{render_extras(rollout.get('extra', {}))}{render_token_strip(rollout['logprobs'], rollout.get('given', ()))}</article>"
+        f"{render_extras(rollout.get('extra', {}))}{strip}</article>"
     )
 
 
 def describe_rollout(rollout: Record) -> Iterator[str]:
-    """How it was graded, how long it is, and how it ended."""
+    """Yield the reward, the length and the ending of a rollout."""
     reward, advantage, own = rollout["reward"], rollout["advantage"], rollout.get("environment_reward")
     yield "reward failed" if reward is None else f"reward {reward:.3f}"
     if own is not None and own != reward:
@@ -363,7 +373,7 @@ def describe_rollout(rollout: Record) -> Iterator[str]:
 
 
 def render_conversation(rollout: Record) -> str:
-    """A conversation message by message, earlier sequences first where its history was rewritten."""
+    """Render the messages of a conversation, with those of earlier branches first."""
     *earlier, last = [*rollout.get("branches", ()), rollout]
     items = (
         [render_turn("prefix", "given", "given", f"<i>{clip_text(rollout['prefix'])}</i>")]
@@ -375,20 +385,19 @@ def render_conversation(rollout: Record) -> str:
     return '<ol class="talk">\n' + "\n".join([*items, *render_messages(last["messages"])]) + "\n</ol>"
 
 
-def render_messages(said: Sequence[Record]) -> list[str]:
-    """The messages of a sequence; of very many those in the middle are left out."""
-    left_out = len(said) - MAX_MESSAGES
+def render_messages(messages: Sequence[Record]) -> list[str]:
+    """Render the messages of a sequence. Of more than MAX_MESSAGES, the middle is left out."""
+    left_out = len(messages) - MAX_MESSAGES
     if left_out <= 0:
-        return [render_message(message) for message in said]
+        return [render_message(message) for message in messages]
     half = MAX_MESSAGES // 2
     note = f'<li class="cut"><p>{format_count(left_out, "more message")} in rollouts.jsonl</p></li>'
-    return [*map(render_message, said[:half]), note, *map(render_message, said[-half:])]
+    return [*map(render_message, messages[:half]), note, *map(render_message, messages[-half:])]
 
 
 def render_message(message: Record) -> str:
-    by_policy = message.get("role") == "assistant"
     fault = ', <b class="warn">the call came to nothing</b>' if is_failed_call(message) else ""
-    kind = "sampled" if by_policy else "given"
+    kind = "sampled" if message.get("role") == "assistant" else "given"
     return render_turn(escape_text(get_speaker(message)), kind, f"{kind}{fault}", clip_text(format_message(message)))
 
 
@@ -397,13 +406,13 @@ def render_turn(who: str, kind: str, about: str, text: str) -> str:
 
 
 def render_extras(columns: Record) -> str:
-    """What rewards logged beside the completion."""
+    """Render what rewards logged beside the completion."""
     rows = (f"<b>{clip_text(name)}</b> {clip_text(str(value))}" for name, value in columns.items())
     return "".join(f"\n<p>{row}</p>" for row in rows)
 
 
 def render_prefix(rollout: Record) -> str:
-    """The prefix that was given to the policy, set apart from the completion."""
+    """Render the prefix, set apart from the completion."""
     return f"<i>{clip_text(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
 
 
@@ -415,20 +424,22 @@ def clip_text(text: str) -> str:
 
 
 def render_token_strip(logprobs: Sequence[float | None], given: Sequence[Sequence[int]] = ()) -> str:
-    """The tokens of a completion as cells, those that were given as a thin line.
+    """Render the tokens of a completion as cells, given ones as a thin line.
 
-    Without the tokenizer the chances of tokens can be shown, their text cannot.
+    The cells show the probabilities of the tokens: their text would need the tokenizer.
     """
-    chances = [0.0 if logprob is None else exp(logprob) for logprob in logprobs[:MAX_STRIP_TOKENS]]
-    told = {i for start, end in given for i in range(start, min(end, len(chances)))}
-    sampled = [p for i, p in enumerate(chances) if i not in told]
+    probabilities = [0.0 if logprob is None else exp(logprob) for logprob in logprobs[:MAX_STRIP_TOKENS]]
+    given_indices = {i for start, end in given for i in range(start, min(end, len(probabilities)))}
+    sampled = [p for i, p in enumerate(probabilities) if i not in given_indices]
     if not sampled:
         return ""
-    cells = "".join(render_given_cell(i) if i in told else render_sampled_cell(i, p) for i, p in enumerate(chances))
-    about = f"the chances of {format_count(len(sampled), 'token')}, the lowest {min(sampled):.1%}"
+    cells = "".join(
+        render_given_cell(i) if i in given_indices else render_sampled_cell(i, p) for i, p in enumerate(probabilities)
+    )
+    label = f"the chances of {format_count(len(sampled), 'token')}, the lowest {min(sampled):.1%}"
     return (
-        f'\n<svg class="strip" role="img" aria-label="{about}" viewBox="0 0 {len(chances)} 1" '
-        f'preserveAspectRatio="none" style="max-width:{len(chances)}rem">{cells}</svg>'
+        f'\n<svg class="strip" role="img" aria-label="{label}" viewBox="0 0 {len(probabilities)} 1" '
+        f'preserveAspectRatio="none" style="max-width:{len(probabilities)}rem">{cells}</svg>'
     )
 
 

@@ -1,4 +1,4 @@
-"""The engine decodes all requests together: rows join the decode batch when there is room, and leave at their end."""
+"""The serving engine: requests to sampled tokens, tokens to text, and text to choices in the format of OpenAI."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 MAX_CACHED_PROMPT_TOKENS = 65_536
-"""The most tokens of prompts in the cache: their number times the length of the longest, since each takes its room."""
+"""The most tokens of prompts in the KV cache: their number times the longest, since each is padded to it."""
 MAX_PREFILL_SCORES = 2**24
 """The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
 NO_TOKEN = -1
@@ -48,16 +48,17 @@ UNIFORMS_CHUNK = 64
 
 
 class RequestRefusedError(Exception):
-    """The engine takes no more requests: it is full, or ending."""
+    """The engine takes no more requests, since its queue is full or it is closed."""
 
 
 class ThroughputMeter:
-    """Counts by the second, for the rate of the last ten."""
+    """Counts tokens by the second, for the mean rate of the last ten seconds."""
 
     def __init__(self) -> None:
         self.counts: deque[tuple[int, int]] = deque(maxlen=11)
 
     def add(self, count: int, now: float) -> None:
+        """Count tokens at a time in seconds."""
         second, before = self.counts[-1] if self.counts else (-1, 0)
         if second == int(now):
             self.counts[-1] = second, before + count
@@ -70,14 +71,14 @@ class ThroughputMeter:
 
 
 class ServingEngine:
-    """Decodes the requests that any thread may `submit`; their answers come through `Request.tell`.
+    """Decodes the requests that threads `submit`. Chunks of text are sent through `GenerationRequest.notify`.
 
-    Call `run` in the thread that loaded the model: OpenMP keeps a pool of workers for each thread that has computed,
-    and with two pools on two cores a token takes twice as long.
+    Call `run` in the thread that loaded the model: OpenMP has a pool of workers for each thread that computes, and with
+    two pools on two cores a token takes twice as long.
     """
 
     def __init__(self, policy: Policy, max_rows: int = 64, max_waiting: int = 256) -> None:
-        """An engine that decodes at most `rows` rows at once and lets at most `waiting` requests wait."""
+        """Create an engine with `max_rows` slots and a queue of `max_waiting` requests."""
         self.policy, self.max_rows, self.max_waiting = policy, max_rows, max_waiting
         self.waiting: list[GenerationRequest] = []
         """The requests that the scheduler does not have yet."""
@@ -97,7 +98,12 @@ class ServingEngine:
         return self.scheduler.running
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. RefusedError where too many wait; ValueError for more rows than the engine has."""
+        """Queue a request.
+
+        Raises:
+            RequestRefusedError: the queue is full, or the engine is closed.
+            ValueError: the request has more rows than the engine.
+        """
         if request.n > self.max_rows:
             raise ValueError(f"n = {request.n} is more than the {self.max_rows} rows that are decoded at once")
         with self.queue_changed:
@@ -110,7 +116,7 @@ class ServingEngine:
             self.queue_changed.notify()
 
     def close(self) -> None:
-        """End `run`, which sends RefusedError to all unfinished requests."""
+        """End `run`, which sends RequestRefusedError to all unfinished requests."""
         with self.queue_changed:
             self.closed = True
             self.queue_changed.notify()
@@ -124,7 +130,7 @@ class ServingEngine:
                     if self.running.requests:
                         self._decode_step()
                         self.heap.trim_after_step()
-                except Exception as error:  # noqa: BLE001 - whatever it was, the service goes on for others
+                except Exception as error:  # noqa: BLE001 - the service goes on after any error
                     self._reset_batch(error)
         finally:
             self.close()
@@ -145,7 +151,7 @@ class ServingEngine:
         }
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is something to do. Return False when the engine is closed."""
+        """Wait for requests. Return False when the engine is closed."""
         if not self.running.requests and not self.waiting:
             self.heap.trim()  # the memory of finished prompts' caches
         with self.queue_changed:
@@ -160,7 +166,7 @@ class ServingEngine:
         return {row.request for row in self.running.requests}
 
     def _admit(self) -> None:
-        """Prefill waiting requests while there is room, in order of arrival: small ones never overtake a large one.
+        """Prefill waiting requests while there are slots and memory, in order of arrival.
 
         Requests with the same n are prefilled together: four prompts take two and a half times as long as one.
         """
@@ -170,18 +176,18 @@ class ServingEngine:
             self.scheduler.admit()
 
     def _take_admissible(self) -> list[GenerationRequest]:
-        """Take from the queue and return its first requests, as many as fit into one prefill and into the free rows."""
+        """Take from the queue its first requests, as many as fit into one prefill and into the free slots."""
         with self.queue_changed:
             self._drop_cancelled()
-            served = [len(request.prompt_ids) for request in self._get_active_requests()]
+            active = [len(request.prompt_ids) for request in self._get_active_requests()]
             joining: list[GenerationRequest] = []
             for request in self.waiting:
-                lengths = [len(one.prompt_ids) for one in (*joining, request)]
+                lengths = [len(each.prompt_ids) for each in (*joining, request)]
                 if joining and (
                     request.n != joining[0].n or count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES
                 ):
                     break
-                if (served or joining) and count_padded_tokens(served + lengths) > MAX_CACHED_PROMPT_TOKENS:
+                if (active or joining) and count_padded_tokens(active + lengths) > MAX_CACHED_PROMPT_TOKENS:
                     break
                 if request.n * len(lengths) > self.running.count_free_slots():
                     break
@@ -236,13 +242,13 @@ class ServingEngine:
         request = row.request
         if not request.cancelled:
             try:
-                piece = row.append_token(SampledToken(ids[0], logprobs[0], top_logprobs[0]), self.policy)
+                chunk = row.append_token(SampledToken(ids[0], logprobs[0], top_logprobs[0]), self.policy)
             except Exception as error:  # noqa: BLE001 - as in `run`
                 self._fail_requests({request}, error)
                 return RowState.FINISHED
-            if piece is not None:
-                self._notify(request, piece)
-            if piece is None or not piece.finish_reason:
+            if chunk is not None:
+                self._notify(request, chunk)
+            if chunk is None or not chunk.finish_reason:
                 return RowState.DECODING
         return RowState.FINISHED
 
@@ -251,7 +257,7 @@ class ServingEngine:
         self._notify_all({row.request for row in rows} - self._get_active_requests(), None)
 
     def _notify(self, request: GenerationRequest, news: CompletionChunk | Exception | None) -> None:
-        """Call `tell` of a request. Where that raises, the request is cancelled."""
+        """Call `notify` of a request. If it raises, the request is canceled."""
         try:
             request.notify(news)
         except Exception as error:  # noqa: BLE001 - as in `run`
@@ -264,14 +270,14 @@ class ServingEngine:
                 self._notify(request, news)
 
     def _fail_requests(self, requests: Iterable[GenerationRequest], error: Exception) -> None:
-        """Send the error to the requests and cancel them; their rows are free at the end of the step."""
+        """Send the error to the requests, and cancel them; their slots are free at the end of the step."""
         self._record_error(error)
         self._notify_all(requests, error)
         for request in requests:
             request.cancelled = True
 
     def _reset_batch(self, error: Exception) -> None:
-        """Fail all requests that are being decoded, since half a step may have been taken, and start a new batch."""
+        """Fail all requests that are being decoded, since the step is incomplete, and start a new batch."""
         requests = self._get_active_requests()
         try:
             self.scheduler = self._create_scheduler()  # first, since `notify` may look at the state
@@ -297,7 +303,7 @@ def concatenate_samples(
 
 
 def compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[TopLogprobs]:
-    """Return for each row as many of the likeliest tokens as its request asks for; the rows have one temperature."""
+    """Return as many of the likeliest tokens of each row as its request wants; the rows have the same temperature."""
     counts = [row.request.top_logprob_count for row in rows]
     if not any(counts):
         return [()] * len(rows)
@@ -307,7 +313,7 @@ def compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[
 
 
 def count_padded_tokens(lengths: Sequence[int]) -> int:
-    """Return the room that prompts take in the cache, in tokens: each takes that of the longest."""
+    """Return how many tokens prompts take in the KV cache: each is padded to the longest."""
     return len(lengths) * max(lengths)
 
 
@@ -316,33 +322,29 @@ def make_rows(request: GenerationRequest) -> list[GenerationRow]:
     return [GenerationRow(request, i, UniformStream(seed, UNIFORMS_CHUNK)) for i, seed in enumerate(seeds)]
 
 
-# ---------------------------------------------------------------- rows
-# A request and its rows: as tokens are drawn they become text, which ends at a stop string.
+# ---------------------------------------------------------------- requests and rows: tokens to text
 
-
-if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
 
 MAX_CHARACTER_TOKENS = 16
-"""How many tokens to wait for the end of a character. It has four bytes at most: one that is not complete after these
-tokens never will be, and is sent as it is."""
+"""How many tokens to wait for the end of a character. A character has at most four bytes, so that one that is still
+incomplete is sent as it is."""
 
 
 class SampledToken(NamedTuple):
-    """A token as it was drawn."""
+    """A sampled token."""
 
     token_id: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens in its place, with their log-probs, where the request asks for some."""
+    """The likeliest tokens with their log-probs, if the request wants some."""
     text_bytes: bytes = b""
-    """The bytes that it adds to the text of its row: those of a part of a character, or none for a special token."""
+    """The bytes that it adds to the text of its row; a special token adds none."""
     text_offset: int = 0
-    """The index, in the text of its row, of the character that it begins or continues."""
+    """The index of its first character in the text of its row."""
 
 
 class TokenSpan(NamedTuple):
-    """Tokens that were decoded together, and their text: several where they are parts of one character."""
+    """Tokens that were decoded together, and their text: one token, or several that are parts of a character."""
 
     tokens: tuple[SampledToken, ...]
     text: str
@@ -354,40 +356,40 @@ class TokenSpan(NamedTuple):
         return self.offset + len(self.text)
 
     def cut_tokens_at(self, end: int) -> Iterator[SampledToken]:
-        """Yield the tokens, without the bytes of characters from `end` on, where a stop string cut the text."""
+        """Yield the tokens without the bytes of characters from index `end` on, where a stop string cuts the text."""
         if end >= self.end:
             yield from self.tokens
             return
         left = len(self.text[: max(0, end - self.offset)].encode())
-        for drawn in self.tokens:
-            yield drawn._replace(text_bytes=drawn.text_bytes[:left], text_offset=min(drawn.text_offset, end))
-            left -= min(left, len(drawn.text_bytes))
+        for token in self.tokens:
+            yield token._replace(text_bytes=token.text_bytes[:left], text_offset=min(token.text_offset, end))
+            left -= min(left, len(token.text_bytes))
 
 
 def make_span(tokens: Sequence[SampledToken], text: str, offset: int, policy: Policy) -> TokenSpan:
-    """Return tokens that were decoded to this text as a span; each token gets its share of the bytes."""
+    """Return a span of tokens and their text; each token gets its share of the bytes."""
     if len(tokens) == 1 and REPLACEMENT not in text:
         return TokenSpan((tokens[0]._replace(text_bytes=text.encode(), text_offset=offset),), text, offset)
-    shares = [policy.token_bytes.get_bytes(drawn.token_id) for drawn in tokens]
+    shares = [policy.token_bytes.get_bytes(token.token_id) for token in tokens]
     if len(tokens) == 1 and shares[0].decode(errors="replace") != text:
         shares = [text.encode()]
-    characters, placed, before = codecs.getincrementaldecoder("utf-8")("replace"), list[SampledToken](), 0
-    for drawn, share in zip(tokens, shares, strict=True):
-        placed.append(drawn._replace(text_bytes=share, text_offset=offset + min(before, len(text))))
-        before += len(characters.decode(share))
-    return TokenSpan(tuple(placed), text, offset)
+    decoder, spanned, before = codecs.getincrementaldecoder("utf-8")("replace"), list[SampledToken](), 0
+    for token, share in zip(tokens, shares, strict=True):
+        spanned.append(token._replace(text_bytes=share, text_offset=offset + min(before, len(text))))
+        before += len(decoder.decode(share))
+    return TokenSpan(tuple(spanned), text, offset)
 
 
 class CompletionChunk(NamedTuple):
-    """A piece of the answer of one row."""
+    """A chunk of the completion of a row."""
 
     row_index: int
     """The index of the row in its request, from 0."""
     text: str
-    """The text that has been added."""
+    """The text of the chunk."""
     tokens: tuple[SampledToken, ...]
     finish_reason: str = ""
-    """`stop` or `length` in the last piece of a row."""
+    """`stop` or `length` in the last chunk of a row."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -398,7 +400,8 @@ class CompletionChunk(NamedTuple):
 class GenerationRequest:
     """A request for n completions of a prompt, each of which is a row.
 
-    The engine calls `tell` in its own thread: with each piece, with None when all rows have ended, or with an error.
+    The engine calls `notify` in its own thread: with each chunk, with None when all rows have finished, or with an
+    error.
     """
 
     prompt_ids: Sequence[int]
@@ -410,11 +413,11 @@ class GenerationRequest:
     stop: Sequence[str] = ()
     seed: int = 0
     top_logprob_count: int = 0
-    """How many of the likeliest tokens are told beside each that was drawn."""
+    """How many of the likeliest tokens are returned with each token."""
     cancelled: bool = False
-    """Set where the client no longer waits, or after an error."""
+    """Set when the client has left, or after an error."""
     stop_prefixes: tuple[str, ...] = field(init=False)
-    """All beginnings of stop strings, the longest first: text that ends in one may be about to stop."""
+    """All proper prefixes of stop strings, the longest first: text that ends in one may be about to stop."""
 
     def __post_init__(self) -> None:
         parts = {stop[:n] for stop in self.stop for n in range(1, len(stop))}
@@ -428,18 +431,18 @@ class GenerationRow:
     uniforms: UniformStream
     token_ids: list[int] = field(default_factory=list)
     undecoded_tokens: list[SampledToken] = field(default_factory=list)
-    """Tokens that are not decoded yet."""
+    """Tokens that are not text yet."""
     unsent_spans: list[TokenSpan] = field(default_factory=list)
-    """Spans whose text is not sent to its end yet."""
+    """Spans whose text is not fully sent yet."""
     sent_characters: int = 0
     """The number of characters that were sent."""
     unsent_text: str = ""
-    """Text that is decoded and not yet sent, since a stop string may begin in it. None begins in what was sent."""
+    """Decoded text that is not sent yet, since a stop string may begin in it."""
     decoded_range: tuple[int, int] = (0, 0)
-    """The range of the tokens that were decoded last."""
+    """The range of tokens that were decoded last."""
 
     def append_token(self, token: SampledToken, policy: Policy) -> CompletionChunk | None:
-        """Add a token. Return the piece that can now be sent, if any; the last piece has a reason."""
+        """Add a token. Return the chunk that can be sent now, if any; the last chunk has a reason."""
         self.token_ids.append(token.token_id)
         self.undecoded_tokens.append(token)
         full = len(self.token_ids) >= self.request.max_tokens
@@ -453,13 +456,13 @@ class GenerationRow:
         self.undecoded_tokens = []
         cut = min((at for stop in self.request.stop if (at := self.unsent_text.find(stop)) >= 0), default=-1)
         reason = "stop" if ended or cut >= 0 else "length" if full else ""
-        told = cut if cut >= 0 else len(self.unsent_text) - (0 if reason else self._count_held_back())
-        return self._take_chunk(told, reason) if told or reason else None
+        count = cut if cut >= 0 else len(self.unsent_text) - (0 if reason else self._count_held_back())
+        return self._take_chunk(count, reason) if count or reason else None
 
     def decode_text(self, policy: Policy, is_last: bool) -> bool:
-        """Add the text of new tokens. Return False where a character is incomplete and more tokens may come.
+        """Add the text of new tokens. Return False if a character is incomplete and more tokens may come.
 
-        They are decoded together with the tokens before them: the first token of a text may lose its space.
+        They are decoded together with the tokens before them, since the first token of a text may lose its space.
         """
         first, end = self.decoded_range
         before, now = policy.decode(self.token_ids[first:end]), policy.decode(self.token_ids[first:])
@@ -477,7 +480,7 @@ class GenerationRow:
         return next((len(part) for part in self.request.stop_prefixes if self.unsent_text.endswith(part)), 0)
 
     def _take_chunk(self, characters: int, finish_reason: str) -> CompletionChunk:
-        """Return the next characters as a piece, with the tokens whose text is sent by then; at the end with all."""
+        """Return the next characters as a chunk, with the tokens whose text is sent with it; the last has all tokens."""
         text, self.unsent_text = self.unsent_text[:characters], self.unsent_text[characters:]
         self.sent_characters += characters
         complete = (
@@ -486,21 +489,17 @@ class GenerationRow:
             else sum(span.end <= self.sent_characters for span in self.unsent_spans)
         )
         tokens = tuple(
-            drawn for span in self.unsent_spans[:complete] for drawn in span.cut_tokens_at(self.sent_characters)
+            token for span in self.unsent_spans[:complete] for token in span.cut_tokens_at(self.sent_characters)
         )
         del self.unsent_spans[:complete]
         return CompletionChunk(self.index, text, tokens, finish_reason)
 
 
-# ---------------------------------------------------------------- decoding
-# The served model with its limits, and the way of a request into the engine and of its completions back.
+# ---------------------------------------------------------------- the service: submitting requests, streaming completions
 
-
-if TYPE_CHECKING:
-    pass
 
 MAX_INLINE_CHARACTERS = 10_000
-"""Prompts of up to this many characters are tokenized at once, which takes milliseconds; longer ones in a thread."""
+"""Prompts of up to so many characters are tokenized at once, within milliseconds; longer ones in a thread."""
 
 
 def make_single_thread_pool() -> ThreadPoolExecutor:
@@ -509,42 +508,42 @@ def make_single_thread_pool() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model and the limits of its service."""
+    """A served model and the limits of its service."""
 
     name: str
     """The name by which clients call the model."""
     policy: Any
     engine: ServingEngine
     task: Task | None = None
-    """The task that taught the model: `/group` asks its held-out questions and grades by it."""
+    """The task that the model was trained on: `/group` uses its held-out prompts and its rewards."""
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
     """The settings by which `/group` computes advantages."""
     system: str = ""
-    """The system message before questions of clients' own, for a model that is not served from a run."""
+    """The system message before clients' own questions, for a model that is not served from a run."""
     max_tokens: int = 512
-    """The longest completion in tokens, where a request does not say."""
+    """The longest completion in tokens, if a request has no limit."""
     group_tokens: int = 0
-    """The same for the completions of `/group`, as in training; 0 for `max_tokens`."""
+    """The longest completion of `/group`, as in training; 0 for `max_tokens`."""
     timeout: float = 120.0
-    """How many seconds an answer may take, from the arrival of the whole request to its end."""
+    """How many seconds a response may take, from the arrival of the complete request to its end."""
     body_bytes: int = 1_000_000
     body_seconds: float = 30.0
     send_seconds: float = 30.0
-    """How many seconds a client has to take a piece of its answer."""
+    """How many seconds a client has to receive a chunk."""
     hosts: Sequence[str] = LOOPBACK_HOSTS
-    """Host names that the service may be reached by; addresses in digits are always let in."""
+    """Host names that requests may use; IP addresses are always allowed."""
     token: str = ""
-    """The token that clients must show; empty for none."""
+    """The token that clients must send; empty for none."""
     instance: str = ""
-    """The number by which `serve start` recognizes its own service."""
+    """The number by which `serve start` recognizes its service."""
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=make_single_thread_pool)
     grading_pool: ThreadPoolExecutor = field(default_factory=make_single_thread_pool)
-    """Grades one group at a time: in the sandbox, the rewards of several threads would wait for one another anyway."""
+    """Grades one group at a time, since the sandbox computes rewards one after the other anyway."""
 
 
 @dataclass
 class ServedCompletion:
-    """One completion of a request, put together from its pieces."""
+    """A completion of a request, joined from its chunks."""
 
     text: str = ""
     tokens: tuple[SampledToken, ...] = ()
@@ -565,7 +564,7 @@ class ServedCompletion:
 
 
 class GenerationStream:
-    """A submitted request: an async iterator over the pieces of its completions. Leaving it early frees its rows."""
+    """A submitted request: an async iterator over the chunks of its completions. Leaving it early cancels the request."""
 
     def __init__(
         self,
@@ -575,17 +574,17 @@ class GenerationStream:
         max_tokens: int,
         deadline: float,
     ) -> None:
-        """Submit a request, to be answered by `until` on the event loop's clock. RequestError where it is refused."""
+        """Submit a request with a deadline on the clock of the event loop. Raise RequestError if it is refused."""
         self.served, self.prompt_ids, self.deadline = served, prompt_ids, deadline
         self.events: asyncio.Queue[CompletionChunk | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def tell(news: CompletionChunk | Exception | None) -> None:
+        def notify(news: CompletionChunk | Exception | None) -> None:
             loop.call_soon_threadsafe(self.events.put_nowait, news)
 
         self.request = GenerationRequest(
             prompt_ids=prompt_ids,
-            notify=tell,
+            notify=notify,
             n=sampling.n,
             max_tokens=max_tokens,
             temperature=sampling.temperature,
@@ -601,12 +600,12 @@ class GenerationStream:
 
     async def __aiter__(self) -> AsyncIterator[CompletionChunk]:
         try:
-            while (piece := await self._next_event()) is not None:
-                if isinstance(piece, RequestRefusedError):
-                    raise RequestError(503, str(piece), "overloaded") from piece
-                if isinstance(piece, Exception):
-                    raise RequestError(500, f"decoding failed: {piece}", "internal_error") from piece
-                yield piece
+            while (event := await self._next_event()) is not None:
+                if isinstance(event, RequestRefusedError):
+                    raise RequestError(503, str(event), "overloaded") from event
+                if isinstance(event, Exception):
+                    raise RequestError(500, f"decoding failed: {event}", "internal_error") from event
+                yield event
         finally:
             self.cancel()
 
@@ -615,18 +614,18 @@ class GenerationStream:
             return await self.events.get()
 
     async def collect_completions(self) -> list[ServedCompletion]:
-        done = [ServedCompletion() for _ in range(self.request.n)]
-        async for piece in self:
-            done[piece.row_index].append_chunk(piece)
-        return done
+        completions = [ServedCompletion() for _ in range(self.request.n)]
+        async for chunk in self:
+            completions[chunk.row_index].append_chunk(chunk)
+        return completions
 
     def cancel(self) -> None:
-        """Cancel the request: its rows are free after the token that is being decoded."""
+        """Cancel the request: its slots are free after the present decode step."""
         self.request.cancelled = True
 
 
 def format_question(served: ServedModel, question: str) -> str | tuple[Message, ...]:
-    """Return a question of a client's own as the run asks its own: with its system message and template."""
+    """Return a client's own question with the system message and the template of the run."""
     if served.task is not None:
         return format_question_for_task(getattr(served.task, "task", served.task), question)
     system = ({"role": "system", "content": served.system},) if served.system else ()
@@ -640,19 +639,22 @@ async def start_generation(
     max_tokens: int | None,
     default_max_tokens: int = 0,
 ) -> GenerationStream:
-    """Check and submit a request about a prompt, or the token ids of one.
+    """Check and submit a request.
 
     Args:
-        max_tokens: the longest completion that the request asks for; RequestError where the context has no room for it.
-        usual: the longest one where the request does not say; 0 for that of the service.
+        served: the model.
+        prompt: a prompt, or its token ids.
+        sampling: how to sample.
+        max_tokens: the longest completion of the request, if it has a limit.
+        default_max_tokens: the longest completion if it has none; 0 for that of the service.
 
     Raises:
-        RequestError: the model cannot do what is asked, or the queue is full.
+        RequestError: the context is too short, the prompt cannot be encoded, or the queue is full.
     """
-    until = asyncio.get_running_loop().time() + served.timeout
+    deadline = asyncio.get_running_loop().time() + served.timeout
     if sampling.n > served.engine.max_rows:
         raise RequestError(400, f"n = {sampling.n} must be at most {served.engine.max_rows}")
-    async with enforce_deadline(served, until):
+    async with enforce_deadline(served, deadline):
         prompt_ids = await encode_prompt(served, prompt)
     room = served.policy.context_length - len(prompt_ids)
     wanted = max_tokens or min(default_max_tokens or served.max_tokens, room)
@@ -663,19 +665,19 @@ async def start_generation(
             f" {served.policy.context_length}",
             "context_length_exceeded",
         )
-    return GenerationStream(served, prompt_ids, sampling, wanted, until)
+    return GenerationStream(served, prompt_ids, sampling, wanted, deadline)
 
 
 async def encode_prompt(served: ServedModel, prompt: Prompt | Sequence[int]) -> tuple[int, ...]:
-    """Return the token ids of a prompt. RequestError where it cannot be encoded, or the model does not know them."""
+    """Return the token ids of a prompt. Raise RequestError if it cannot be encoded, or the model has no such tokens."""
     ids = await tokenize_prompt(served, prompt) if isinstance(prompt, Prompt) else tuple(prompt)
-    if max(ids) >= (known := served.policy.model.get_input_embeddings().num_embeddings):
-        raise RequestError(400, f"the prompt has a token that the model does not know: it has {known}")
+    if max(ids) >= (count := served.policy.model.get_input_embeddings().num_embeddings):
+        raise RequestError(400, f"the prompt has a token that the model does not know: it has {count}")
     return ids
 
 
 async def tokenize_prompt(served: ServedModel, prompt: Prompt) -> tuple[int, ...]:
-    """A megabyte takes a second: long texts are tokenized in a thread, so that other requests go on."""
+    """Return the token ids of a prompt. A megabyte takes a second, so that long texts are tokenized in a thread."""
     texts = [prompt.text] if isinstance(prompt.text, str) else [str(part) for part in (*prompt.text, *prompt.tools)]
     try:
         if sum(map(len, texts)) + MAX_INLINE_CHARACTERS // 100 * len(texts) <= MAX_INLINE_CHARACTERS:
@@ -702,17 +704,16 @@ def build_usage(prompt_ids: Sequence[int], completion_tokens: int) -> dict[str, 
     }
 
 
-# ---------------------------------------------------------------- choices
-# Choices in OpenAI's form: what was said, the calls of tools in it, its log-probs and its token ids.
+# ---------------------------------------------------------------- choices in the format of OpenAI
 
 
 MIN_SENT_LOGPROB = -9999.0
-"""Told in place of a smaller log-prob, as OpenAI does: JSON has no infinity."""
+"""Sent in place of smaller log-probs, as OpenAI does, since JSON has no infinity."""
 
 
 @dataclass(frozen=True)
 class ChoiceFormatter:
-    """How the choices of a request are told."""
+    """Formats the completions of a request."""
 
     stream: GenerationStream
     is_chat: bool
@@ -721,12 +722,12 @@ class ChoiceFormatter:
     with_token_ids: bool = False
 
     def build_head(self) -> dict[str, Any]:
-        """Return what an answer has once, or the first event of a stream."""
+        """Return the fields that a response, or the first event of a stream, has once."""
         return {"prompt_token_ids": list(self.stream.prompt_ids)} if self.with_token_ids else {}
 
     def build_choice(self, index: int, answer: ServedCompletion) -> dict[str, Any]:
         body, reason = self.build_content(answer)
-        # vLLM has the prompt in the answer to a chat, and in each choice of a text.
+        # As in vLLM, the prompt is in the response of a chat, and in each choice of a text completion.
         body = {"message": body} if self.is_chat else body | self.build_head()
         return self.assemble_choice(index, body, reason, answer.tokens)
 
@@ -734,19 +735,19 @@ class ChoiceFormatter:
         return self.assemble_choice(index, {"delta": {"role": "assistant", "content": ""}}, "", ())
 
     def build_chunk(self, chunk: CompletionChunk) -> dict[str, Any]:
-        """Return a piece of a choice."""
+        """Return a chunk of a choice."""
         body = {"delta": {"content": chunk.text} if chunk.text else {}} if self.is_chat else {"text": chunk.text}
         return self.assemble_choice(chunk.row_index, body, chunk.finish_reason, chunk.tokens)
 
     def build_final_chunk(self, index: int, answer: ServedCompletion) -> dict[str, Any]:
-        """Return a whole choice as the only piece of one: until the end nobody knows which text is a call."""
+        """Return a complete choice as a single chunk, since only at the end it is clear which text is a call."""
         body, reason = self.build_content(answer)
         calls = [{"index": i, **call} for i, call in enumerate(body.get("tool_calls", ()))]
         delta = ({"content": body["content"]} if body["content"] else {}) | ({"tool_calls": calls} if calls else {})
         return self.assemble_choice(index, {"delta": delta}, reason, answer.tokens)
 
     def build_content(self, answer: ServedCompletion) -> tuple[dict[str, Any], str]:
-        """Return the message, or the text, and why it ended. A call that cannot be read remains text."""
+        """Return the message, or the text, and the finish reason. A call that cannot be parsed remains text."""
         if not self.is_chat:
             return {"text": answer.text}, answer.finish_reason
         policy, ids = self.policy, answer.token_ids
@@ -755,20 +756,20 @@ class ChoiceFormatter:
         message = tool_calls.parse_turn(policy.tokenizer, ids, prompt_ids, self.tools, policy.eos_ids, cut).message
         if not (calls := message.get("tool_calls")):
             return {"role": "assistant", "content": answer.text}, answer.finish_reason
-        told = {
+        body = {
             "role": "assistant",
             "content": message["content"] or None,
             "tool_calls": list(map(build_tool_call, calls)),
         }
-        return told, "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
+        return body, "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
 
     def assemble_choice(
         self, index: int, body: dict[str, Any], finish_reason: str, tokens: Sequence[SampledToken]
     ) -> dict[str, Any]:
-        told = {"index": index, "finish_reason": finish_reason or None, "logprobs": None} | body
+        choice = {"index": index, "finish_reason": finish_reason or None, "logprobs": None} | body
         if self.with_logprobs and tokens:
-            told["logprobs"] = self.build_chat_logprobs(tokens) if self.is_chat else self.build_text_logprobs(tokens)
-        return told | ({"token_ids": [drawn.token_id for drawn in tokens]} if self.with_token_ids else {})
+            choice["logprobs"] = self.build_chat_logprobs(tokens) if self.is_chat else self.build_text_logprobs(tokens)
+        return choice | ({"token_ids": [drawn.token_id for drawn in tokens]} if self.with_token_ids else {})
 
     def build_chat_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         content = [
@@ -791,7 +792,7 @@ class ChoiceFormatter:
         }
 
     def get_text_bytes(self, token: int, drawn: SampledToken) -> bytes:
-        """Return the bytes that a token would have added to the text in place of the one that was drawn."""
+        """Return the bytes that a token would have added to the text in place of the sampled one."""
         if token == drawn.token_id:
             return drawn.text_bytes
         first = self.policy.decode([token]) if drawn.text_offset == 0 else REPLACEMENT
@@ -802,7 +803,7 @@ class ChoiceFormatter:
             "tokens": [self.get_token_name(drawn.token_id) for drawn in tokens],
             "token_logprobs": [max(drawn.logprob, MIN_SENT_LOGPROB) for drawn in tokens],
             "top_logprobs": [
-                # Where two tokens have the same name, the likelier one is told.
+                # If two tokens have the same name, the likelier one is sent.
                 {
                     self.get_token_name(token): max(logprob, MIN_SENT_LOGPROB)
                     for token, logprob in (drawn[:2], *reversed(drawn.top_logprobs))
@@ -821,7 +822,7 @@ class ChoiceFormatter:
 
 
 def build_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call as OpenAI has it: its arguments as text, and with an id that no other call has."""
+    """Return a call in the format of OpenAI: with a unique id, and its arguments as text."""
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {

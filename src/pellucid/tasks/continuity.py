@@ -61,8 +61,8 @@ class PiecewiseProblem(NamedTuple):
         at_right, at_left = self.m * self.right + self.q, self.m * self.left + self.q
         return (
             f"f must agree with itself at x = {self.right} and at x = {self.left}. {self.right}a"
-            f" {format_signed(self.p)} = {at_right}, so a = {self.a}. {at_left} = {self.k * self.left} - b, so b = {self.b}."
-            f" \\boxed{{{self.a + self.b}}}"
+            f" {format_signed(self.p)} = {at_right}, so a = {self.a}. {at_left} = {self.k * self.left} - b, so"
+            f" b = {self.b}. \\boxed{{{self.a + self.b}}}"
         )
 
 

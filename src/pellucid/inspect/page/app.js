@@ -1,4 +1,4 @@
-// Which view is shown, by the fragment of the address; keys; and what is new while a run trains.
+// The view of the page, chosen by the fragment of the address; keys; and updates while a run trains.
 
 import {el, link} from "page/dom.js";
 import {keep, say, speak, spoken} from "page/words.js";
@@ -30,7 +30,7 @@ let shown = 0,
   quiet = null,
   was = {};
 
-// The parts of an address: #/group/12/3?c=0&t=5. What is missing is where one was, or the newest.
+// The parts of an address such as #/group/12/3?c=0&t=5. A missing step or group is the last one shown, or the newest.
 async function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, first, second] = path.split("/");
@@ -100,7 +100,7 @@ async function frame(at) {
   document.getElementById("foot").replaceChildren(isLive ? "" : el("p", {}, leftOut(await get("packed"))));
 }
 
-// What a page on disk leaves out, as single_file.py says it of the file.
+// A sentence on what a page on disk leaves out, as single_file.py writes it.
 function leftOut({counts}) {
   const parts = Object.entries(counts)
     .filter(([, [n, all]]) => n < all)
@@ -108,13 +108,13 @@ function leftOut({counts}) {
   return parts.length ? say("packed", {what: parts.join(say("packed.join"))}) : "";
 }
 
-// The address of a view at the step, and the group, where one was.
+// The address of a view, at the step and the group that were shown last.
 function target(view) {
   const step = STEPPED.has(view) ? was.step : undefined;
   return `#/${[view, step, view === "group" && step !== undefined ? was.group : undefined].filter(part => part !== undefined).join("/")}`;
 }
 
-// Whether the run still trains: it has ended with the last step that was planned.
+// A word on whether the run still trains. It has ended with the last planned step.
 async function news() {
   const {last, planned} = await overview();
   if (planned && last >= planned) return say("ended");
@@ -202,7 +202,7 @@ document.addEventListener("keydown", event => {
   event.preventDefault();
 });
 
-// What is being looked at is left alone while a run goes on, unless it is a view of the whole run.
+// Look for new steps. Only views of the whole run are drawn anew, so that what the user reads stays.
 async function beat() {
   const live = document.getElementById("live");
   try {

@@ -1,6 +1,6 @@
 // Elements out of text that is never read as markup, and numbers as they are written.
 
-// The characters that machine/harmless.py names: controls, marks of direction, separators, halves of characters.
+// The characters that utils/text.py escapes: controls, marks of direction, separators, halves of characters.
 const UNSEEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
 const SVG = "http://www.w3.org/2000/svg";
@@ -52,7 +52,7 @@ export function shape(name, attributes = {}, ...children) {
   return made;
 }
 
-// A picture that reporting/charts.py drew: shapes and their geometry are taken over, whatever else stands there is not.
+// A picture of reporting/charts.py: shapes and their geometry are copied, and nothing else.
 export function picture(svg) {
   const parsed = new DOMParser().parseFromString(svg, "text/html").querySelector("svg");
   return parsed ? copied(parsed) : el("span");
@@ -73,7 +73,7 @@ export function link(text, target, attributes = {}) {
   return el("a", {href: target, ...attributes}, text);
 }
 
-// Three significant digits, as `figure` of words.py writes them.
+// Three significant digits, as `format_significant` of sentences.py writes them.
 export function figure(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "-";
   if (value === 0) return "0";

@@ -1,4 +1,4 @@
-// One question through the steps: its curves as reporting/charts.py draws them, and its best answer token by token.
+// One question through the steps: its curves, drawn by reporting/charts.py, and its best answer token by token.
 
 import {el, figure, link, picture} from "page/dom.js";
 import {listing, say, translated} from "page/words.js";

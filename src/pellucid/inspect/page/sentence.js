@@ -1,25 +1,25 @@
-// One sentence on a token, or on `answers` that share it, chosen as sentences.py chooses it.
+// The sentence on a token, or on several `answers` that share it. sentences.py chooses it in the same way.
 
 import {figure} from "page/dom.js";
 import {WORDS, say} from "page/words.js";
 
 export function sentence(token, {rounding, dtype, floor}) {
-  const told = Object.fromEntries(["advantage", "ratio", "bound"].map(name => [name, figure(token[name])]));
+  const values = Object.fromEntries(["advantage", "ratio", "bound"].map(name => [name, figure(token[name])]));
   const {change, push, rule, answers = 1} = token,
     size = change === null ? null : Math.abs(change);
-  told.size = size !== null && size < floor ? say("below", {least: figure(floor)}) : figure(size);
-  told.dtype = dtype;
-  told.moved = size !== null && size >= rounding ? say(change > 0 ? "moved.rose" : "moved.fell", told) : "";
-  told.lead = say(answers > 1 ? "said.lead_several" : "said.lead", {...told, n: answers});
-  return say(answers > 1 && push === 0 && !rule ? "said.cancel" : keyOf(token, rounding), {...told, n: answers});
+  values.size = size !== null && size < floor ? say("below", {least: figure(floor)}) : figure(size);
+  values.dtype = dtype;
+  values.moved = size !== null && size >= rounding ? say(change > 0 ? "moved.rose" : "moved.fell", values) : "";
+  values.lead = say(answers > 1 ? "said.lead_several" : "said.lead", {...values, n: answers});
+  return say(answers > 1 && push === 0 && !rule ? "said.cancel" : keyOf(token, rounding), {...values, n: answers});
 }
 
 function keyOf({kind, rule, push, change}, rounding) {
   if (kind === "prompt") return "said.prompt";
   if (rule && WORDS[`said.${rule}`]) return `said.${rule}`;
   if (!push) return push === null ? "said.unknown" : "said.still";
-  const way = push > 0 ? "up" : "down";
-  if (change === null) return `said.${way}`;
-  if (Math.abs(change) < rounding) return `said.${way}_stayed`;
-  return change > 0 === push > 0 ? `said.${way}_went` : `said.${way}_against`;
+  const direction = push > 0 ? "up" : "down";
+  if (change === null) return `said.${direction}`;
+  if (Math.abs(change) < rounding) return `said.${direction}_stayed`;
+  return change > 0 === push > 0 ? `said.${direction}_went` : `said.${direction}_against`;
 }

@@ -1,35 +1,35 @@
-// The answers of `reading.py` by their keys: from the server that served this page, or out of the page itself.
+// The answers of run_reader.py by their keys: from the server of this page, or from the blocks in the page itself.
 
 import {say} from "page/words.js";
 
-const kept = new Map();
-const MOST_KEPT = 60;
+const cache = new Map();
+const MAX_CACHED = 60;
 const blocks = new Map([...document.querySelectorAll("script[data-key]")].map(each => [each.dataset.key, each]));
 export const isLive = blocks.size === 0;
 
 export function get(key) {
-  if (!kept.has(key)) {
-    const answer = isLive ? asked(key) : held(key);
-    answer.catch(() => kept.delete(key));
-    kept.set(key, answer);
-    if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
+  if (!cache.has(key)) {
+    const answer = isLive ? fetchAnswer(key) : unpackBlock(key);
+    answer.catch(() => cache.delete(key));
+    cache.set(key, answer);
+    if (cache.size > MAX_CACHED) cache.delete(cache.keys().next().value);
   }
-  return kept.get(key);
+  return cache.get(key);
 }
 
-// What a running run may have changed; the tokens of a step are whole from the first.
+// Forget the answers that a running run may have changed; the tokens of a step never change.
 export function forget() {
-  for (const key of kept.keys()) if (!key.includes("/tokens/")) kept.delete(key);
+  for (const key of cache.keys()) if (!key.includes("/tokens/")) cache.delete(key);
 }
 
-async function asked(key) {
+async function fetchAnswer(key) {
   const response = await fetch(`data/${key}`);
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }
 
-async function held(key) {
+async function unpackBlock(key) {
   if (!blocks.has(key)) return null;
   if (typeof DecompressionStream === "undefined") throw new Error(say("packed.old"));
   const bytes = Uint8Array.from(atob(blocks.get(key).textContent), char => char.charCodeAt(0));
@@ -51,7 +51,7 @@ export async function summary(step, run = 0) {
   return (page ?? []).find(each => each.step === step) ?? null;
 }
 
-// A step's recorded tokens; null where there are none.
+// The recorded tokens of a step; null if there are none.
 export async function tokens(step, run = 0) {
   const {recorded} = await overview(run);
   return recorded.includes(step) ? get(`${run}/tokens/${step}`) : null;

@@ -1,4 +1,4 @@
-// A step's columns as tokens: each with all its numbers, those that were told as differences put together again.
+// A step's columns as tokens, each with all its numbers; log-probs are computed again from the differences.
 
 const KINDS = {p: "prompt", s: "sampled", g: "given"};
 const NUMBERS = [

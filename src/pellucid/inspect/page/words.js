@@ -1,10 +1,10 @@
-// The language of the page: that which was chosen last, at first that of the browser.
+// The sentences of the page, and its language: the one that was chosen last, or at first that of the browser.
 
 export const WORDS = JSON.parse(document.getElementById("words").textContent);
 const KEPT = "pellucid.language";
 let language = (kept() ?? navigator.language).toLowerCase().startsWith("zh") ? 1 : 0;
 
-// A browser may keep nothing for a page, above all for one from disk.
+// A browser may refuse to store anything for a page, above all for one from disk.
 function kept() {
   try {
     return localStorage.getItem(KEPT);
@@ -29,7 +29,7 @@ export function ended(sentence) {
   return language ? `${sentence}。` : `${sentence}. `;
 }
 
-// Titles, labels and tooltips of a picture of charts.py that are fixed words, in the language of the page.
+// Translate the fixed words in a picture of charts.py: titles, labels and tooltips.
 export function translated(svg) {
   const texts = document.createTreeWalker(svg, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
