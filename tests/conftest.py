@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import random
 from dataclasses import dataclass
@@ -397,3 +398,8 @@ def tiny_recipe(path, model_dir):
 
 def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed: make deepspeed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
@@ -20,7 +19,6 @@ from pellucid.policy import policy
 from pellucid.training import build, run
 
 TIMED = ("time/", "memory/")
-DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
 
 
 def answered(*words):

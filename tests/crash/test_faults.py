@@ -25,7 +25,7 @@ from pellucid.policy.policy import Policy
 from pellucid.reporting import loggers, token_files
 from pellucid.reporting.run_files import get_checkpoint_step, list_checkpoints
 from pellucid.training import checkpoint, run
-from runs import DEEPSPEED, same_run, train
+from runs import same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
 SETTINGS = ["--checkpoint.every", 2, "--evaluate.every", 3]
@@ -356,7 +356,7 @@ def ranks(tmp_path, arguments, program=("-m", "pellucid")):
         ("ddp", 0, signal.SIGKILL),
         ("ddp", 1, signal.SIGSTOP),
         ("fsdp2", 1, signal.SIGKILL),
-        pytest.param("deepspeed", 1, signal.SIGKILL, marks=DEEPSPEED),
+        pytest.param("deepspeed", 1, signal.SIGKILL, marks=pytest.mark.deepspeed),
     ],
 )
 def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_path, engine, victim, fault):

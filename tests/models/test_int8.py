@@ -141,7 +141,7 @@ def batch_of(model, rows=40, int8=True):
 
 def by_operators(batch, monkeypatch):
     """The batch with a step by torch's operators, products of the layers in whole numbers."""
-    by_operator = batch.by_operators
+    by_operator = batch.step_eager
 
     def linear(x, weight, bias=None):
         y = product_of(x, weight)
@@ -152,7 +152,7 @@ def by_operators(batch, monkeypatch):
             patched.setattr(layers, "project", linear)
             return by_operator(*arguments)
 
-    batch.fused_decoder, batch._lay_out, batch.by_operators = None, lambda rows: None, step
+    batch.fused_decoder, batch._prepack, batch.step_eager = None, lambda rows: None, step
     return batch
 
 

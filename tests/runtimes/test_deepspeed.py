@@ -14,7 +14,7 @@ from engines import CASES, numbers, rough_steps, same_steps, tensors_of, trained
 from safetensors.torch import load_file
 
 from pellucid.distributed.settings import RuntimeConfig
-from runs import DEEPSPEED, in_processes, launch, same_run, same_weights, train, weights
+from runs import in_processes, launch, same_run, same_weights, train, weights
 
 STAGES = (2, 3)
 EPS = ["--optimizer.eps", 1e-4]
@@ -45,7 +45,7 @@ if torch.distributed.get_rank() == 0:
 """
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 def test_three_steps_are_those_of_one_process(tmp_path):
     named = [f"zero{stage}=deepspeed/{stage}" for stage in STAGES]
     in_processes(2, Path(__file__).with_name("engines.py"), tmp_path, ";".join(CASES), *named)
@@ -60,7 +60,7 @@ def test_three_steps_are_those_of_one_process(tmp_path):
             same_steps(found, alone, shares, (f"zero{stage}", case))
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_nothing_and_of_no_number_cost_their_own_step_alone(stage, tmp_path):
     """As with torch's own optimizer: momentum moves nothing meanwhile, and the next step is what it would have been."""
@@ -72,7 +72,7 @@ def test_gradients_of_nothing_and_of_no_number_cost_their_own_step_alone(stage, 
     same_weights(found, expected, 1e-6)
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_processes_resume_to_the_same_bits_and_other_numbers_or_engines_to_the_same_weights(
     recipe, tmp_path, stage
@@ -94,7 +94,7 @@ def test_two_processes_resume_to_the_same_bits_and_other_numbers_or_engines_to_t
     assert not list(runs["whole"].rglob("*.pt"))
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_bf16_too_two_processes_resume_to_the_same_bits(recipe, tmp_path, stage):
     """What is loaded are masters, from which rounded weights are made."""
@@ -106,7 +106,7 @@ def test_in_bf16_too_two_processes_resume_to_the_same_bits(recipe, tmp_path, sta
     same_run(tmp_path / "whole", tmp_path / "parted")
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("more", [["--policy.lora", 2], ["--optimizer.offload"]], ids=["adapter", "offload"])
 def test_the_model_that_is_saved_is_that_of_one_process(recipe, tmp_path, stage, more):
@@ -118,7 +118,7 @@ def test_the_model_that_is_saved_is_that_of_one_process(recipe, tmp_path, stage,
         same_weights(weights(tmp_path / "two", saved), weights(tmp_path / "one", saved), 1e-6)
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 def test_the_masters_of_bf16_weights_are_not_rounded(recipe, tmp_path, model_dir):
     """Without a step to speak of they are those of the checkpoint, and one too small for bf16 moves them."""
     settings = ["--runtime.engine", "deepspeed", "--policy.dtype", "bfloat16", "--evaluate.every", 0]
@@ -131,7 +131,7 @@ def test_the_masters_of_bf16_weights_are_not_rounded(recipe, tmp_path, model_dir
         assert 0 < (moved[name] - tensor).abs().max() < 1e-5, name
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 def test_one_process_that_was_started_by_itself_may_use_it(recipe, tmp_path):
     settings = ["--algorithm.steps", 1, "--evaluate.every", 0, "--runtime.engine", "deepspeed"]
     command = [sys.executable, "-m", "pellucid", "train", recipe, "--run", tmp_path / "run", *settings]

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from conftest import character_tokenizer, tiny_llama
 from forked import python
-from runs import DEEPSPEED
 
 EXAMPLE = Path("examples/transparent_grpo.py").resolve()
 sys.path.append(str(EXAMPLE.parent))
@@ -227,13 +226,13 @@ def no_gpu(tmp_path_factory):
     return ("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"), ("TORCH_EXTENSIONS_DIR", extensions)
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
 def test_deepspeed_trains_the_model_of_one_process(stage, model, alone, no_gpu, tmp_path):
     same_training(launched((*ZERO, stage), model, tmp_path, 2, environment=no_gpu), tmp_path, alone)
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 def test_deepspeed_clips_the_gradient_where_it_is_asked_to(model, no_gpu, tmp_path):
     """Far below the noise that Adam adds to its denominator, so that a norm is seen in the size of a step."""
     clipped, into = ("--max_grad_norm", "1e-8"), [tmp_path / name for name in ("one", "two")]
@@ -245,7 +244,7 @@ def test_deepspeed_clips_the_gradient_where_it_is_asked_to(model, no_gpu, tmp_pa
     )
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, no_gpu, tmp_path):
     how = (*ZERO[:-1], "--mixed_precision", "bf16", ZERO[-1], "2")
     moved = curve(launched(how, model, tmp_path, 2, environment=no_gpu), tmp_path)[:, 4]
@@ -253,7 +252,7 @@ def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, no_gpu, tmp
     assert bool((moved[1:] != 0).all())
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 def test_deepspeed_that_would_do_nothing_is_refused(model, no_gpu, tmp_path):
     told = (*no_gpu, ("ACCELERATE_USE_CPU", "true"))
     finished = launched((*ZERO, "2"), model, tmp_path, 2, environment=told)
@@ -261,7 +260,7 @@ def test_deepspeed_that_would_do_nothing_is_refused(model, no_gpu, tmp_path):
     assert "set DS_ACCELERATOR=cpu instead" in finished.stderr
 
 
-@DEEPSPEED
+@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

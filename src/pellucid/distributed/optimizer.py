@@ -1,4 +1,7 @@
-"""AdamW whose state lives on the CPU: 12 bytes a weight less on the device, for a copy each way a step."""
+"""Two AdamW optimizers: one with its state on the CPU, and one that makes a single pass over memory on the CPU.
+
+Offloading saves 12 bytes of device memory for each weight, for a copy in both directions in each step.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ from pellucid.models.native import add_self_check, call_kernel, load_library
 
 
 class OffloadedAdamW(Optimizer):
-    """AdamW (arXiv 1711.05101) as torch computes it, on the CPU, in fp32: both moments, and a master of every weight.
+    """AdamW (arXiv 1711.05101) with fp32 masters and moments on the CPU.
 
-    Weights and gradients stay where they are, in whatever dtype; bf16 weights are the rounded masters, so that steps
-    too small for bf16 are not lost. Pinned memory makes the copies asynchronous where there is a GPU.
+    Weights and gradients stay on their device and in their dtype. bf16 weights are the rounded masters, so that updates
+    too small for bf16 are not lost. With a GPU, pinned memory makes the copies asynchronous.
 
-    `masters`: of each weight in its order, where someone holds them already; else copies of the weights.
+    Args:
+        params: The weights.
+        lr, betas, eps, weight_decay: As in `torch.optim.AdamW`.
+        masters: The fp32 masters in the order of `params`; None to copy the weights.
     """
 
     def __init__(
@@ -105,9 +111,12 @@ class RatesStruct(ctypes.Structure):
 
 
 class OnePassAdamW(Optimizer):
-    """AdamW (arXiv 1711.05101) of parameters that `fits` allows, with the state that torch's has.
+    """AdamW (arXiv 1711.05101) of parameters that `supports_one_pass` accepts, with the state of PyTorch's AdamW.
 
-    casts: what is computed with. Copies in bf16 that they keep of these parameters are made anew in each step.
+    Args:
+        params: The parameters.
+        lr, betas, eps, weight_decay: As in `torch.optim.AdamW`.
+        cast_weights: Weights whose bf16 copies are updated in the same pass.
     """
 
     def __init__(
@@ -124,7 +133,7 @@ class OnePassAdamW(Optimizer):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """The norm of all gradients together. The next step multiplies them as torch's clip_grad_norm_ does."""
+        """Return the norm of all gradients. The next step scales them as torch's clip_grad_norm_ does."""
         live = self._list_gradients()
         norms = torch.empty(len(live))
         run_optimizer_kernel(
@@ -158,11 +167,11 @@ class OnePassAdamW(Optimizer):
             part.mark_as_cast()
 
     def _list_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters that have a gradient, and their gradients, which lie as they do."""
+        """Return the parameters that have a gradient, with their contiguous gradients."""
         return [(p, p.grad.contiguous()) for p in self.param_groups[0]["params"] if p.grad is not None]
 
     def _select_cast_weights(self, parameters: Sequence[Tensor]) -> list[CastWeights]:
-        """Those of which a copy is kept in bf16 and every master is stepped."""
+        """Return the cast weights that have a bf16 copy and all of whose masters are updated."""
         stepped = set(map(id, parameters))
         bf16 = [part for part in self.cast_weights if part.dtype == torch.bfloat16]
         return [
@@ -179,7 +188,7 @@ class OnePassAdamW(Optimizer):
 
 
 def run_optimizer_kernel(name: str, parameters: Sequence[ParameterStruct], output: Any) -> None:
-    """A function of the library, by this name in torch's profiler."""
+    """Call a function of the library, under its name in torch's profiler."""
     array = (ParameterStruct * len(parameters))(*parameters)
     with record_function(name):
         call_kernel(getattr(load_library(), name), array, len(parameters), output, torch.get_num_threads())

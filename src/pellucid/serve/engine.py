@@ -393,7 +393,7 @@ class CompletionChunk(NamedTuple):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(drawn.token_id for drawn in self.tokens)
+        return tuple(sampled.token_id for sampled in self.tokens)
 
 
 @dataclass(eq=False)
@@ -480,7 +480,7 @@ class GenerationRow:
         return next((len(part) for part in self.request.stop_prefixes if self.unsent_text.endswith(part)), 0)
 
     def _take_chunk(self, characters: int, finish_reason: str) -> CompletionChunk:
-        """Return the next characters as a chunk, with the tokens whose text is sent with it; the last has all tokens."""
+        """Return the next characters as a chunk, with the tokens whose text is sent by then; the last has all."""
         text, self.unsent_text = self.unsent_text[:characters], self.unsent_text[characters:]
         self.sent_characters += characters
         complete = (
@@ -495,7 +495,7 @@ class GenerationRow:
         return CompletionChunk(self.index, text, tokens, finish_reason)
 
 
-# ---------------------------------------------------------------- the service: submitting requests, streaming completions
+# ---------------------------------------------------------------- submitting requests, streaming completions
 
 
 MAX_INLINE_CHARACTERS = 10_000
@@ -551,11 +551,11 @@ class ServedCompletion:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(drawn.token_id for drawn in self.tokens)
+        return tuple(sampled.token_id for sampled in self.tokens)
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        return tuple(drawn.logprob for drawn in self.tokens)
+        return tuple(sampled.logprob for sampled in self.tokens)
 
     def append_chunk(self, chunk: CompletionChunk) -> None:
         self.text += chunk.text
@@ -564,7 +564,7 @@ class ServedCompletion:
 
 
 class GenerationStream:
-    """A submitted request: an async iterator over the chunks of its completions. Leaving it early cancels the request."""
+    """A submitted request: an async iterator over the chunks of its completions. Leaving it early cancels it."""
 
     def __init__(
         self,
@@ -769,18 +769,18 @@ class ChoiceFormatter:
         choice = {"index": index, "finish_reason": finish_reason or None, "logprobs": None} | body
         if self.with_logprobs and tokens:
             choice["logprobs"] = self.build_chat_logprobs(tokens) if self.is_chat else self.build_text_logprobs(tokens)
-        return choice | ({"token_ids": [drawn.token_id for drawn in tokens]} if self.with_token_ids else {})
+        return choice | ({"token_ids": [sampled.token_id for sampled in tokens]} if self.with_token_ids else {})
 
     def build_chat_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         content = [
-            self.build_logprob_entry(drawn.token_id, drawn.logprob, drawn.text_bytes)
+            self.build_logprob_entry(sampled.token_id, sampled.logprob, sampled.text_bytes)
             | {
                 "top_logprobs": [
-                    self.build_logprob_entry(token, logprob, self.get_text_bytes(token, drawn))
-                    for token, logprob in drawn.top_logprobs
+                    self.build_logprob_entry(token, logprob, self.get_text_bytes(token, sampled))
+                    for token, logprob in sampled.top_logprobs
                 ]
             }
-            for drawn in tokens
+            for sampled in tokens
         ]
         return {"content": content, "refusal": None}
 
@@ -791,26 +791,26 @@ class ChoiceFormatter:
             "bytes": list(text_bytes),
         }
 
-    def get_text_bytes(self, token: int, drawn: SampledToken) -> bytes:
+    def get_text_bytes(self, token: int, sampled: SampledToken) -> bytes:
         """Return the bytes that a token would have added to the text in place of the sampled one."""
-        if token == drawn.token_id:
-            return drawn.text_bytes
-        first = self.policy.decode([token]) if drawn.text_offset == 0 else REPLACEMENT
+        if token == sampled.token_id:
+            return sampled.text_bytes
+        first = self.policy.decode([token]) if sampled.text_offset == 0 else REPLACEMENT
         return self.policy.token_bytes.get_bytes(token) if REPLACEMENT in first else first.encode()
 
     def build_text_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         return {
-            "tokens": [self.get_token_name(drawn.token_id) for drawn in tokens],
-            "token_logprobs": [max(drawn.logprob, MIN_SENT_LOGPROB) for drawn in tokens],
+            "tokens": [self.get_token_name(sampled.token_id) for sampled in tokens],
+            "token_logprobs": [max(sampled.logprob, MIN_SENT_LOGPROB) for sampled in tokens],
             "top_logprobs": [
                 # If two tokens have the same name, the likelier one is sent.
                 {
                     self.get_token_name(token): max(logprob, MIN_SENT_LOGPROB)
-                    for token, logprob in (drawn[:2], *reversed(drawn.top_logprobs))
+                    for token, logprob in (sampled[:2], *reversed(sampled.top_logprobs))
                 }
-                for drawn in tokens
+                for sampled in tokens
             ],
-            "text_offset": [drawn.text_offset for drawn in tokens],
+            "text_offset": [sampled.text_offset for sampled in tokens],
         }
 
     @property
