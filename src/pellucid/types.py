@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 Message = Mapping[str, Any]
-"""A message with `role` and `content`, both texts. A message of the policy that calls tools has `tool_calls`, in
-OpenAI's form but with the arguments as an object. The answer of a tool has the `name` of the tool."""
+"""A chat message with the strings `role` and `content`. A message of the policy that calls tools also has `tool_calls`,
+in OpenAI's format, except that the arguments are an object. The result of a tool also has the `name` of the tool."""
 
 ROUND_STRIDE = 10**8 + 7
-"""Round r of dynamic sampling takes the prompts of step + r * ROUND_STRIDE, which no real step reaches. It is prime, so
-that a task that cycles through its rows finds others in each round. 42 rounds stay below 2**32, a limit of seeds."""
+"""Round r of dynamic sampling uses the prompts of step + r * ROUND_STRIDE, a number that no real step reaches. The stride
+is prime, so that a task that cycles through its rows returns different rows in each round. The numbers of up to 42
+rounds are below 2**32, the limit for seeds."""
 
 
 # ---------------------------------------------------------------- prompts and completions
@@ -23,29 +24,29 @@ that a task that cycles through its rows finds others in each round. 42 rounds s
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, which the policy answers.
+    """One prompt for the policy to answer.
 
     Example: Prompt("train/0/3", ({"role": "user", "content": "What is 3 + 4?"},), answer="7")
     """
 
     id: str
-    """Unique within a step: the samples of its group are seeded with it."""
+    """An identifier that is unique within a step. It seeds the sampling of the prompt's group."""
     text: str | tuple[Message, ...]
-    """Messages pass through the model's chat template. A string reaches the model as it is."""
+    """Messages, which are formatted with the model's chat template, or a string, which the model receives unchanged."""
     answer: str = ""
-    """The gold answer; empty where there is none."""
+    """The gold answer; empty if there is none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the data row, for reward functions."""
     prefix: str = ""
-    """The beginning of the answer, which is given to the policy. The completion continues it; the reward sees both."""
+    """The beginning of the answer, given to the policy. The completion continues it; both are graded together."""
     prefix_is_complete: bool = False
     """Whether the prefix is a complete answer, after which the model should stop."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The JSON schema of each tool that may be called, as chat templates take them."""
     escape_special_tokens: bool = False
-    """Whether special tokens in the text of messages are treated as plain text, since the text is not all trusted."""
+    """Whether special tokens in the text of messages are treated as plain text, for text that is not fully trusted."""
     alternatives: tuple[str, ...] = ()
-    """Other gold answers, as right as `answer`."""
+    """Other gold answers, which are as correct as `answer`."""
 
     @property
     def gold_answers(self) -> tuple[str, ...]:
@@ -59,9 +60,9 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """The text that identifies this prompt: the string, or all messages except those of the system.
+        """The text that identifies this prompt: the string, or all messages except system messages.
 
-        Where that is empty, because an environment will ask the question, it is the id.
+        If that text is empty because an environment will ask the question, the key is the id of the prompt.
         """
         if isinstance(self.text, str):
             return self.text
@@ -81,7 +82,7 @@ class Sampling:
     temperature: float = 1.0
     """Tokens are sampled from softmax(logits / temperature); 0 is greedy."""
     max_tokens: int = 64
-    """The longest completion, in tokens. In a conversation, observations count too."""
+    """The maximum length of a completion in tokens. In a conversation, observations count too."""
     top_k: int = 0
     """Sample only among the k likeliest tokens; 0 is off."""
     top_p: float = 1.0
@@ -91,9 +92,9 @@ class Sampling:
     seed: str = ""
     """The seed of the random numbers. The same prompts, sampling and weights give the same completions."""
     turns: int = 8
-    """The most turns of the policy in a conversation."""
+    """The maximum number of policy turns in a conversation."""
     turn_tokens: int = 0
-    """The most tokens of one turn of the policy; 0 means as many as max_tokens leaves."""
+    """The maximum number of tokens in one policy turn; 0 means what remains of max_tokens."""
 
     @property
     def truncates(self) -> bool:
@@ -106,12 +107,12 @@ class ConversationOutcome:
     """The result of a conversation, from the environment."""
 
     reward: float | None = None
-    """The reward that the environment gives; None where it gives none."""
+    """The reward that the environment returned; None if it returned none."""
     error: str = ""
-    """Why the conversation or its reward failed; else empty."""
+    """Why the conversation or its reward failed; empty if neither did."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """The number of tool calls (`calls`), and of calls that failed, by kind: `unreadable`, `unknown`, `arguments`,
-    `raised`, `timeout`, and `lost`, whose process died."""
+    """The number of tool calls (`calls`), and the number of failed calls of each kind: `unreadable`, `unknown`,
+    `arguments`, `raised`, `timeout`, and `lost` (the process died)."""
     environment: bytes = field(default=b"", compare=False, repr=False)
     """The pickled environment after the conversation, for reward functions that take `environments`."""
 
@@ -124,29 +125,29 @@ class Completion:
     """
 
     token_ids: tuple[int, ...]
-    """All tokens, with the end-of-sequence token where that was sampled."""
+    """All tokens, including the end-of-sequence token if it was sampled."""
     logprobs: tuple[float, ...]
-    """The log-prob of each token in nats, as the sampler computed it, under the distribution that it was sampled from;
-    0 for given tokens."""
+    """The log-prob of each token in nats, computed by the sampler under the distribution that the token was sampled
+    from; 0 for given tokens."""
     text: str
-    """The sampled tokens, decoded without special tokens. In a conversation those of the last turn."""
+    """The sampled tokens, decoded without special tokens. In a conversation, only those of the last turn."""
     finished: bool
-    """Whether it ended with an end-of-sequence token, not at the length limit."""
+    """Whether the completion ended with an end-of-sequence token and not at the length limit."""
     sampling_mask: Sequence[Any] = field(default=(), compare=False, repr=False)
-    """The sampling mask of each token (sampling_mask.py) where the sampler truncates; empty where it does not."""
+    """The sampling mask of each token (sampling_mask.py); empty if the sampler does not truncate the distribution."""
     given_spans: tuple[tuple[int, int], ...] = ()
     """The ranges [start, end) of token_ids that were given and not sampled, in ascending order: the prompt's prefix,
     and the observations and bridge tokens between the turns of the policy."""
     version: int = 0
-    """The number of training steps behind the weights that sampled it."""
+    """The number of training steps after which the sampler received the weights that it used here."""
     messages: tuple[Message, ...] = ()
-    """The messages of a conversation after the question; empty where there is only an answer."""
+    """The messages of a conversation after the question; empty if there is only one answer."""
     outcome: ConversationOutcome | None = None
-    """The result of a conversation; None where there was none."""
+    """The result of the conversation; None if there was no conversation."""
     branches: tuple[Completion, ...] = ()
-    """Other sequences of the same conversation, where its history was rewritten. They have its reward."""
+    """Other token sequences of the same conversation, created when its history was rewritten. They have its reward."""
     thinking: bool = False
-    """Whether the chat template wrote `<think>` right before the text, so that the text begins inside a thought."""
+    """Whether the chat template wrote `<think>` right before the text, so that the text begins inside the reasoning section."""
 
     @property
     def full_text(self) -> str:
@@ -170,32 +171,32 @@ class Reward:
     """
 
     value: float
-    """NaN where the reward could not be computed."""
+    """NaN if the reward could not be computed."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The terms of a composite reward, before their weights."""
     correct: bool | None = None
-    """Whether the answer counts as right in evaluation. None means that it does where value >= 1."""
+    """Whether the answer counts as right in evaluation. None means that it is right if value >= 1."""
     error: str = ""
-    """Why the reward could not be computed; else empty. A reward with an error has failed, whatever its `value` is."""
+    """Why the reward could not be computed, or empty. A reward with an error has failed, regardless of its `value`."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each term by name; 1 where none is given."""
     applies: bool = True
-    """False where no term of the reward applies to this prompt, so that the grade is missing on purpose."""
+    """False if no term of the reward applies to this prompt, so that the grade is missing intentionally."""
     is_decided: bool = True
-    """False where the term that decides which answers are right has no value for this completion. It is then neither
-    right nor wrong, whatever its value is."""
+    """False if the term that decides which answers are right has no value for this completion. The completion is then
+    neither right nor wrong, regardless of `value`."""
     is_continuous: bool = False
-    """True where the reward is a matter of degree and not a verdict. Evaluation then reports its mean."""
+    """True if the reward lies on a continuous scale instead of being right or wrong. Evaluation then reports its mean."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """The error of each term that failed, by name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns for rollouts.jsonl and the report: JSON values by name."""
     logged: Mapping[str, float] = field(default_factory=dict)
-    """Numbers by the names of metrics. The metric of a step is the mean over the completions that have one."""
+    """Metric values by name. The metric of a step is the mean over the completions that have a value."""
 
     @property
     def failed(self) -> bool:
-        """Whether there is no grade. The completion is neither right nor wrong, and the mean of the group counts."""
+        """Whether there is no grade. The completion is neither right nor wrong, and its reward is set to the group mean."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property
@@ -210,16 +211,16 @@ class Reward:
 
     @property
     def is_verdict(self) -> bool:
-        """Whether the reward says right or wrong, by `correct` or by a value of 0 or 1."""
+        """Whether the reward is a verdict, right or wrong, given by `correct` or by a value of 0 or 1."""
         return self.is_decided and not self.is_continuous and (self.correct is not None or self.value in (0.0, 1.0))
 
 
 def rewards_are_verdicts(rewards: Iterable[Reward]) -> bool:
-    """Return whether every reward that has not failed and is decided says right or wrong.
+    """Return whether every reward that is decided and has not failed is a verdict, right or wrong.
 
-    This is the only rule for what users see. Where it holds, answers are called right or wrong. Where it does not,
-    rewards are a matter of degree, and only the rewards are shown. A caller applies it to all rewards that are shown
-    together: those of a step, an evaluation or a run.
+    All output for users follows this rule. If it returns True, answers are reported as right or wrong. Otherwise
+    rewards lie on a continuous scale, and only the rewards are shown. Callers pass all rewards that are shown together:
+    those of a step, an evaluation or a run.
     """
     graded = [reward for reward in rewards if not reward.failed]
     judged = [reward for reward in graded if reward.is_judged]
@@ -228,7 +229,7 @@ def rewards_are_verdicts(rewards: Iterable[Reward]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     global_step: int = 0
     """The number of finished steps."""
@@ -256,7 +257,7 @@ class Group:
 
 
 def get_equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:
-    """Return the rewards that have not failed if all of them are equal. Empty if they differ or all failed."""
+    """Return the rewards that have not failed if they are all equal; an empty list if they differ or all failed."""
     graded = [reward for reward in group.rewards if not reward.failed]
     values = [reward.value for reward in graded]
     return graded if graded and are_rewards_equal(min(values), max(values), min_reward_range) else []
@@ -265,7 +266,7 @@ def get_equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Rewar
 def are_rewards_equal(low: float, high: float, min_reward_range: float = 0.0) -> bool:
     """Return whether rewards from `low` to `high` count as equal: their range is at most min_reward_range.
 
-    Rounding does not count: 0.1 + 0.2 equals 0.3.
+    Rounding errors are ignored: 0.1 + 0.2 counts as equal to 0.3.
     """
     return high - low <= min_reward_range + 1e-9 * max(abs(low), abs(high))
 
@@ -275,7 +276,7 @@ def are_rewards_equal(low: float, high: float, min_reward_range: float = 0.0) ->
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A measured mean with its 95% interval; NaN where nothing was measured.
+    """A measured mean with its 95% confidence interval; NaN if nothing was measured.
 
     The bounds are NaN where there is no interval: there were too few prompts, or all of them had the same value.
     """
@@ -308,12 +309,12 @@ class Evaluation:
     questions_digest: str = ""
     """A digest of the questions. Evaluations with the same digest can be compared question by question."""
     failed: int = 0
-    """The number of answers, greedy and sampled, without a grade because a reward failed. They count as not right."""
+    """The number of answers, greedy and sampled, without a grade because a reward failed. They do not count as right."""
     left_out: int = 0
-    """The number of prompts that are in no mean, because no reward applies to their greedy answer."""
+    """The number of prompts that are excluded from all means, because no reward applies to their greedy answer."""
     undecided: int = 0
-    """The number of greedy answers that are neither right nor wrong, because the deciding term returned None. They are
-    in no accuracy."""
+    """The number of greedy answers that are neither right nor wrong, because the deciding term returned None. They
+    are excluded from the accuracies."""
     reward: Estimate = field(default_factory=Estimate)
     """The mean reward of the greedy answers that have one."""
     reward_at_k: Estimate = field(default_factory=Estimate)
@@ -321,18 +322,18 @@ class Evaluation:
     rewards: tuple[float, ...] = ()
     """The reward of each greedy answer in the order of `greedy_correct`; NaN where it failed."""
     has_verdicts: bool = True
-    """Whether every reward says right or wrong. Where one does not, only rewards are reported."""
+    """Whether every reward is a verdict, right or wrong. If not, only rewards are reported."""
 
 
 # ---------------------------------------------------------------- errors
 
 
 class UserError(Exception):
-    """A mistake that the user can correct: one line with what is wrong, where, and what is right. Exit status 2."""
+    """A mistake that the user can correct. The message is one line: what is wrong, where, and what is right. Exit status 2."""
 
 
 class DataError(UserError):
-    """A UserError about a prompt or a row of the data, which no setting of the model or the algorithm corrects."""
+    """A UserError about a prompt or a row of the data, which cannot be fixed by settings of the model or the algorithm."""
 
 
 class MissingFileError(UserError):
@@ -344,18 +345,18 @@ class MissingFileError(UserError):
 
 
 class NotBegunError(UserError):
-    """A UserError before the first step of a run, whose run directory then holds nothing worth keeping."""
+    """A UserError raised before the first step of a run, when the run directory contains nothing worth keeping."""
 
 
 class StrandedError(Exception):
-    """This process lost the other processes of its run. One line and exit status 1: it is no mistake of the user."""
+    """This process lost contact with the other processes of its run. One line and exit status 1: not a user mistake."""
 
 
 # ---------------------------------------------------------------- tasks
 
 
 class Task(Protocol):
-    """The source of prompts and the grader of completions. A dataclass, whose fields are the keys of `[task]`."""
+    """Provides prompts and grades completions. An implementation is a dataclass whose fields are the keys of `[task]`."""
 
     @property
     def seed(self) -> int: ...
@@ -368,8 +369,8 @@ class Task(Protocol):
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
         """Return the prompts of a step.
 
-        It must be a pure function of (seed, split, step), and of the state of a StatefulTask, so that a resumed run
-        needs no replay.
+        The result must depend only on (seed, split, step) and on the state of a StatefulTask, so that a resumed run
+        does not have to repeat earlier steps.
 
         Args:
             step: The number of finished steps. Round r of dynamic sampling passes step + r * ROUND_STRIDE.
@@ -432,7 +433,7 @@ class StatefulTask(Protocol):
 def as_stateful_task(task: Task) -> StatefulTask | None:
     """Return the task as a StatefulTask, or None where it has no `observe`.
 
-    It is recognized by its attributes, since a sandbox forwards these.
+    It is recognized by its attributes, since a wrapper that grades in a sandbox forwards them.
 
     Raises:
         UserError: If it has `observe` without `state` and `load_state`, so that checkpoints would lose what it learned.
@@ -451,26 +452,26 @@ class PolicyTurn(NamedTuple):
     """One turn of the policy, parsed."""
 
     message: Message
-    """The message, of the role assistant, with the tool calls that could be parsed."""
+    """The assistant message, with the tool calls that could be parsed."""
     unreadable_calls: tuple[str, ...] = ()
     """One line for each tool call that could not be parsed, with the reason."""
     token_counts: tuple[int, int] = (0, 0)
     """How many tokens the policy read, and how many it sampled."""
     is_truncated: bool = False
-    """Whether a limit of tokens ended the turn."""
+    """Whether the turn ended because it reached a token limit."""
 
 
 class EnvironmentReply(NamedTuple):
     """The reply of an environment. One of `messages`, `prompt` and `outcome` is set."""
 
     messages: tuple[Message, ...] = ()
-    """Messages to the policy, whose turn follows."""
+    """Messages to the policy, which has the next turn."""
     prompt: Prompt | None = None
-    """The question, or later a rewritten history, with which another sequence of the same conversation begins."""
+    """The question, or later a rewritten history, which starts another token sequence of the same conversation."""
     outcome: ConversationOutcome | None = None
-    """The end of the conversation."""
+    """The outcome, if the conversation has ended."""
     max_tokens: int = 0
-    """The most tokens of the next turn; 0 means as many as the settings allow."""
+    """The maximum number of tokens in the next turn; 0 means as many as the settings allow."""
 
 
 class AsyncEnvironments(Protocol):
@@ -480,9 +481,9 @@ class AsyncEnvironments(Protocol):
         """Start a conversation, without waiting. Its first reply is the question.
 
         Args:
-            number: A number of the caller's, which identifies the conversation.
+            number: Identifies the conversation; chosen by the caller.
             prompt: The prompt as the task gives it.
-            sibling: Which of the conversations about this prompt it is.
+            sibling: The index of this conversation among those about the same prompt.
         """
         ...
 
@@ -520,13 +521,13 @@ class Sampler(Protocol):
 
         Args:
             policy: The policy that is trained.
-            version: The number of training steps behind the weights, which completions carry.
+            version: The number of training steps that produced the weights. It is stored in each completion.
         """
 
 
 @runtime_checkable
 class ContinuousBatchingSampler(Protocol):
-    """A sampler that takes any number of prompts at once. Others get a few at a time."""
+    """A sampler that accepts any number of prompts at once. Other samplers receive a few prompts at a time."""
 
     @property
     def batches_continuously(self) -> bool:

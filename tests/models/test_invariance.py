@@ -97,7 +97,7 @@ def test_onednn_does_without_amx_unless_someone_has_set_a_limit(monkeypatch):
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     script = (
-        "from pellucid.models import invariance; invariance.leave_amx(); import torch;"
+        "from pellucid.models import hf_decode; hf_decode.disable_amx(); import torch;"
         " x = torch.randn(64, 64).bfloat16(); torch.nn.functional.linear(x, x)"
     )
     told = subprocess.run(

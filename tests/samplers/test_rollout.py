@@ -124,7 +124,7 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
 
 def test_random_numbers_have_the_bits_of_a_double():
     """With 24 a token of chance 1e-9 would be drawn never, or 60 times as often."""
-    numbers = torch.tensor(UniformStream(7, 1000).take(1000), dtype=torch.float64)
+    numbers = torch.tensor(UniformStream(7).take(1000), dtype=torch.float64)
     assert bool(((numbers >= 0) & (numbers < 1)).all())
     assert ((numbers * 2**24) % 1 != 0).double().mean() > 0.99
 

@@ -71,7 +71,7 @@ def held(policy, world, prompts, sampling=SAMPLING, name="native"):
 
 
 def turns_of(completion):
-    edges = [0, *(edge for stretch in completion.given for edge in stretch), len(completion.token_ids)]
+    edges = [0, *(edge for stretch in completion.given_spans for edge in stretch), len(completion.token_ids)]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
@@ -144,7 +144,7 @@ def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, worl
 
 @pytest.mark.slow
 def test_where_others_grade_no_reward_is_none(policy, world_of):
-    _, completions = held(policy, world_of(graded=True), rows("returns_none"))
+    _, completions = held(policy, world_of(has_rewards=True), rows("returns_none"))
     assert {(c.outcome.reward, c.outcome.error) for c in completions} == {(None, "")}
 
 
@@ -235,14 +235,14 @@ def driven(world, row, says, pause=0.0):
     world.start_conversation(0, prompt, 0)
     found, says, until = [], list(says), time.monotonic() + 60
     while time.monotonic() < until:
-        for _, reply in world.heard(0.5):
+        for _, reply in world.receive_replies(0.5):
             found.append(reply)
             if reply.outcome:
                 return found
             spoken = time.monotonic() + pause
             while time.monotonic() < spoken:
-                assert world.heard(0.05) == [], "nobody has been answered"
-            world.tell(0, says.pop(0)) if says else world.end(0)
+                assert world.receive_replies(0.05) == [], "nobody has been answered"
+            world.send_turn(0, says.pop(0)) if says else world.end_conversation(0)
     raise AssertionError("no outcome")
 
 
@@ -288,7 +288,7 @@ def test_what_the_policy_has_not_said_is_not_heard_behind_what_it_has(world_of):
 
 @pytest.mark.slow
 def test_calls_in_a_stream(world_of):
-    says = [words("abc")._replace(tokens=(5, 3)), calls((2, 3))]
+    says = [words("abc")._replace(token_counts=(5, 3)), calls((2, 3))]
     first, second, last = driven(world_of("streams"), {"tools": True}, says)
     assert (first.max_tokens, second.max_tokens) == (3, 0)
     assert last.outcome == ConversationOutcome(3.0, events={"calls": 1})
@@ -334,13 +334,13 @@ def test_a_conversation_that_is_left_ends_its_agent_and_a_closed_world_begins_an
     assert is_gone(first)
     world.close()
     assert is_gone(second)
-    assert world.heard(0.0) == []
+    assert world.receive_replies(0.0) == []
     assert process_of_an_agent(world) not in (first, second)
 
 
 def process_of_an_agent(world):
     world.start_conversation(0, rows("")[0], 0)
-    [(number, reply)] = world.heard(30.0)
+    [(number, reply)] = world.receive_replies(30.0)
     assert number == 0
     process = int(reply.prompt.text[0]["content"])
     os.kill(process, 0)

@@ -1,10 +1,11 @@
 """Group Relative Policy Optimization: the training loop and the pure functions that it consists of.
 
-grpo.py is the loop. rollouts.py generates and grades, batch.py makes tensors of that, and each axis that a setting
-chooses from has a file: advantages, objectives, kl, shaping. The folder imports torch and types.py; models, files,
-process groups and libraries come in through the protocols of protocols.py and types.py.
+grpo.py contains the training loop, rollouts.py generates and grades completions, and batch.py converts them to tensors.
+Each part that settings can vary has its own file: advantages.py, objectives.py, kl.py and shaping.py. The folder
+imports torch and types.py; models, files, process groups and libraries are accessed through the protocols in
+protocols.py and types.py.
 
-`group_advantages` and `policy_loss` (standalone.py) are for a training loop of your own.
+Use `group_advantages` and `policy_loss` (standalone.py) in a training loop of your own.
 """
 
 from __future__ import annotations

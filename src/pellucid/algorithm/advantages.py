@@ -1,9 +1,9 @@
 """Advantages: how much better a completion is than its siblings.
 
-Each advantage is one pure function of the `Grades` of a step and the settings, which returns [P, G] float64. P counts
-the prompts of all processes, since some functions compare groups with each other. A zero-variance group says nothing
-about its completions, so its advantages are exactly 0, except for "raw" and "top", which compare with nothing. No
-division has an epsilon: a group either has zero variance or a spread to divide by.
+Each advantage is a pure function of the `Grades` of a step and the settings, and returns a [P, G] float64 tensor. P is
+the number of prompts of all processes, since some functions compare groups with each other. In a zero-variance group,
+all rewards are equal and all advantages are exactly 0, except for "raw" and "top", which have no baseline. Divisions
+need no epsilon, since zero-variance groups are handled separately.
 
 Notation: r is the reward of a completion, mean and std are those of its group.
 """
@@ -22,17 +22,17 @@ from pellucid.utils.plugins import load_function
 
 
 class Grades(NamedTuple):
-    """What the advantages of a step are computed from, in float64."""
+    """The inputs from which the advantages of a step are computed, in float64."""
 
     rewards: Tensor
     """[P, G]"""
     correct: Tensor
-    """[P, G] 1 where the answer counts as right, else 0. A failed reward has the mean of its siblings, NaN if all
-    failed."""
+    """[P, G] 1 if the answer counts as right, else 0. For a failed reward it is the mean of the siblings, or NaN if all
+    rewards of the group failed."""
     lengths: Tensor
     """[P, G] in tokens."""
     parts: Tensor
-    """[P, G, K] the terms of a composite reward before their weights. A reward without terms has K = 1, itself."""
+    """[P, G, K] the terms of a composite reward before their weights. A reward without terms is its own only term, K = 1."""
     weights: Tensor
     """[P, K] the weight of each term."""
 
@@ -40,13 +40,13 @@ class Grades(NamedTuple):
 AdvantageFunction = Callable[[Grades, GRPOConfig], Tensor]
 
 
-# ---------------------------------------------------------------- pieces
+# ---------------------------------------------------------------- building blocks
 
 
 def is_zero_variance(rewards: Tensor, min_reward_range: float = 0.0) -> Tensor:
-    """Find the groups without signal, in which max - min <= min_reward_range.
+    """Find the groups whose rewards are all equal: max - min <= min_reward_range.
 
-    Rounding of float64 does not count: 0.1 + 0.2 equals 0.3.
+    Float64 rounding errors are ignored: 0.1 + 0.2 counts as equal to 0.3.
 
     Args:
         rewards: [..., G].
@@ -77,7 +77,7 @@ def standardize(rewards: Tensor, correction: int = 0) -> Tensor:
 
 
 def equalize_rewards(grades: Grades, is_silent: Tensor) -> Grades:
-    """Make the rewards of some groups equal, for functions that look beyond one group.
+    """Make the rewards of some groups equal, for advantage functions that compare groups with each other.
 
     Args:
         grades: The grades of a step.
@@ -142,7 +142,7 @@ def rloo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def maxrl(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / mean. Rewards of 0 and 1 then follow the gradient of log-likelihood, not of accuracy.
+    """(r - mean) / mean. With rewards of 0 and 1, the gradient is that of the log-likelihood, not of the accuracy.
 
     Returns:
         [P, G]; 0 in groups of mean 0.
@@ -186,11 +186,11 @@ def top_rewards(grades: Grades, cfg: GRPOConfig) -> Tensor:
 def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """Standardize each reward term in its group, add them up by their weights, and divide by the std of the batch.
 
-    A term of large spread cannot drown the others, as it does where their sum is standardized. Terms that cancel up to
-    rounding add up to exactly 0, since the std of the batch would magnify the rest.
+    A term with a large spread cannot dominate the others, as it would if their sum were standardized. If terms cancel
+    up to rounding errors, their sum is set to exactly 0, since dividing by the std of the batch would magnify the errors.
 
     Args:
-        grades: Of which `parts` [P, G, K] and `weights` [P, K] are used.
+        grades: Only `parts` [P, G, K] and `weights` [P, K] are used.
         cfg: Not used.
 
     Returns:
@@ -210,7 +210,7 @@ def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def batch_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / std of all rewards of the step, so that no group of little variance is magnified.
+    """(r - mean) / std of all rewards of the step, so that groups with little variance are not magnified.
 
     Returns:
         [P, G].
@@ -237,12 +237,12 @@ def difficulty_weighted(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def grpo_lead(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """`grpo` times w(p) where positive and w(1 - p) where negative, p the share of right answers in the group.
+    """`grpo` times w(p) where positive and w(1 - p) where negative; p is the share of right answers in the group.
 
     w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))).
 
     Args:
-        grades: Of which `rewards` and `correct` are used, [P, G] both.
+        grades: Only `rewards` and `correct` are used, both [P, G].
         cfg: Not used.
 
     Returns:
@@ -261,9 +261,10 @@ def logistic_weight(p: Tensor) -> Tensor:
 
 
 def dgpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / mean absolute deviation, times softmax(-mean / 2) over the groups that have a signal.
+    """(r - mean) / mean absolute deviation, times softmax(-mean / 2) over the groups whose rewards differ.
 
-    The sum of |A| over a group is then G at any accuracy, except for the softmax, whose mean over those groups is 1.
+    Without the softmax, the sum of |A| over a group is G at any accuracy. The mean of the softmax factor over those
+    groups is 1.
 
     Returns:
         [P, G].
@@ -285,19 +286,19 @@ def dgpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """Standardize among siblings of similar length, shrunk towards the group.
 
-    A cell is a quantile bucket of the lengths in one group. Mean and std of a cell of n completions have the share
-    n / (n + length_shrinkage), those of the group the rest; below length_min_cell completions the cell has no share.
-    Comparing within cells alone would take away all credit for choosing a better length (docs/sharp-edges.md).
+    A cell is a quantile bucket of the lengths in one group. The mean and std of a cell of n completions have the weight
+    n / (n + length_shrinkage), and those of the group have the rest. A cell of fewer than length_min_cell completions
+    has weight 0. Comparing only within cells would give no credit for choosing a better length (docs/sharp-edges.md).
 
     Args:
-        grades: Of which `rewards` and `lengths` are used, [P, G] both.
+        grades: Only `rewards` and `lengths` are used, both [P, G].
         cfg: length_buckets, length_min_cell and length_shrinkage.
 
     Returns:
         [P, G].
 
     Source:
-        mathgrpo, corrected; its own form is `length_grouped_literal`.
+        mathgrpo, corrected; the original version is `length_grouped_literal`.
     """
     is_shorter = grades.lengths[:, None, :] < grades.lengths[:, :, None]  # [P, G, G]
     buckets = is_shorter.sum(-1) * cfg.length_buckets // grades.lengths.shape[-1]
@@ -310,10 +311,10 @@ def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
 def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """Standardize among siblings that are all short, all medium or all long.
 
-    Medium is within mean - std to mean + std of the lengths of the batch.
+    A medium length is between mean - std and mean + std of the lengths of the batch.
 
     Args:
-        grades: Of which `rewards` and `lengths` are used, [P, G] both.
+        grades: Only `rewards` and `lengths` are used, both [P, G].
         cfg: Not used.
 
     Returns:
@@ -329,12 +330,12 @@ def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def standardize_within_cells(rewards: Tensor, same_cell: Tensor, share: Tensor) -> Tensor:
-    """(r - mean) / std, both mixed from those of the cell and those of the group.
+    """(r - mean) / std, where mean and std are weighted averages of those of the cell and those of the group.
 
     Args:
         rewards: [P, G].
         same_cell: [P, G, G] bool, whether two completions are in the same cell.
-        share: [P, G] the share of the cell; the group has the rest.
+        share: [P, G] the weight of the cell; the group has the weight 1 - share.
 
     Returns:
         [P, G].
@@ -371,7 +372,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 
 
 def get_advantage_function(name: str) -> AdvantageFunction:
-    """Return a function of ADVANTAGES, or the user's own.
+    """Return a function of ADVANTAGES or a user-defined function.
 
     Raises:
         UserError: If `name` is "file.py:function" and there is no such function.
@@ -380,11 +381,12 @@ def get_advantage_function(name: str) -> AdvantageFunction:
 
 
 def compute_advantages_from_grades(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Compute the advantages of a step by the function that cfg.advantage names.
+    """Compute the advantages of a step with the function named by cfg.advantage.
 
     Args:
-        grades: As the task gave them. Their rewards decide which groups have zero variance under cfg.min_reward_range.
-        shaped: [P, G] the rewards after shaping, which are compared.
+        grades: The grades before shaping. Their rewards decide which groups have zero variance under
+            cfg.min_reward_range.
+        shaped: [P, G] the rewards after shaping, from which the advantages are computed.
         cfg: The settings of the algorithm.
 
     Returns:

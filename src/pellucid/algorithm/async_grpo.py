@@ -1,7 +1,7 @@
 """GRPO with rollouts that are generated one step ahead: while a step is trained, the sampler works on the next one.
 
-The loop is that of grpo.py; only its collector differs. The rollouts of a step come from the weights before the last
-update. `algorithm.correction` weighs their tokens by pi / pi_sampler, the policy of this step over the one that sampled
+This is the loop of grpo.py with a different collector. The rollouts of a step are sampled with the weights before the
+last update. `algorithm.correction` weighs their tokens by pi / pi_sampler, the policy of this step divided by the one that sampled
 (truncated importance sampling). The sampler needs its own copy of the weights, which must not change with the policy's.
 """
 
@@ -20,7 +20,7 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import DataError, Sampler, Sampling, Task
 
 SAMPLING_SECONDS = "time/drawn"
-"""The metric of how many seconds it took to generate and grade the rollouts of a step."""
+"""The name of the metric for the seconds spent on generating and grading the rollouts of a step."""
 
 
 def train_async(
@@ -52,7 +52,7 @@ class AheadCollector(RolloutCollector):
     pending: Future[Rollouts] | None = None
 
     def collect(self, step: int, cfg: GRPOConfig, clock: StageClock) -> Rollouts:
-        """Return the rollouts that are ready, and begin with those of the next step."""
+        """Return the rollouts of this step, and start to generate those of the next step."""
         rollouts = self.state.next_rollouts or self._collect_timed(step, cfg)
         clock.record_lap("generate")
         has_next = step + 1 < cfg.steps
@@ -62,10 +62,10 @@ class AheadCollector(RolloutCollector):
     def sync_sampler(self, policy: Policy, version: int, clock: StageClock) -> None:
         """Wait for the rollouts of the next step, then give the sampler the updated weights."""
         clock.record_lap("update")
-        # A prompt of the next step that cannot be asked raises there again, after this step is complete.
+        # A DataError in the prompts of the next step is raised again when that step starts, after this step is complete.
         is_usable = self.pending is not None and not isinstance(self.pending.exception(), DataError)
         self.state.next_rollouts = self.pending.result() if self.pending and is_usable else None
-        clock.record_lap("generate")  # the time that training waits
+        clock.record_lap("generate")  # the time that training waited
         clock.sampling_seconds = self.state.next_rollouts[1][SAMPLING_SECONDS] if self.state.next_rollouts else 0.0
         super().sync_sampler(policy, version, clock)
 

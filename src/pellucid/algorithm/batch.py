@@ -1,9 +1,9 @@
 """Rollouts as tensors: groups become a `Batch` to train on, and `Grades` from which advantages are computed.
 
-A response is a sequence of tokens, each sampled by the policy or given to it. The [B, T] fields of a Batch say what is
-done with each token: whether there is one (`response_mask`), whether the policy chose it (`action_mask`), whether the
-policy gradient acts on it (`loss_mask`), its advantage, its weight in the loss, and the weight of its likelihood. The
-loss depends on nothing else.
+A response is a sequence of tokens, each sampled by the policy or given to it. The [B, T] fields of a Batch define what
+is done at each position: whether there is a token (`response_mask`), whether the policy sampled it (`action_mask`),
+whether it has a policy gradient (`loss_mask`), its advantage, its weight in the loss, and the weight of its likelihood.
+The loss depends on nothing else.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Batch:
     prompt_indices: Tensor
     """[B] the index of each row's prompt in prompt_ids."""
     response_ids: Tensor
-    """[B, T] padded on the right with anything."""
+    """[B, T] padded on the right with arbitrary values."""
     response_mask: Tensor
-    """[B, T] bool: there is a token. It comes from lengths, since padding may equal the end-of-sequence token."""
+    """[B, T] bool: True for tokens, False for padding. Computed from lengths, since padding may equal the EOS token."""
     action_mask: Tensor
     """[B, T] bool: the policy sampled this token; the others were given to it."""
     finished: Tensor
@@ -48,7 +48,7 @@ class Batch:
     sampler_logprobs: Tensor
     """[B, T] log-probs in nats as the sampler computed them; 0 where a token was given."""
     sampling_mask_words: Tensor | None = None
-    """[M] the sampling masks of all tokens, concatenated (sampling_mask.py). None where nothing is truncated."""
+    """[M] the sampling masks of all tokens, concatenated (sampling_mask.py). None if sampling is not truncated."""
     sampling_mask_spans: Tensor | None = None
     """[B, T, 2] start and end of each token's mask in the words; an empty span allows every token."""
     old_logprobs: Tensor | None = None
@@ -56,18 +56,18 @@ class Batch:
     ref_logprobs: Tensor | None = None
     """[B, T] log-probs under the reference."""
     kl: Tensor | None = None
-    """[B, T] KL to the reference when the rollouts were sampled, where rewards pay for it."""
+    """[B, T] KL to the reference at the time of sampling, if it is subtracted from rewards or advantages."""
     rollout_indices: Tensor | None = None
-    """[B] the rollout p * G + g that each row is a sequence of. None where each row is a rollout."""
+    """[B] the index p * G + g of the rollout to which each row belongs. None if each row is a rollout of its own."""
     step_row_indices: Tensor | None = None
     """[B] the index of the row in its step, in the order of `collate`; -1 for replayed rollouts and demonstrations. The
-    algorithm does not use it; it tells what became of a rollout."""
+    algorithm does not use it; reports use it to match rows with rollouts."""
     loss_mask: Tensor | None = None
-    """[B, T] bool: the policy gradient acts on this token. None means on all sampled tokens."""
+    """[B, T] bool: the token has a policy gradient. None means that all sampled tokens have one."""
     advantages: Tensor | None = None
     """[B, T]; 0 where a token was given. Equal along a response, since a completion has one reward."""
     clip_high: Tensor | None = None
-    """[B] the upper clip of each row, where the difficulty of its prompt sets it."""
+    """[B] clip_high of each row, if it depends on the difficulty of the prompt."""
     token_weights: Tensor | None = None
     """[B, T] the share of each sampled token in the loss; 0 where a token was given."""
     likelihood_weights: Tensor | None = None
@@ -96,7 +96,7 @@ class Batch:
         return {name: x for name, x in self.get_tensors().items() if name != "sampling_mask_words"}
 
     def get_sampling_mask(self, device: torch.device) -> SamplingMask | None:
-        """Return the sampling mask of all scored tokens, row by row. None where the sampler does not truncate."""
+        """Return the sampling mask of all scored tokens, row by row. None if the sampler does not truncate."""
         if self.sampling_mask_words is None or self.sampling_mask_spans is None:
             return None
         return SamplingMask(self.sampling_mask_words.to(device), self.sampling_mask_spans[self.scored_mask].to(device))
@@ -106,7 +106,7 @@ class Batch:
         return torch.where(self.action_mask, x[:, None], 0.0)
 
     def mark_as_replayed(self) -> Batch:
-        """Return the batch as a later step trains on it."""
+        """Return the batch for training in a later step, with step_row_indices of -1."""
         return replace(self, step_row_indices=torch.full_like(self.prompt_indices, -1))
 
     # Rows
@@ -130,7 +130,7 @@ class Batch:
     # Rollouts of several rows
 
     def find_rollout_starts(self) -> list[int]:
-        """Return the first row of each rollout in the order of the rows, and len(self)."""
+        """Return the index of the first row of each rollout in ascending order, followed by len(self)."""
         if self.rollout_indices is None:
             return list(range(len(self) + 1))
         changes = (self.rollout_indices[1:] != self.rollout_indices[:-1]).nonzero().flatten() + 1
@@ -139,8 +139,8 @@ class Batch:
     def compute_rollout_lengths(self) -> Tensor:
         """Return the number of tokens of each rollout that count towards sampler.max_tokens. [P * G] float64
 
-        These are all tokens from the first sampled one on: in a conversation also the observations between the turns of
-        the policy, but neither the question nor a prefix. The longest sequence of a rollout counts.
+        All tokens from the first sampled one count. In a conversation this includes the observations between the turns
+        of the policy, but not the question or a prefix. If a rollout has several sequences, the longest one counts.
         """
         starts = self.action_mask.byte().argmax(-1)
         lengths = torch.where(self.action_mask.any(-1), self.response_mask.sum(-1) - starts, 0).double()
@@ -153,7 +153,8 @@ class Batch:
         """Count the tokens of a mask [B, T] by rollout.
 
         Returns:
-            How many rollouts have such a token [], and how many such tokens the rollout of each row has [B, 1].
+            The number of rollouts with at least one token of the mask [], and for each row the number of tokens of the mask
+            in its rollout [B, 1].
         """
         lengths = mask.sum(-1, keepdim=True)
         if self.rollout_indices is None:
@@ -165,7 +166,8 @@ class Batch:
         """Add up x [B, T] over the sampled tokens of each rollout.
 
         Returns:
-            The sums [P * G, 1] and a mask of the same shape. Where each row is a rollout, x as it is and action_mask.
+            The sums [P * G, 1] and a mask of the same shape. If each row is a rollout of its own, x itself, not summed, and
+            action_mask.
         """
         if self.rollout_indices is None:
             return x, self.action_mask
@@ -182,7 +184,7 @@ def sum_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def collate(groups: Sequence[Group]) -> Batch:
-    """Return the Batch of some groups: the rows of their completions, then those of branches, in the same order."""
+    """Convert groups to a Batch: first the rows of all completions, then the rows of all branches, in the same order."""
     rollouts = [(p, c) for p, g in enumerate(groups) for c in g.completions]
     branches = [(p, i, b) for i, (p, c) in enumerate(rollouts) for b in c.branches]
     completions = [*(c for _, c in rollouts), *(b for _, _, b in branches)]
@@ -223,7 +225,7 @@ def pad_sequences(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
 
 
-# ---------------------------------------------------------------- batches joined
+# ---------------------------------------------------------------- joining batches
 
 
 def append_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
@@ -258,7 +260,7 @@ def concat_batches(batches: Sequence[Batch]) -> Batch:
     first, *rest = batches
     if not rest:
         return first
-    if any(b.rollout_indices is not None for b in batches):  # only steps in which an agent rewrote its history have it
+    if any(b.rollout_indices is not None for b in batches):  # set only if an agent rewrote its history
         indices = [torch.arange(len(b)) if b.rollout_indices is None else b.rollout_indices for b in batches]
         batches = [replace(b, rollout_indices=x) for b, x in zip(batches, indices, strict=True)]
         first = batches[0]
@@ -297,7 +299,7 @@ def concat_token_rows(tensors: Sequence[Tensor], width: int) -> Tensor:
 
 
 def collect_grades(groups: Sequence[Group]) -> Grades:
-    """Return the grades of some groups. A reward term that failed or does not apply counts as its siblings' mean."""
+    """Return the grades of some groups. A reward term that failed or does not apply gets the mean of its siblings."""
 
     def make_tensor(value: Callable[[Completion, Reward], Any]) -> Tensor:
         rows = [[value(*pair) for pair in zip(g.completions, g.rewards, strict=True)] for g in groups]
@@ -318,7 +320,7 @@ def collect_grades(groups: Sequence[Group]) -> Grades:
 
 
 def collect_task_rewards(groups: Sequence[Group]) -> Tensor:
-    """Return the rewards of some groups. A failed one counts as the mean of its siblings, or 0. [P, G] float64"""
+    """Return the rewards of groups. A failed reward gets the mean of its siblings, or 0 if all failed. [P, G] float64"""
     values = [[math.nan if r.failed else r.value for r in g.rewards] for g in groups]
     return fill_with_sibling_mean(torch.tensor(values, dtype=torch.float64)).nan_to_num(0.0)
 

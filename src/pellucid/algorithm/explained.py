@@ -1,7 +1,7 @@
 """What the loss does to each token, and which rule removed its policy gradient. Training itself does not use this.
 
-Everything comes from the loss itself, by autograd with respect to the scores of a token, and from the functions that
-the loss consists of. No random numbers are used up, so a run that is recorded takes the same steps to the bit.
+All values are computed from the loss itself, by autograd with respect to the scores of a token, and from the functions
+that the loss calls. The random state is not changed, so recording a run does not change a single bit of its steps.
 
 Shapes: B rows, T response tokens.
 """
@@ -36,12 +36,13 @@ GRADIENT_RULES = (
     "correction",
     "other",
 )
-"""What removed the policy gradient of a token; "" is nothing. An advantage of 0 is called no_advantage here. Whether
-the rewards of the group were all equal (zero_variance) or had all failed (all_failed) is for the caller to say."""
+"""The rules that remove the policy gradient of a token; "" means that nothing removed it. This file reports an advantage
+of 0 as no_advantage. The caller replaces that with zero_variance if the rewards of the group were all equal, or with
+all_failed if they all failed."""
 
 
 class LossExplanation(NamedTuple):
-    """What the loss does to each token, [B, T] each. Only `rule` has meaning off the sampled tokens."""
+    """What the loss does to each token, [B, T] each. For tokens that were not sampled, only `rule` is meaningful."""
 
     ratio: Tensor
     """The ratio that the objective uses, of the token or of its response."""
@@ -54,9 +55,9 @@ class LossExplanation(NamedTuple):
     kl_grad: Tensor
     """d loss / d exact KL."""
     rule: Tensor
-    """int: the index in GRADIENT_RULES of what removed the policy gradient."""
+    """int: the index in GRADIENT_RULES of the rule that removed the policy gradient."""
     bound: Tensor
-    """What the ratio was compared with where the rule is clip_low or clip_high; NaN elsewhere."""
+    """The bound with which the ratio was compared if the rule is clip_low or clip_high; NaN elsewhere."""
 
 
 def explain_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> LossExplanation:
@@ -94,7 +95,7 @@ def compute_score_gradients(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tu
 
 
 def remove_penalties(cfg: GRPOConfig) -> GRPOConfig:
-    """Return the settings of a loss that is the objective alone."""
+    """Return the settings without KL and entropy terms, so that the loss contains only the objective."""
     return replace(cfg, kl_coef=0.0, kl_target=0.0, reference_every=0, reference_decay=0.0, entropy_coef=0.0)
 
 
@@ -106,7 +107,7 @@ def preserve_random_state(x: Tensor) -> AbstractContextManager[None]:
 def find_gradient_rules(
     output: ObjectiveOutput, importance: Tensor, policy_grad: Tensor, batch: Batch, cfg: GRPOConfig
 ) -> Tensor:
-    """Return the rule that removed the policy gradient of each token, the first one that could. [B, T] int"""
+    """Return the rule that removed the policy gradient of each token: the first one that applies. [B, T] int"""
     assert batch.advantages is not None and batch.token_weights is not None
     nowhere = torch.zeros_like(batch.action_mask)
     low, high = (nowhere if x is None else x for x in (output.clipped_low, output.clipped_high))
@@ -122,8 +123,8 @@ def find_gradient_rules(
         "other": ~nowhere,
     }
     rule = torch.zeros_like(batch.response_ids)
-    for name, where in reversed(candidates.items()):
-        rule = torch.where(where, GRADIENT_RULES.index(name), rule)
+    for name, applies in reversed(candidates.items()):
+        rule = torch.where(applies, GRADIENT_RULES.index(name), rule)
     return torch.where((policy_grad == 0) | ~batch.action_mask, rule, GRADIENT_RULES.index(""))
 
 
@@ -132,6 +133,6 @@ def select_clip_bounds(output: ObjectiveOutput, rule: Tensor) -> Tensor:
     bound = torch.full(rule.shape, torch.nan, dtype=output.log_ratio.dtype, device=rule.device)
     if output.bounds is None:
         return bound
-    for name, side in zip(("clip_low", "clip_high"), output.bounds, strict=True):
-        bound = torch.where(rule == GRADIENT_RULES.index(name), side, bound)
+    for name, ratio_limit in zip(("clip_low", "clip_high"), output.bounds, strict=True):
+        bound = torch.where(rule == GRADIENT_RULES.index(name), ratio_limit, bound)
     return bound

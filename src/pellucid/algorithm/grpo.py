@@ -2,11 +2,12 @@
 
 This is the algorithm of DeepSeekMath (arXiv 2402.03300, section 4.1) and of its variants. A variant is a choice on four
 axes of pure functions: how a completion compares with its siblings (advantages.py), what is maximized for a token and
-how tokens add up (objectives.py), how the policy is held near a reference (kl.py), and what is done to rewards and
-tokens before that (shaping.py). The loop does not know the choice. docs/variants.md lists papers with their settings.
+how tokens add up (objectives.py), how the policy is kept close to a reference (kl.py), and how rewards and tokens are
+adjusted beforehand (shaping.py). The loop is the same for all of them. docs/variants.md lists papers with their settings.
 
 Three things are left out on purpose: a value network, since the mean of the group is the baseline; token-level rewards,
-since a completion has one reward; and models, process groups and files, which lie behind protocols.py and types.py.
+since a completion has one reward; and models, process groups and files, which are accessed through the protocols in
+protocols.py and types.py.
 
 Shapes: P prompts, G completions of each, B = P * G rows in the order p * G + g, T response tokens. In every [B, T]
 tensor, x[b, t] belongs to token t of response b. Rewards and advantages are float64.
@@ -69,14 +70,14 @@ from pellucid.types import Group, Sampler, Sampling, Task
 
 @dataclass
 class TrainingState:
-    """What one step leaves to the next, besides weights and optimizer state. A checkpoint saves it."""
+    """What one step passes on to the next, besides weights and optimizer state. Checkpoints contain it."""
 
     step: int = 0
     """The number of finished steps."""
     kl_coef: float | None = None
-    """The kl_coef of the next step, which follows cfg.kl_target. None before the first step means cfg.kl_coef."""
+    """The kl_coef of the next step, adapted to cfg.kl_target. None before the first step means cfg.kl_coef."""
     replay_buffer: list[tuple[int, Batch]] = field(default_factory=list)
-    """Pairs of a step and its batch, newest first, that later steps train on again."""
+    """Pairs (step, batch), newest first, of earlier rollouts that later steps train on again."""
     next_rollouts: Rollouts | None = None
     """The rollouts of the next step, where they are generated one step ahead (async_grpo.py)."""
 
@@ -113,8 +114,8 @@ def train(
         policy: The model that is trained, in place.
         reference: The model from which the KL is measured; needed where cfg.kl_coef > 0.
         state: The state after the last finished step, updated in place. None starts from step 0.
-        sampling: How completions are sampled. The step sets `n` and `seed`.
-        collector: Where rollouts come from. None generates those of each step when the step begins.
+        sampling: How completions are sampled. Each step replaces `n` and `seed`.
+        collector: Generates the rollouts. None means that those of each step are generated when the step begins.
     """
     state = state or TrainingState()
     state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
@@ -147,7 +148,7 @@ def finish_step(
     metrics: dict[str, float],
     cfg: GRPOConfig,
 ) -> None:
-    """Count the step, adapt kl_coef to the measured KL, and refresh the reference where it is due."""
+    """Increment the step, adapt kl_coef to the measured KL, and update the reference if it is due."""
     state.step = step + 1
     if reference is None or not cfg.kl_coef:
         return
@@ -167,7 +168,7 @@ def store_group_advantages(groups: Sequence[Group], advantages: Tensor) -> list[
 def add_old_and_reference_logprobs(
     batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig
 ) -> Batch:
-    """Add what stays fixed during the update: old_logprobs, ref_logprobs, kl and loss_mask, where settings need it."""
+    """Add the tensors that stay fixed in the update, if settings need them: old_logprobs, ref_logprobs, kl, loss_mask."""
     is_kl_in_reward = bool(cfg.kl_coef) and cfg.kl_in != "loss"
     if reference is not None and cfg.kl_coef and cfg.kl != "exact":
         batch = replace(batch, ref_logprobs=score_without_gradient(batch, reference, runtime, cfg).logprobs)
@@ -208,8 +209,8 @@ def compute_advantages(
 
     Args:
         groups: The P graded groups of this process.
-        batch: Their rows, in the same order; with `kl` where rewards pay for it.
-        policy: Embeds the responses where cfg.similarity asks for that.
+        batch: The rows of these groups, in the same order; with `kl` if it is subtracted from rewards or advantages.
+        policy: Embeds the responses if cfg.similarity needs embeddings.
         runtime: The processes of the run.
         cfg: The settings of the algorithm.
 
@@ -228,7 +229,7 @@ def compute_advantages(
 
 
 def shape_rewards(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
-    """Rewards [P, G] as they are compared: after similarity shaping, the length penalty and KL in the raw reward."""
+    """Return the rewards [P, G] after similarity shaping, the length penalty and the KL penalty on the raw reward."""
     rewards = grades.rewards
     if cfg.similarity != "none":
         completions = batch if batch.rollout_indices is None else batch.select_rows(slice(rewards.numel()))
@@ -241,7 +242,7 @@ def shape_rewards(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig)
 
 
 def get_charged_kl(batch: Batch) -> tuple[Tensor | None, Tensor]:
-    """The KL that rewards pay for, None where they pay for none; and the mask of the values that count."""
+    """Return the KL that is subtracted from rewards or advantages, None if none is, and the mask of its valid values."""
     return (None, batch.action_mask) if batch.kl is None else batch.sum_by_rollout(batch.kl)
 
 
@@ -266,9 +267,11 @@ def attach_advantages(
 
 def append_replayed_batches(state: TrainingState, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
     """Append the batches of earlier steps that are less than cfg.max_staleness steps old."""
-    replayed = [(then, old) for then, old in state.replay_buffer if step - then < cfg.max_staleness]
+    replayed = [
+        (old_step, old_batch) for old_step, old_batch in state.replay_buffer if step - old_step < cfg.max_staleness
+    ]
     state.replay_buffer = [(step, batch), *replayed] if cfg.max_staleness > 1 else []
-    return concat_batches([batch, *(old.mark_as_replayed() for _, old in replayed)])
+    return concat_batches([batch, *(old_batch.mark_as_replayed() for _, old_batch in replayed)])
 
 
 # ---------------------------------------------------------------- 4. Update
@@ -291,7 +294,7 @@ def accumulate_gradients(
 ) -> MetricTotals:
     """Add up the gradients of one optimizer step, in micro-batches of `rows` rows. Return the totals with its metrics.
 
-    The totals are copied, since the step is repeated from them where memory runs out.
+    The totals are copied, so that the step can be repeated with the original ones if memory runs out.
     """
     totals = deepcopy(totals)
     for micro_batch in runtime.accumulate(batch.split_into_chunks(rows)):
@@ -314,7 +317,7 @@ def attach_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Bat
 
 
 def compute_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
-    """Share [B, T] of each token in the loss, from counts over all processes; 0 where a response is filtered out.
+    """Compute the weight [B, T] of each token in the loss, from counts over all processes; 0 in filtered responses.
 
     Since the counts are global, neither micro-batches nor the number of processes change the gradient.
     """
@@ -325,7 +328,7 @@ def compute_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Te
 
 
 def drop_rows_without_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
-    """Drop rows that add nothing to the gradient, as of zero-variance groups. Keep one, since all processes step."""
+    """Drop rows without gradient, as in zero-variance groups. Keep at least one, since every process takes the step."""
     assert batch.advantages is not None and batch.token_weights is not None
     has_gradient = batch.token_weights.any(-1)
     if not (cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss")):
@@ -336,7 +339,7 @@ def drop_rows_without_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
 
 
 def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of a micro-batch, whose sum over micro-batches and processes is the loss of the optimizer step.
+    """Compute the loss of a micro-batch. The sum over micro-batches and processes is the loss of the optimizer step.
 
     With w the importance weight of a token, the loss is minus the sum over tokens of
 
@@ -348,7 +351,7 @@ def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor,
         cfg: The settings of the algorithm.
 
     Returns:
-        The loss, and metrics: each a tensor [N] of the N tokens that it is about.
+        The loss, and the metrics: each is a tensor [N] over the N tokens to which it applies.
     """
     assert batch.token_weights is not None
     logprobs, entropy, exact_kl = scores
@@ -369,7 +372,7 @@ def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor,
             value = value - cfg.kl_coef * estimate_kl(scores, batch.ref_logprobs, tokens.old_logprobs, cfg)
     if cfg.entropy_coef:
         value = value + cfg.entropy_coef * entropy
-    losses = -batch.token_weights * value.masked_fill(~mask, 0.0)  # off the mask there may be infinities
+    losses = -batch.token_weights * value.masked_fill(~mask, 0.0)  # outside the mask, values may be infinite
     metrics = {name: x[mask] for name, x in metrics.items()}
     if batch.likelihood_weights is not None:
         is_learned = batch.likelihood_weights != 0
@@ -379,7 +382,7 @@ def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor,
 
 
 def make_objective_inputs(logprobs: Tensor, batch: Batch) -> ObjectiveInputs:
-    """Inputs of the objective. Without old_logprobs the policy is the one that sampled, so its ratio is exactly 1."""
+    """Make the inputs of the objective. Without old_logprobs, the policy is the one that sampled: the ratio is exactly 1."""
     assert batch.advantages is not None
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]

@@ -1,4 +1,4 @@
-"""KL(policy, reference): its estimators, its place in the reward, and its coefficient. docs/kl.md has the gradients."""
+"""KL(policy, reference): the estimators, the penalty in the reward, and the coefficient. docs/kl.md has the gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pellucid.algorithm.settings import GRPOConfig
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """log(pi / ref). Unbiased, for the reward; in the loss its expected gradient is 0.
+    """log(pi / ref). Unbiased, for use in the reward; in the loss its expected gradient is 0.
 
     Returns:
         [B, T], of either sign.
@@ -73,7 +73,7 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3_weighted": k3_weighted}
 def compute_kl_metrics(
     logprobs: Tensor, ref_logprobs: Tensor | None, exact_kl: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Compute the metrics of the KL: the exact one, or k3 whatever estimator is optimized.
+    """Compute the metrics of the KL: the exact KL if it is given, else k3, regardless of the estimator in use.
 
     Returns:
         Tensors [B, T]; `kl/overflow` marks tokens whose exponent was clamped.
@@ -93,7 +93,7 @@ def sum_kl_per_response(kl: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
 
     Args:
         kl: [B, T], or [B, 1] where it is summed already.
-        mask: The same shape, bool: the values that count.
+        mask: The same shape, bool: the values to include.
         cfg: The settings of the algorithm.
 
     Returns:
@@ -103,12 +103,12 @@ def sum_kl_per_response(kl: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
 
 
 def subtract_kl_from_rewards(rewards: Tensor, kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """R - kl_coef K for kl_in = "raw_reward", K the KL summed over a response.
+    """R - kl_coef K for kl_in = "raw_reward", where K is the KL summed over a response.
 
-    The rewards are normalized after that, so the effective kl_coef depends on the spread of the group.
+    The rewards are normalized afterwards, so the effective kl_coef depends on the spread of rewards in the group.
 
     Returns:
-        [P, G]; the rewards themselves where they do not pay.
+        [P, G]; for any other kl_in the rewards unchanged.
     """
     if kl is None or cfg.kl_in != "raw_reward":
         return rewards
@@ -118,11 +118,11 @@ def subtract_kl_from_rewards(rewards: Tensor, kl: Tensor | None, mask: Tensor, c
 def compute_kl_penalty(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor | float:
     """kl_coef (K - mean K of the siblings) for kl_in = "reward", to be subtracted from the advantages.
 
-    In expectation this equals the reward R - kl_coef K. It is outside the division by the group's std, so kl_coef means
-    the same in every group, zero-variance groups included.
+    In expectation this equals the reward R - kl_coef K. It is not divided by the group's std, so kl_coef means
+    the same in every group, including zero-variance groups.
 
     Returns:
-        [P, G]; 0.0 where advantages do not pay.
+        [P, G]; for any other kl_in 0.0.
     """
     if kl is None or cfg.kl_in != "reward":
         return 0.0
@@ -132,8 +132,13 @@ def compute_kl_penalty(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tens
 def compute_kl_cost(
     kl: Tensor | None, mask: Tensor, cfg: GRPOConfig, gather: Callable[[list[float]], list[float]]
 ) -> dict[str, float]:
-    """The metric `reward/kl`: what a response pays for its KL on average over all processes, whose lists `gather`
-    joins. Empty where rewards do not pay.
+    """Compute the metric `reward/kl`: minus kl_coef times the KL of a response, averaged over all processes.
+
+    Args:
+        kl: [B, T], [B, 1], or None if no KL is subtracted from rewards or advantages. The metric is then left out.
+        mask: The same shape, bool: the values to include.
+        cfg: The settings of the algorithm.
+        gather: Joins the lists of all processes.
     """
     if kl is None:
         return {}
@@ -144,11 +149,13 @@ def compute_kl_cost(
 
 
 def adapt_kl_coef(kl_coef: float, measured_kl: float, cfg: GRPOConfig) -> float:
-    """Move kl_coef by 10% of the relative error of the KL, which is clipped to 20%, towards cfg.kl_target.
+    """Adapt kl_coef so that the measured KL approaches cfg.kl_target.
+
+    kl_coef changes by 10% of the relative error of the KL, and the error is clipped to 20%.
 
     Args:
         kl_coef: The coefficient of the finished step.
-        measured_kl: The mean KL of its tokens, in nats. Where it is not finite, kl_coef stays as it is.
+        measured_kl: The mean KL of its tokens, in nats. If it is not finite, kl_coef is not changed.
         cfg: The settings of the algorithm; kl_target = 0 switches this off.
 
     Returns:

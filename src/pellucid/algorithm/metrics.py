@@ -19,14 +19,14 @@ LAST_VALUE_METRICS, SUMMED_METRICS = ("lr", "loss_scale"), ("skipped", "skipped/
 MIN_VISIBLE_CHANGE = 0.01
 """The smallest change of an advantage, or of a token's factor in the gradient, that counts. Advantages are around 1."""
 INERT_AFTER_STEPS = 5
-"""The number of steps after which a technique that has changed nothing is called inert."""
+"""The number of steps after which a technique that has changed nothing is reported as inert."""
 
 
 # ---------------------------------------------------------------- means of a step, and times
 
 
 class MetricTotals:
-    """Sums over tokens and over optimizer steps, until they become means over all processes."""
+    """Sums over tokens and optimizer steps, from which means over all processes are computed at the end of a step."""
 
     def __init__(self) -> None:
         self.sums: defaultdict[str, float] = defaultdict(float)
@@ -35,7 +35,7 @@ class MetricTotals:
         self.gap_max = 0.0
 
     def add_tokens(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add metrics, each [N] of the N tokens that it is about. `loss` holds the share of each token in a sum."""
+        """Add metrics, each [N] over the N tokens to which it applies. `loss` holds the terms of a sum, one for each token."""
         nonempty = {name: value for name, value in metrics.items() if len(value)}
         for name, value in nonempty.items():
             self.sums[name] += float(value.sum())
@@ -44,13 +44,13 @@ class MetricTotals:
             self.gap_max = max(self.gap_max, float(nonempty["sampler/gap_mean"].max()))
 
     def compute_means(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-        """Return the mean of each metric over all processes, whose lists `gather` joins."""
+        """Return the mean of each metric over all processes. `gather` joins the lists of all processes."""
         sums, counts = sum_by_name(gather([self.sums])), sum_by_name(gather([self.counts]))
         loss, steps = sums.pop("loss"), len(self.step_metrics)
         last = self.step_metrics[-1]
         return {name: value / counts[name] for name, value in sums.items()} | {
             "sampler/gap_max": max(gather([self.gap_max])),
-            "loss": loss / steps,  # a weighted sum over tokens: adding up is already its mean
+            "loss": loss / steps,  # the token weights make this sum a mean already
             "grad_norm": sum(s["grad_norm"] for s in self.step_metrics) / steps,
             **{name: last[name] for name in LAST_VALUE_METRICS if name in last},
             **{name: sum(s[name] for s in self.step_metrics) for name in SUMMED_METRICS if name in last},
@@ -58,19 +58,19 @@ class MetricTotals:
 
 
 def sum_by_name(shares: list[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the sums of all processes by name. A process without prefixes has none of their metrics."""
+    """Add up the sums of all processes by name. Names may differ: a process without prefixes has no prefix metrics."""
     names = dict.fromkeys(name for share in shares for name in share)
     return {name: sum(share.get(name, 0.0) for share in shares) for name in names}
 
 
 class StageClock:
-    """Splits a step into named laps, in seconds."""
+    """Measures the seconds that each stage of a step takes. A stage is a named lap."""
 
     def __init__(self) -> None:
         self.start = self.last_lap = time.perf_counter()
         self.laps: dict[str, float] = {}
         self.sampling_seconds: float | None = None
-        """How long the rollouts of the next step were generated beside this one; None where that is not done."""
+        """The seconds spent on generating the next rollouts during this step; None if they are not generated ahead."""
 
     def record_lap(self, name: str) -> None:
         """Add the time since the last lap to the lap of this name."""
@@ -80,8 +80,8 @@ class StageClock:
     def get_times(self) -> dict[str, float]:
         """Return the seconds of each lap and of the step.
 
-        Where rollouts are generated beside training, also the shares of the step in which training waits for them, and
-        in which none are generated.
+        If rollouts are generated during training, also return the share of the step in which training waited for them
+        and the share in which none were generated.
         """
         seconds = self.last_lap - self.start
         times = {**self.laps, "time/step": seconds}
@@ -97,24 +97,24 @@ def compute_sampling_metrics(groups: Sequence[Group], zero_variance: int) -> dic
 
     Args:
         groups: All groups that were generated.
-        zero_variance: How many of them have no signal.
+        zero_variance: How many of them have zero variance.
     """
     tokens = sum(s.length for group in groups for c in group.completions for s in (c, *c.branches))
     return {"groups/drawn": len(groups), "groups/drawn_dead": zero_variance / len(groups), "tokens": float(tokens)}
 
 
 # ---------------------------------------------------------------- effects: the share that a technique changed
-# A technique that is on and changes nothing teaches a study nothing. `effect/*` in metrics.jsonl shows that, and
-# `find_inert_settings` says it before training.
+# If a technique is on but changes nothing, an experiment with it shows nothing. The metrics `effect/*` in metrics.jsonl
+# reveal this, and `find_inert_settings` finds known cases before training.
 
 
 def compute_advantage_effects(grades: Grades, shaped: Tensor, advantages: Tensor, cfg: GRPOConfig) -> dict[str, float]:
-    """Return the shares of advantages that were changed by reward shaping, and by another comparison than "grpo".
+    """Return the shares of advantages that were changed by reward shaping, and by an advantage other than "grpo".
 
     Args:
         grades: The grades of a step.
         shaped: [P, G] rewards after shaping.
-        advantages: [P, G] as they are trained on.
+        advantages: [P, G] computed from `shaped` with cfg.advantage.
         cfg: The settings of the algorithm.
     """
     effects = {}
@@ -136,7 +136,7 @@ def compute_changed_share(difference: Tensor) -> float:
 
 
 def compute_kl_penalty_effect(penalty: Tensor | float, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-    """Return the share of advantages that the KL in the reward changed; empty where advantages pay for no KL."""
+    """Return the share of advantages that the KL in the reward changed; empty if none is subtracted."""
     if not isinstance(penalty, Tensor):
         return {}
     changed = gather((penalty.abs() > MIN_VISIBLE_CHANGE).flatten().tolist())
@@ -163,7 +163,7 @@ def compute_kl_loss_effect(
 
 
 def find_inert_settings(cfg: GRPOConfig) -> list[str]:
-    """Return a line for each setting that cannot have an effect beside the others, with what would give it one."""
+    """Return a line for each setting that has no effect with the others, which says what would give it an effect."""
     lines = []
     if not cfg.is_off_policy and (cfg.objective == "dcpo" or cfg.clip_difficulty or cfg.dual_clip):
         lines.append(
@@ -178,7 +178,7 @@ def find_inert_settings(cfg: GRPOConfig) -> list[str]:
 
 
 class InertSettingWatcher:
-    """Reports each `effect/*` that stayed 0 in the first INERT_AFTER_STEPS steps, and prefixes that never came."""
+    """Reports each `effect/*` that stayed 0 in the first INERT_AFTER_STEPS steps, and prefixes that never occurred."""
 
     def __init__(self, cfg: GRPOConfig) -> None:
         self.inert_metrics = {"prefix/nll"} if cfg.prefix_coef else set[str]()

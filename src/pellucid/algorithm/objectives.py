@@ -1,9 +1,10 @@
-"""Objectives: what is maximized for each response token, where its clip acts, and how tokens add up to a loss.
+"""Objectives: what is maximized for each response token, where it is clipped, and how tokens add up to a loss.
 
-An objective is one function, `objective(tokens, cfg) -> ObjectiveOutput`. Its output holds the value, the ratio that it
-is made of, and the tokens whose gradient the clip removes. Values off the mask are ignored. An objective whose ratio
-belongs to the whole response gives its value to each token; with aggregate = "sequence" every response then counts
-once. `algorithm.objective = "file.py:function"` names one of the user's own, which may return the value alone.
+An objective is one function, `objective(tokens, cfg) -> ObjectiveOutput`. Its output contains the value, the log-ratio
+from which it is computed, and the tokens whose gradient is removed by clipping. Values outside the mask are ignored. An
+objective with one ratio per response returns the same value for each of its tokens; with aggregate = "sequence" every
+response then counts once. `algorithm.objective = "file.py:function"` selects a user-defined objective, which may return
+only the value.
 
 Shapes: B responses, T tokens. Notation: A is the advantage of a token, ratio = pi / pi_old, sg stops the gradient.
 """
@@ -20,7 +21,7 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.utils.plugins import load_function
 
 MAX_LOG_RATIO = 20.0
-"""The largest log-ratio that is exponentiated: beyond it the ratio is nothing but overflow."""
+"""Log-ratios are clamped to this absolute value before they are exponentiated, to avoid overflow."""
 
 
 class ObjectiveInputs(NamedTuple):
@@ -35,7 +36,7 @@ class ObjectiveInputs(NamedTuple):
     mask: Tensor
     """[B, T] bool: tokens that the policy sampled."""
     clip_high: Tensor | None = None
-    """[B, 1] clip_high of each row, where the difficulty of its prompt sets it."""
+    """[B, 1] clip_high of each row, if it depends on the difficulty of the prompt."""
 
 
 RatioBounds = tuple[Tensor, Tensor]
@@ -43,7 +44,7 @@ RatioBounds = tuple[Tensor, Tensor]
 
 
 class ObjectiveOutput(NamedTuple):
-    """What an objective computes: [B, T] each, or [B, 1] where a response has one value."""
+    """The output of an objective. Each field is [B, T], or [B, 1] if there is one value for each response."""
 
     value: Tensor
     """What is maximized, with gradient."""
@@ -54,9 +55,9 @@ class ObjectiveOutput(NamedTuple):
     clipped_high: Tensor | None = None
     """bool: the gradient is 0 because the ratio is too high."""
     clip_changed: Tensor | None = None
-    """bool: the bounds of this token decide otherwise than 1 - clip_low and 1 + clip_high would."""
+    """bool: the token is clipped and would not be with the bounds 1 - clip_low and 1 + clip_high, or the reverse."""
     bounds: RatioBounds | None = None
-    """What `clipped_low` and `clipped_high` compare the ratio with."""
+    """The bounds with which `clipped_low` and `clipped_high` compare the ratio."""
 
 
 ObjectiveFunction = Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput]
@@ -154,7 +155,7 @@ def cispo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
     """sg[min(ratio, 1 + clip_high)] A log pi: it clips the weight of a token, never its gradient.
 
     Returns:
-        A value [B, T], with a ratio per token. `clipped_high` marks weights that were clipped, at any sign of A.
+        A value [B, T], with a ratio per token. `clipped_high` marks weights that were clipped, for either sign of A.
 
     Source:
         CISPO, MiniMax-M1, arXiv 2506.13585.
@@ -181,9 +182,9 @@ def sapo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
 
 def gmpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A exp(mean of clipped log-ratios): in a geometric mean, a token that is far out counts less.
+    """A exp(mean of clipped log-ratios): in a geometric mean, outlier tokens count less.
 
-    Log-ratios are clipped to [-clip_low, clip_high], each on the side to which the sign of A would move it further. The
+    Log-ratios are clipped to [-clip_low, clip_high], each only on the side towards which the sign of A moves it. The
     paper sets both to 0.4.
 
     Returns:
@@ -215,7 +216,7 @@ OBJECTIVES: dict[str, ObjectiveFunction] = {
 
 
 def get_objective_function(name: str) -> ObjectiveFunction:
-    """Return a function of OBJECTIVES, or the user's own.
+    """Return a function of OBJECTIVES or a user-defined function.
 
     Raises:
         UserError: If `name` is "file.py:function" and there is no such function.
@@ -226,7 +227,7 @@ def get_objective_function(name: str) -> ObjectiveFunction:
 def wrap_custom_objective(
     function: Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput | Tensor],
 ) -> ObjectiveFunction:
-    """Return an objective from a function that may return its value alone."""
+    """Return an objective from a function that may return only the value."""
 
     def objective(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
         output = function(tokens, cfg)
@@ -239,7 +240,7 @@ def wrap_custom_objective(
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Clamp a log-ratio to where its exponential is useful, within MAX_LOG_RATIO."""
+    """Clamp a log-ratio to [-MAX_LOG_RATIO, MAX_LOG_RATIO], so that its exponential does not overflow."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -261,7 +262,8 @@ def average_over_response(x: Tensor, mask: Tensor) -> Tensor:
 def average_response_advantages(tokens: ObjectiveInputs) -> ObjectiveInputs:
     """Replace the advantages of the tokens of a response by their mean, [B, 1].
 
-    The mean is taken of the differences from the first one, so that the mean of equal advantages has the same bits.
+    The mean is computed from the differences to the first one, so that the mean of equal advantages is bitwise equal
+    to them.
     """
     advantages = tokens.advantages.expand(tokens.mask.shape)
     first = advantages.gather(-1, tokens.mask.byte().argmax(-1, keepdim=True))
@@ -278,7 +280,7 @@ def compute_clipped_surrogate(
         log_ratio: [B, T], or [B, 1] for one ratio per response.
         bounds: What the ratio is clipped to.
         cfg: The settings of the algorithm.
-        fixed: The bounds that `bounds` replace, for the metric of what that changes.
+        fixed: The bounds that are replaced by `bounds`, for the metric that shows the difference.
     """
     ratio, advantages = clamp_log_ratio(log_ratio).exp(), tokens.advantages
     value = compute_clipped_value(ratio, advantages, bounds, cfg).expand(tokens.mask.shape)
@@ -305,7 +307,7 @@ def compute_clipped_value(ratio: Tensor, advantages: Tensor, bounds: RatioBounds
 
 
 def find_clipped_tokens(ratio: Tensor, advantages: Tensor, bounds: RatioBounds) -> tuple[Tensor, Tensor]:
-    """Where the clip removes the gradient: the ratio is below the bounds and A < 0, or above them and A > 0."""
+    """Find the tokens without gradient: the ratio is below the bounds and A < 0, or above the bounds and A > 0."""
     low, high = bounds
     return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
@@ -316,7 +318,7 @@ def compute_fixed_bounds(tokens: ObjectiveInputs, cfg: GRPOConfig) -> RatioBound
 
 
 def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> RatioBounds:
-    """The solutions r of |(r - 1) r| q = clip, q the old probability of the token: rare tokens may move further.
+    """Compute the bounds r with |(r - 1) r| q = clip, where q is the old probability: wider bounds for rare tokens.
 
     The lower bound is 1/2 where q <= 4 clip_low; the upper bound is at most clip_cap.
 
@@ -340,7 +342,7 @@ def compute_clip_high_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConf
     """clip_high times clip(1 + clip_difficulty (mean - share of right answers in the group), 0.5, 2).
 
     Args:
-        correct: [P, G] 1 where an answer is right. A group of NaN counts as being as hard as the others.
+        correct: [P, G] 1 where an answer is right. A group of NaN counts as having average difficulty.
         mean: [] the share of right answers in the step.
         cfg: clip_high and clip_difficulty.
 
@@ -352,9 +354,9 @@ def compute_clip_high_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConf
 
 
 def compute_clip_metrics(output: ObjectiveOutput, mask: Tensor) -> dict[str, Tensor]:
-    """Metrics of the clip: the ratio, where its exponent was clamped, and where the clip acts. [B, T] each
+    """Compute the metrics of clipping: the ratio, clamped exponents, and clipped tokens. [B, T] each
 
-    `effect/clip` marks the tokens for which bounds of their own decide otherwise than the fixed ones.
+    `effect/clip` marks the tokens for which their own bounds and the fixed bounds lead to different decisions.
     """
     log_ratio = output.log_ratio.detach()
     nowhere = torch.zeros_like(mask)
@@ -380,7 +382,7 @@ def compute_clip_metrics(output: ObjectiveOutput, mask: Tensor) -> dict[str, Ten
 def weigh_by_token(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
-    """1 / tokens: every token of the minibatch weighs the same. A rollout weighs as much as it has tokens.
+    """1 / tokens: every token of the minibatch weighs the same. The weight of a rollout is proportional to its length.
 
     Returns:
         [B, T], adding up to 1.
@@ -411,7 +413,7 @@ def weigh_by_sequence(
 def weigh_by_constant(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
-    """1 / (rollouts * L), L the constant cfg.constant_divisor: no bias by length.
+    """1 / (rollouts * L), where L is the constant cfg.constant_divisor: no bias by length.
 
     Returns:
         [B, T], adding up to mean length / L.

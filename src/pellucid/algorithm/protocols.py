@@ -1,4 +1,4 @@
-"""The parts that the training loop needs from outside: the policy, its reference, and the processes of the run."""
+"""Protocols of the parts that the training loop is given: the policy, its reference, and the processes of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scores(NamedTuple):
     entropy: Tensor
     """[B, T] entropy of the distribution that the token was sampled from."""
     kl: Tensor | None = None
-    """[B, T] KL(policy, reference) of that distribution, summed over the vocabulary. Only where cfg.kl = "exact"."""
+    """[B, T] KL(policy, reference) of that distribution, summed over the vocabulary. Only if cfg.kl = "exact"."""
 
 
 class Policy(Protocol):
@@ -60,11 +60,11 @@ class Runtime(Protocol):
         ...
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return this process's share of a list that all processes hold. The inverse of `gather`."""
+        """Return this process's part of a list that is the same in all processes. The inverse of `gather`."""
         ...
 
     def gather(self, items: Sequence[Any]) -> list[Any]:
-        """Return the joined lists of all processes, in the order of the processes."""
+        """Return the concatenated lists of all processes, in the order of the processes."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Runtime(Protocol):
         ...
 
     def compute_within_memory(self, compute: Callable[[int], T], rows: int) -> T:
-        """Return compute(rows). Where memory runs out, drop the gradients and repeat with smaller micro-batches.
+        """Return compute(rows). If memory runs out, drop the gradients and repeat with smaller micro-batches.
 
         Args:
             compute: A function of the number of rows in a micro-batch.
@@ -81,19 +81,19 @@ class Runtime(Protocol):
         ...
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches of one optimizer step. The last one joins the gradients of all processes."""
+        """Yield the micro-batches of one optimizer step. With the last one, the gradients of all processes are combined."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss."""
+        """Compute the gradients of a loss and add them to those that are accumulated."""
         ...
 
     def step(self) -> dict[str, float]:
         """Take an optimizer step, clear the gradients and return metrics.
 
         Returns:
-            `grad_norm` and `lr`. `skipped` is 1 where a gradient was not finite, `idle` is 1 where the gradient was 0;
-            neither step moves a weight. In fp16 also `loss_scale`, and `skipped/overflow`, which is 1 where a gradient
+            `grad_norm` and `lr`. `skipped` is 1 if a gradient was not finite, `idle` is 1 if the gradient was 0; in
+            both cases no weight changes. In fp16 also `loss_scale`, and `skipped/overflow`, which is 1 if a gradient
             was too large for that scale.
         """
         ...

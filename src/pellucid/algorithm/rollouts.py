@@ -26,7 +26,7 @@ from pellucid.types import (
 )
 
 Rollouts = tuple[Sequence[Group], dict[str, float]]
-"""The graded groups of one step, this process's share, and metrics of how they were generated."""
+"""This process's share of the graded groups of one step, and metrics of how they were generated."""
 
 
 @dataclass
@@ -54,10 +54,10 @@ def collect_rollouts(
     """Generate and grade the groups of one step.
 
     With cfg.max_rounds > 1 (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2), more prompts are sampled until
-    enough groups have rewards that differ. Round r takes the prompts of step + r * ROUND_STRIDE. After the last round,
-    zero-variance groups fill the batch.
+    enough groups have rewards that differ. Round r takes the prompts of step + r * ROUND_STRIDE. If there are
+    too few after the last round, zero-variance groups fill the batch.
     """
-    useful: list[Group] = []  # of all processes, as are the spare ones
+    useful: list[Group] = []  # both lists hold groups of all processes; spare groups have zero variance
     spare: list[Group] = []
     for round_index in range(cfg.max_rounds):
         prompts = task.sample(step + round_index * ROUND_STRIDE, cfg.prompts_per_step)
@@ -81,7 +81,7 @@ def collect_rollouts(
 
 
 def count_missing_prompts(useful: int, spare: int, world_size: int, cfg: GRPOConfig) -> int:
-    """Number of prompts to sample next: enough for the missing groups at the share of useful ones so far."""
+    """Return how many prompts to sample next, from the number of missing groups and the share of useful ones so far."""
     missing = cfg.prompts_per_step - useful
     expected = math.ceil(missing * (useful + spare) / max(useful, 1)) if useful + spare else missing
     return min(cfg.prompts_per_step, math.ceil(expected / world_size) * world_size)
@@ -93,7 +93,7 @@ def generate_groups(
     """Generate the completions of this process's share of the prompts.
 
     Raises:
-        DataError: In all processes where it is raised in one, so that they can end the step and save the run together.
+        DataError: In all processes if one of them raises it, so that they can end the step and save the run together.
     """
     groups, errors = list[Group](), list[str]()
     try:
@@ -110,7 +110,7 @@ def generate_groups(
 def notify_stateful_task(
     task: Task, step: int, groups: Sequence[Group], runtime: Runtime, cfg: GRPOConfig
 ) -> dict[str, float]:
-    """Show the groups of all processes to a stateful task, the same in every process. Return the task's metrics."""
+    """Pass the groups of all processes to a stateful task, in every process the same ones. Return the task's metrics."""
     stateful_task = as_stateful_task(task)
     if not stateful_task:
         return {}

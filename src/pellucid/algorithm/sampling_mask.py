@@ -1,13 +1,13 @@
 """Sampling masks: the tokens among which each response token was sampled by top-k, top-p or min-p.
 
-The distribution that a token came from is the policy's softmax over those tokens alone. Ratio, KL and entropy of such
-rollouts are those of policies truncated to the same tokens; otherwise training would use log-probs of a distribution
-that nobody sampled from (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, stores such masks). The threshold of the
-truncation would be shorter to store, but it applies to the logits of the weights that sampled, and the first optimizer
-step changes those.
+A token is sampled from the softmax of the policy over only these tokens. Ratio, KL and entropy of such rollouts are
+computed with all policies truncated to the same tokens; otherwise training would use log-probs of a distribution that
+was not sampled from (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, stores such masks). Storing only the truncation
+threshold would take less space, but it is valid only for the logits of the weights that sampled, and these change with
+the first optimizer step.
 
-The mask of a token is a run of int32 words: its ids in ascending order, or, where that is no longer, one bit for each
-token of the vocabulary. An empty run allows every token. `words` [M] concatenates all runs of a batch, and `spans`
+The mask of a token is a run, a sequence of int32 words: the allowed ids in ascending order or, if that is no longer, a
+bitmap with one bit for each token of the vocabulary. An empty run allows every token. `words` [M] concatenates all runs of a batch, and `spans`
 [..., 2] holds the start and the end of each.
 """
 
@@ -39,7 +39,7 @@ class SamplingMask(NamedTuple):
         """Return the ids of the allowed tokens.
 
         Returns:
-            [N, K] ids in ascending order, padded with 0, and [N, K] bool, which of them are ids.
+            [N, K] ids in ascending order, padded with 0, and [N, K] bool, True for ids and False for padding.
         """
         words, (start, end) = self.words, self.spans.unbind(-1)
         width, allows_all = count_bitmap_words(vocabulary), end == start
@@ -70,7 +70,7 @@ def collate_masks(masks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     """Concatenate the masks of B rows of tokens.
 
     Returns:
-        Words [M] and spans [B, T, 2]; spans behind the end of a row are empty.
+        Words [M] and spans [B, T, 2]; spans after the end of a row are empty.
     """
     lengths = [torch.tensor([len(run) for run in row], dtype=torch.long) for row in masks]
     padded = pad_sequence(lengths, batch_first=True)

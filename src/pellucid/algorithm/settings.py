@@ -1,4 +1,4 @@
-"""The settings of the algorithm and of the optimizer, which refuse contradictions. This file does not import torch."""
+"""The settings of the algorithm and of the optimizer. Contradictions raise ValueError. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ POSITIVE_SETTINGS = (
 
 
 def check_function_name(key: str, name: str, known: Sequence[str]) -> None:
-    """Raise ValueError for what is neither a known name nor a function of the user's own."""
+    """Raise ValueError if `name` is neither a known name nor a user-defined function."""
     if name not in known and ":" not in name:
         raise ValueError(
             f'{key} = "{name}" is unknown{did_you_mean(name, known)}; there are {", ".join(known)}, or your own as'
@@ -78,51 +78,51 @@ class GRPOConfig:
     minutes: float = 0.0
     """Training ends after the step in which this time is used up, not counting evaluations; 0 means no limit."""
     prompts_per_step: int = 4
-    """P: prompts of each step, over all processes."""
+    """P: the number of prompts in each step, over all processes."""
     group_size: int = 8
-    """G: completions of each prompt."""
+    """G: the number of completions of each prompt."""
     max_rounds: int = 1
-    """Dynamic sampling: groups whose task rewards are equal are replaced by those of other prompts, in at most so many
-    rounds. Where a task rewards brevity, rewards are never equal: set min_reward_range."""
+    """Dynamic sampling: groups whose task rewards are equal are replaced by those of other prompts, in at most this
+    many rounds. If a task rewards brevity, rewards are never equal: set min_reward_range."""
     max_staleness: int = 1
-    """Replay: rollouts are trained on in this many steps, with the log-probs of their own step; 1 is on-policy."""
+    """Replay: rollouts are trained on in this many steps, with old log-probs of their own step; 1 is on-policy."""
     epochs: int = 1
     """Passes over the rollouts of a step; more than one needs an objective with a ratio."""
     minibatches: int = 1
     """Optimizer steps in one epoch, over equal numbers of whole groups."""
     micro_batch: int = 0
-    """Rows in one forward pass, to bound memory; 0 means a whole minibatch. Never changes the gradient."""
+    """Rows in one forward pass, to limit memory; 0 means a whole minibatch. It never changes the gradient."""
 
     advantage: AdvantageName | str = "grpo"
     """How a completion compares with its siblings; or your own, "path/to/file.py:function"."""
     min_reward_range: float = 0.0
-    """A group whose task rewards differ by no more than this has no signal, so that a small length term does not become
-    the only one."""
+    """A group whose task rewards differ by no more than this counts as zero-variance, so that a small length term does
+    not become its only signal."""
     length_buckets: int = 3
     """advantage = "length_grouped": quantile buckets of the lengths in a group."""
     length_min_cell: int = 3
     """Buckets of fewer completions are compared with the whole group."""
     length_shrinkage: float = 4.0
-    """A bucket of n counts for n / (n + length_shrinkage), the whole group for the rest."""
+    """The mean and std of a bucket of n have the weight n / (n + length_shrinkage); those of the group have the rest."""
 
     objective: ObjectiveName | str = "ppo_clip"
     """What is maximized for each token; or your own, "path/to/file.py:function"."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dcpo, above
-    alone for cispo. reinforce, importance_weighted and sapo do not clip."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dcpo, only
+    above for cispo. reinforce, importance_weighted and sapo do not clip."""
     clip_cap: float = 10.0
     """objective = "dcpo": the highest upper bound of the ratio."""
     clip_difficulty: float = 0.0
     """objective = "ppo_clip": clip_high of a prompt is multiplied by 1 + clip_difficulty * (share of right answers in
-    the step - in its group), clipped to [0.5, 2]: hard prompts may move further. This is ours, from no paper."""
+    the step - in its group), clipped to [0.5, 2]: hard prompts may move further. This is not from a paper."""
     dual_clip: float = 0.0
-    """Where A < 0, the objective is at least dual_clip * A (arXiv 1912.09729): 3 is usual, 0 is off."""
+    """If A < 0, the objective is at least dual_clip * A (arXiv 1912.09729): 3 is usual, 0 is off."""
     soft_temperature: tuple[float, float] = (1.0, 1.05)
     """objective = "sapo": temperatures for positive and for negative advantages."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """How tokens add up to a loss. token: each token weighs the same. sequence: each rollout does, and its tokens share
-    that. constant: each token weighs 1 / (rollouts * constant_length)."""
+    """How tokens add up to a loss. token: each token weighs the same. sequence: each rollout weighs the same, and its
+    tokens share that weight. constant: each token weighs 1 / (rollouts * constant_length)."""
     constant_length: int = 0
     """The divisor of aggregate = "constant", in tokens; 0 means max_length."""
     max_length: int = 0
@@ -135,7 +135,7 @@ class GRPOConfig:
     kl_coef: float = 0.0
     """Weight of the KL penalty; at 0 no reference model is loaded."""
     kl_target: float = 0.0
-    """Where > 0, kl_coef follows the measured KL per token towards this value (arXiv 1909.08593, section 2.2)."""
+    """If above 0, kl_coef is adapted so that the KL per token approaches this value (arXiv 1909.08593, section 2.2)."""
     reference_every: int = 0
     """Steps between updates of the reference from the policy; 0 keeps it frozen."""
     reference_decay: float = 0.0
@@ -151,18 +151,18 @@ class GRPOConfig:
     similarity_mix: float = 0.5
     """smooth: the share of a reward that comes from similar answers."""
     similarity_temperature: float = 0.05
-    """smooth: the temperature of the softmax over cosines; at 1 it does next to nothing."""
+    """smooth: the temperature of the softmax over cosines; at 1 it has almost no effect."""
     similarity_layer: int = -1
     """The layer whose output, averaged over the response, is compared; 0 is the embedding, -1 the last."""
     overlong_cache: int = 0
     """Rewards fall by up to 1 over the last overlong_cache tokens before max_length (DAPO); 0 is off."""
     overlong_filter: bool = False
-    """Completions that did not end are not trained on."""
+    """Do not train on completions that did not end before the length limit."""
     entropy_share: float = 1.0
     """Only this share of the tokens, those of highest entropy, gets the objective's gradient (arXiv 2506.01939)."""
     correction: Literal["none", "token", "sequence", "geometric"] = "none"
     """Importance weights for the sampler gap, from w = pi_old / pi_sampler. token: min(w, correction_cap). sequence:
-    the product over a response, or 0 above correction_cap. geometric: 1, or 0 where the geometric mean over a response
+    the product over a response, or 0 above correction_cap. geometric: 1, or 0 if the geometric mean over a response
     is off by more than correction_cap."""
     correction_cap: float = 2.0
 
@@ -229,7 +229,7 @@ class GRPOConfig:
 
     @property
     def required_max_length(self) -> int:
-        """max_length. ValueError where it is not set."""
+        """max_length. Raises ValueError if it is not set."""
         if not self.max_length:
             raise ValueError("max_length must be given where overlong_cache or aggregate = constant reads it")
         return self.max_length
@@ -280,7 +280,7 @@ class AdamWConfig:
             raise ValueError(f"eps = {self.eps} must be positive")
 
     def compute_lr(self, update: int, total: int) -> float:
-        """Return the learning rate of optimizer step `update` of `total`, counted from 1. After the last it stays."""
+        """Return the learning rate of optimizer step `update` of `total`, counted from 1. It is constant after `total`."""
         if update <= self.warmup:
             return self.lr * update / self.warmup
         remaining = max(0, total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the end

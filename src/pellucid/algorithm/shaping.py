@@ -1,4 +1,4 @@
-"""Shaping: what is done to rewards before they are compared, and to tokens before they are trained on.
+"""Shaping: adjustments of rewards before they are compared, and of tokens before they are trained on.
 
 All functions are pure. Shapes: P prompts, G completions of each, B = P * G rows, T tokens, D hidden size.
 """
@@ -15,11 +15,11 @@ from pellucid.algorithm.settings import GRPOConfig
 
 
 def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
-    """(1 - mix) r + mix * sum over siblings of softmax(cosine / temperature) r: near a right answer is nearly right.
+    """(1 - mix) r + mix * sum over siblings of softmax(cosine / temperature) r: similar answers share rewards.
 
-    The mean of the group is subtracted from the states first, since all answers to one prompt point the same way. A
-    reward moves by at most mix times the range of its group. At a high temperature the map is affine, which `grpo`
-    undoes.
+    The mean of the group is subtracted from the states first, since the states of all answers to one prompt have similar
+    directions. A reward changes by at most mix times the range of its group. At a high temperature the map is affine,
+    and `grpo` standardizes this away.
 
     Args:
         rewards: [P, G].
@@ -42,7 +42,7 @@ def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
 def discount_similar_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     """r / sum over the group, itself included, of max(cosine, 0): common answers count less.
 
-    Only what is above the lowest reward of the group is divided, since dividing a negative reward would raise it.
+    Only the difference to the lowest reward of the group is divided, since dividing a negative reward would raise it.
 
     Args:
         rewards: [P, G].
@@ -90,10 +90,10 @@ def penalize_overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tens
 
 
 def compute_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Compute weights for a sampler that computes otherwise than the policy, from w = pi_old / pi_sampler.
+    """Compute weights that correct for differences between sampler and policy, from w = pi_old / pi_sampler.
 
-    "token" is min(w, cap). "sequence" is the product of w over the response, or 0 where it is above the cap.
-    "geometric" is 1, or 0 where the geometric mean of w over the response is outside [1 / cap, cap].
+    "token" is min(w, cap). "sequence" is the product of w over the response, or 0 if it is above the cap.
+    "geometric" is 1, or 0 if the geometric mean of w over the response is outside [1 / cap, cap].
 
     Args:
         old_logprobs: [B, T] under the policy at the start of the update.
@@ -121,12 +121,12 @@ def compute_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, m
 
 
 def find_corrected_tokens(weights: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Find the tokens [B, T] whose importance weight [B, T] was capped, or whose response was left out."""
+    """Find the tokens [B, T] whose importance weight [B, T] was capped, or whose response has weight 0."""
     return weights >= cfg.correction_cap if cfg.correction == "token" else weights == 0
 
 
 def find_entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """Find the lowest of the highest entropies; tokens from there on are trained on.
+    """Find the threshold that this share of the entropies reaches; tokens at or above it are trained on.
 
     Args:
         entropy: [N] of all tokens, in nats.

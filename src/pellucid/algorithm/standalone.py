@@ -1,6 +1,6 @@
 """Advantages and loss for a training loop of your own: the functions of the loop, on tensors, with settings by name.
 
-Every setting is a key of `[algorithm]`. Those of other stages of a step are refused.
+Every setting is a key of `[algorithm]`. Settings of other stages of a step raise a UserError.
 """
 
 from __future__ import annotations
@@ -123,19 +123,20 @@ def policy_loss(
 ) -> Tensor:
     """Compute the loss of some completions, whose `backward()` gives the gradient of a GRPO step.
 
-    Padding is not read in any tensor.
+    The values of padding are ignored in all tensors.
 
     Args:
         logprobs: [B, T] of each response token under the policy, in nats, with gradient.
         advantages: [B], [P, G] with B = P * G in the same order, or [B, T].
         mask: [B, T] the tokens that the policy sampled.
-        old_logprobs: [B, T] under the policy that sampled. None means the policy that is trained, as it is at first.
+        old_logprobs: [B, T] under the policy that sampled. None means that it is the policy that is trained, which is
+            so in the first optimizer step.
         sampler_logprobs: [B, T] as the sampler computed them, for `correction`.
         ref_logprobs: [B, T] under the reference, for `kl_coef` with kl = "k2", "k3" or "k3_weighted".
         entropy: [B, T] in nats, with gradient, for `entropy_coef`.
-        rows: How many responses the optimizer step has in all, where this call has only some of them, as in gradient
-            accumulation. The losses of the calls then add up to that of the step. None means those of `mask`.
-        tokens: How many response tokens the optimizer step has in all. None means those of `mask`.
+        rows: The total number of responses in the optimizer step, if this call has only some of them, as in gradient
+            accumulation. The losses of the calls then add up to that of the step. None means the number in `mask`.
+        tokens: The total number of response tokens in the optimizer step. None means the number in `mask`.
         **settings: Keys of `[algorithm]` that belong to the loss; LOSS_SETTINGS lists them. An objective may also be a
             function.
 
@@ -155,7 +156,7 @@ def policy_loss(
     )
 
     def clear_padding(x: Tensor) -> Tensor:
-        """Without this an infinity in the padding would make gradients and means of its row NaN."""
+        """Set padding to 0: an infinity there would make the gradients and means of its row NaN."""
         return x.masked_fill(~mask.bool(), 0.0)
 
     logprobs = clear_padding(logprobs)
@@ -177,13 +178,13 @@ def policy_loss(
 
 
 def name_functions(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
-    """Replace functions among the settings by names. Return the settings, and the functions by those names."""
+    """Replace functions in the settings by generated names. Return the settings and a dict from names to functions."""
     names = {key: f"{IN_PROCESS_PREFIX}{key}" for key, value in settings.items() if callable(value)}
     return {**settings, **names}, {name: settings[key] for key, name in names.items()}
 
 
 def make_grpo_config(settings: Mapping[str, Any], names: Sequence[str], function: str) -> GRPOConfig:
-    """Return a GRPOConfig. UserError for a setting that is not in `names`, or that contradicts another."""
+    """Return a GRPOConfig. Raises UserError for a setting that is not in `names` or that contradicts another."""
     for name in settings:
         if name not in names:
             hint = did_you_mean(name, names) or f"; its settings are {', '.join(names)}"
@@ -201,12 +202,12 @@ def check_setting_type(name: str, value: Any) -> None:
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     if choices and value not in choices:
         raise UserError(f"{name} = {value!r} is unknown; there are {', '.join(choices)}")
-    pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, Real) for each in value)
-    number = isinstance(value, Real) and not isinstance(value, bool)
+    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, Real) for each in value)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     fits, description = {
-        int: (number and isinstance(value, Integral), "a whole number"),
-        float: (number, "a number"),
-        tuple[float, float]: (pair, "two numbers"),
+        int: (is_number and isinstance(value, Integral), "a whole number"),
+        float: (is_number, "a number"),
+        tuple[float, float]: (is_pair, "two numbers"),
     }.get(kind, (isinstance(value, str), "a name or a function"))
     if not fits:
         raise UserError(f"{name} = {value!r} must be {description}")
@@ -225,7 +226,7 @@ def check_required_tensors(settings: Mapping[str, Any], given: Mapping[str, Tens
 
 
 def make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
-    """Return a batch for compute_loss alone: no model scores it, so it has no tokens."""
+    """Return a batch for use in compute_loss only. Its token ids are all 0, since no model reads them."""
     rows = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
     return Batch(
         prompt_ids=((0,),),
@@ -240,7 +241,7 @@ def make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
 
 
 def broadcast_advantages(advantages: Tensor, batch: Batch) -> Tensor:
-    """Return advantages [B, T] from one of the shapes that policy_loss takes."""
+    """Return advantages [B, T] from any of the shapes that policy_loss accepts."""
     if advantages.shape == batch.response_mask.shape and advantages.numel() != len(batch):
         return advantages
     if advantages.numel() != len(batch):
@@ -252,7 +253,7 @@ def broadcast_advantages(advantages: Tensor, batch: Batch) -> Tensor:
 
 
 def convert_to_float64(name: str, values: Any, dimensions: int) -> Tensor:
-    """Return float64 on the CPU. UserError for another number of dimensions, or for G = 1."""
+    """Return a float64 tensor on the CPU. Raises UserError for a wrong number of dimensions, or for G = 1."""
     tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     form = {1: "[K]", 2: "[P, G], G completions of each of P prompts", 3: "[P, G, K]"}[dimensions]
     if tensor.dim() != dimensions or (dimensions > 1 and tensor.shape[1] < 2):

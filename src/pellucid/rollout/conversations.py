@@ -106,7 +106,7 @@ class ConversationBatch:
             ConversationRow(
                 p * sampling.n + g,
                 prompt,
-                UniformStream(compute_row_seed(sampling.seed, prompt, g), sampling.max_tokens),
+                UniformStream(compute_row_seed(sampling.seed, prompt, g)),
             )
             for p, prompt in enumerate(prompts)
             for g in range(sampling.n)

@@ -26,8 +26,8 @@ def compute_row_seed(seed: str, prompt: Prompt, g: int) -> int:
 class UniformStream:
     """The random numbers of one row: float64 in [0, 1), the same whichever rows are decoded beside it."""
 
-    def __init__(self, seed: int, chunk: int) -> None:
-        """Create a stream that makes `chunk` numbers at a time. The numbers do not depend on `chunk`."""
+    def __init__(self, seed: int, chunk: int = 64) -> None:
+        """Create a stream that draws `chunk` numbers at a time. The numbers do not depend on `chunk`."""
         self.seed, self.chunk = seed, chunk
         self._generator: torch.Generator | None = None
         self._values: list[float] = []

@@ -82,7 +82,7 @@ class NativeSampler:
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
         """Tokens, log-probs and sampling masks of the P * G rows; masks are empty where nothing is truncated."""
         policy, size = self.policy, sampling.n
-        rows = [CompletionRow(UniformStream(seed, sampling.max_tokens)) for seed in seeds]
+        rows = [CompletionRow(UniformStream(seed)) for seed in seeds]
 
         def append_tokens(row: CompletionRow, ids: list[int], logprobs: list[float], masks: list[Tensor]) -> RowState:
             n = 1 + next((i for i, token in enumerate(ids) if token in policy.eos_ids), len(ids))

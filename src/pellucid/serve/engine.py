@@ -43,8 +43,6 @@ MAX_PREFILL_SCORES = 2**24
 """The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
 NO_TOKEN = -1
 """The token id of a row for which no token could be sampled."""
-UNIFORMS_CHUNK = 64
-"""How many random numbers of a row are made at a time."""
 
 
 class RequestRefusedError(Exception):
@@ -319,7 +317,7 @@ def count_padded_tokens(lengths: Sequence[int]) -> int:
 
 def make_rows(request: GenerationRequest) -> list[GenerationRow]:
     seeds = [(request.seed * 1_000_003 + i) % 2**63 for i in range(request.n)]
-    return [GenerationRow(request, i, UniformStream(seed, UNIFORMS_CHUNK)) for i, seed in enumerate(seeds)]
+    return [GenerationRow(request, i, UniformStream(seed)) for i, seed in enumerate(seeds)]
 
 
 # ---------------------------------------------------------------- requests and rows: tokens to text
