@@ -14,9 +14,9 @@ Message = Mapping[str, Any]
 in OpenAI's format, except that the arguments are an object. The result of a tool also has the `name` of the tool."""
 
 ROUND_STRIDE = 10**8 + 7
-"""Round r of dynamic sampling uses the prompts of step + r * ROUND_STRIDE, a number that no real step reaches. The stride
-is prime, so that a task that cycles through its rows returns different rows in each round. The numbers of up to 42
-rounds are below 2**32, the limit for seeds."""
+"""Round r of dynamic sampling uses the prompts of step + r * ROUND_STRIDE, a number that no real step reaches. The
+stride is prime, so that a task that cycles through its rows returns different rows in each round. The numbers of up to
+42 rounds are below 2**32, the limit for seeds."""
 
 
 # ---------------------------------------------------------------- prompts and completions
@@ -147,7 +147,7 @@ class Completion:
     branches: tuple[Completion, ...] = ()
     """Other token sequences of the same conversation, created when its history was rewritten. They have its reward."""
     thinking: bool = False
-    """Whether the chat template wrote `<think>` right before the text, so that the text begins inside the reasoning section."""
+    """Whether the chat template wrote `<think>` right before the text, so that the text begins inside a thought."""
 
     @property
     def full_text(self) -> str:
@@ -186,7 +186,7 @@ class Reward:
     """False if the term that decides which answers are right has no value for this completion. The completion is then
     neither right nor wrong, regardless of `value`."""
     is_continuous: bool = False
-    """True if the reward lies on a continuous scale instead of being right or wrong. Evaluation then reports its mean."""
+    """True if the reward lies on a continuous scale and is no verdict. Evaluation then reports its mean."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """The error of each term that failed, by name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class Reward:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no grade. The completion is neither right nor wrong, and its reward is set to the group mean."""
+        """Whether there is no grade. The completion is neither right nor wrong, and the group mean replaces its reward."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property
@@ -309,7 +309,8 @@ class Evaluation:
     questions_digest: str = ""
     """A digest of the questions. Evaluations with the same digest can be compared question by question."""
     failed: int = 0
-    """The number of answers, greedy and sampled, without a grade because a reward failed. They do not count as right."""
+    """The number of answers, greedy and sampled, without a grade because a reward failed. They do not count as
+    right."""
     left_out: int = 0
     """The number of prompts that are excluded from all means, because no reward applies to their greedy answer."""
     undecided: int = 0
@@ -329,11 +330,11 @@ class Evaluation:
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. The message is one line: what is wrong, where, and what is right. Exit status 2."""
+    """A mistake that the user can correct. One line says what is wrong, where, and what is right. Exit status 2."""
 
 
 class DataError(UserError):
-    """A UserError about a prompt or a row of the data, which cannot be fixed by settings of the model or the algorithm."""
+    """A UserError about a prompt or a row of the data, which settings of the model or the algorithm cannot fix."""
 
 
 class MissingFileError(UserError):
@@ -356,7 +357,7 @@ class StrandedError(Exception):
 
 
 class Task(Protocol):
-    """Provides prompts and grades completions. An implementation is a dataclass whose fields are the keys of `[task]`."""
+    """Provides prompts and grades completions. A task is a dataclass whose fields are the keys of `[task]`."""
 
     @property
     def seed(self) -> int: ...

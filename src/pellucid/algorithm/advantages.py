@@ -32,7 +32,8 @@ class Grades(NamedTuple):
     lengths: Tensor
     """[P, G] in tokens."""
     parts: Tensor
-    """[P, G, K] the terms of a composite reward before their weights. A reward without terms is its own only term, K = 1."""
+    """[P, G, K] the terms of a composite reward before their weights. A reward without terms is the only term, K =
+    1."""
     weights: Tensor
     """[P, K] the weight of each term."""
 
@@ -187,7 +188,7 @@ def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """Standardize each reward term in its group, add them up by their weights, and divide by the std of the batch.
 
     A term with a large spread cannot dominate the others, as it would if their sum were standardized. If terms cancel
-    up to rounding errors, their sum is set to exactly 0, since dividing by the std of the batch would magnify the errors.
+    up to rounding errors, their sum is set to exactly 0, since dividing by the std of the batch would magnify them.
 
     Args:
         grades: Only `parts` [P, G, K] and `weights` [P, K] are used.

@@ -1,8 +1,9 @@
 """GRPO with rollouts that are generated one step ahead: while a step is trained, the sampler works on the next one.
 
 This is the loop of grpo.py with a different collector. The rollouts of a step are sampled with the weights before the
-last update. `algorithm.correction` weighs their tokens by pi / pi_sampler, the policy of this step divided by the one that sampled
-(truncated importance sampling). The sampler needs its own copy of the weights, which must not change with the policy's.
+last update. `algorithm.correction` weighs their tokens by pi / pi_sampler, the policy of this step divided by the one
+that sampled (truncated importance sampling). The sampler needs its own copy of the weights, which must not change with
+the policy's.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class AheadCollector(RolloutCollector):
     def sync_sampler(self, policy: Policy, version: int, clock: StageClock) -> None:
         """Wait for the rollouts of the next step, then give the sampler the updated weights."""
         clock.record_lap("update")
-        # A DataError in the prompts of the next step is raised again when that step starts, after this step is complete.
+        # A DataError in the prompts of the next step is raised again when that step starts, after this one is complete.
         is_usable = self.pending is not None and not isinstance(self.pending.exception(), DataError)
         self.state.next_rollouts = self.pending.result() if self.pending and is_usable else None
         clock.record_lap("generate")  # the time that training waited

@@ -61,7 +61,7 @@ class Batch:
     """[B] the index p * G + g of the rollout to which each row belongs. None if each row is a rollout of its own."""
     step_row_indices: Tensor | None = None
     """[B] the index of the row in its step, in the order of `collate`; -1 for replayed rollouts and demonstrations. The
-    algorithm does not use it; reports use it to match rows with rollouts."""
+    algorithm does not use it; the token recorder uses it to find a rollout."""
     loss_mask: Tensor | None = None
     """[B, T] bool: the token has a policy gradient. None means that all sampled tokens have one."""
     advantages: Tensor | None = None
@@ -153,8 +153,8 @@ class Batch:
         """Count the tokens of a mask [B, T] by rollout.
 
         Returns:
-            The number of rollouts with at least one token of the mask [], and for each row the number of tokens of the mask
-            in its rollout [B, 1].
+            The number of rollouts with at least one token of the mask [], and for each row the number of tokens of the
+            mask in its rollout [B, 1].
         """
         lengths = mask.sum(-1, keepdim=True)
         if self.rollout_indices is None:
@@ -166,8 +166,8 @@ class Batch:
         """Add up x [B, T] over the sampled tokens of each rollout.
 
         Returns:
-            The sums [P * G, 1] and a mask of the same shape. If each row is a rollout of its own, x itself, not summed, and
-            action_mask.
+            The sums [P * G, 1] and a mask of the same shape. If each row is a rollout of its own, x itself, not summed,
+            and action_mask.
         """
         if self.rollout_indices is None:
             return x, self.action_mask
@@ -184,7 +184,7 @@ def sum_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def collate(groups: Sequence[Group]) -> Batch:
-    """Convert groups to a Batch: first the rows of all completions, then the rows of all branches, in the same order."""
+    """Convert groups to a Batch: first the rows of all completions, then those of all branches, in the same order."""
     rollouts = [(p, c) for p, g in enumerate(groups) for c in g.completions]
     branches = [(p, i, b) for i, (p, c) in enumerate(rollouts) for b in c.branches]
     completions = [*(c for _, c in rollouts), *(b for _, _, b in branches)]
@@ -320,7 +320,7 @@ def collect_grades(groups: Sequence[Group]) -> Grades:
 
 
 def collect_task_rewards(groups: Sequence[Group]) -> Tensor:
-    """Return the rewards of groups. A failed reward gets the mean of its siblings, or 0 if all failed. [P, G] float64"""
+    """Return the rewards [P, G], float64. A failed reward gets the mean of its siblings, or 0 if all failed."""
     values = [[math.nan if r.failed else r.value for r in g.rewards] for g in groups]
     return fill_with_sibling_mean(torch.tensor(values, dtype=torch.float64)).nan_to_num(0.0)
 

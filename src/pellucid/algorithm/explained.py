@@ -36,8 +36,8 @@ GRADIENT_RULES = (
     "correction",
     "other",
 )
-"""The rules that remove the policy gradient of a token; "" means that nothing removed it. This file reports an advantage
-of 0 as no_advantage. The caller replaces that with zero_variance if the rewards of the group were all equal, or with
+"""The rules that remove the policy gradient of a token; "" means that none did. This file reports an advantage of 0 as
+no_advantage. The caller replaces that with zero_variance if the rewards of the group were all equal, or with
 all_failed if they all failed."""
 
 

@@ -3,7 +3,7 @@
 This is the algorithm of DeepSeekMath (arXiv 2402.03300, section 4.1) and of its variants. A variant is a choice on four
 axes of pure functions: how a completion compares with its siblings (advantages.py), what is maximized for a token and
 how tokens add up (objectives.py), how the policy is kept close to a reference (kl.py), and how rewards and tokens are
-adjusted beforehand (shaping.py). The loop is the same for all of them. docs/variants.md lists papers with their settings.
+adjusted beforehand (shaping.py). The loop is the same for all. docs/variants.md lists papers with their settings.
 
 Three things are left out on purpose: a value network, since the mean of the group is the baseline; token-level rewards,
 since a completion has one reward; and models, process groups and files, which are accessed through the protocols in
@@ -168,7 +168,7 @@ def store_group_advantages(groups: Sequence[Group], advantages: Tensor) -> list[
 def add_old_and_reference_logprobs(
     batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig
 ) -> Batch:
-    """Add the tensors that stay fixed in the update, if settings need them: old_logprobs, ref_logprobs, kl, loss_mask."""
+    """Add tensors that stay fixed in the update, if settings need them: old_logprobs, ref_logprobs, kl, loss_mask."""
     is_kl_in_reward = bool(cfg.kl_coef) and cfg.kl_in != "loss"
     if reference is not None and cfg.kl_coef and cfg.kl != "exact":
         batch = replace(batch, ref_logprobs=score_without_gradient(batch, reference, runtime, cfg).logprobs)
@@ -242,7 +242,7 @@ def shape_rewards(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig)
 
 
 def get_charged_kl(batch: Batch) -> tuple[Tensor | None, Tensor]:
-    """Return the KL that is subtracted from rewards or advantages, None if none is, and the mask of its valid values."""
+    """Return the KL that is subtracted from rewards or advantages, or None, and the mask of its valid values."""
     return (None, batch.action_mask) if batch.kl is None else batch.sum_by_rollout(batch.kl)
 
 
@@ -382,7 +382,7 @@ def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor,
 
 
 def make_objective_inputs(logprobs: Tensor, batch: Batch) -> ObjectiveInputs:
-    """Make the inputs of the objective. Without old_logprobs, the policy is the one that sampled: the ratio is exactly 1."""
+    """Make the inputs of the objective. Without old_logprobs, the policy itself has sampled, and the ratio is 1."""
     assert batch.advantages is not None
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]

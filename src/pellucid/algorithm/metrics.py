@@ -35,7 +35,7 @@ class MetricTotals:
         self.gap_max = 0.0
 
     def add_tokens(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add metrics, each [N] over the N tokens to which it applies. `loss` holds the terms of a sum, one for each token."""
+        """Add metrics, each [N] over the N tokens to which it applies. `loss` holds the term of each token in a sum."""
         nonempty = {name: value for name, value in metrics.items() if len(value)}
         for name, value in nonempty.items():
             self.sums[name] += float(value.sum())

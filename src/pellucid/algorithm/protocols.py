@@ -81,7 +81,7 @@ class Runtime(Protocol):
         ...
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches of one optimizer step. With the last one, the gradients of all processes are combined."""
+        """Yield the micro-batches of one optimizer step. The last one also combines the gradients of all processes."""
         ...
 
     def backward(self, loss: Tensor) -> None:

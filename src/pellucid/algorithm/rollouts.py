@@ -110,7 +110,7 @@ def generate_groups(
 def notify_stateful_task(
     task: Task, step: int, groups: Sequence[Group], runtime: Runtime, cfg: GRPOConfig
 ) -> dict[str, float]:
-    """Pass the groups of all processes to a stateful task, in every process the same ones. Return the task's metrics."""
+    """Pass the groups of all processes to the stateful task of this process. Return the task's metrics."""
     stateful_task = as_stateful_task(task)
     if not stateful_task:
         return {}

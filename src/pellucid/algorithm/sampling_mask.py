@@ -7,8 +7,8 @@ threshold would take less space, but it is valid only for the logits of the weig
 the first optimizer step.
 
 The mask of a token is a run, a sequence of int32 words: the allowed ids in ascending order or, if that is no longer, a
-bitmap with one bit for each token of the vocabulary. An empty run allows every token. `words` [M] concatenates all runs of a batch, and `spans`
-[..., 2] holds the start and the end of each.
+bitmap with one bit for each token of the vocabulary. An empty run allows every token. `words` [M] concatenates all runs
+of a batch, and `spans` [..., 2] holds the start and the end of each.
 """
 
 from __future__ import annotations

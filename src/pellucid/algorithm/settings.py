@@ -1,4 +1,4 @@
-"""The settings of the algorithm and of the optimizer. Contradictions raise ValueError. This file does not import torch."""
+"""The settings of the algorithm and of the optimizer. Contradictions raise ValueError. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class GRPOConfig:
     length_min_cell: int = 3
     """Buckets of fewer completions are compared with the whole group."""
     length_shrinkage: float = 4.0
-    """The mean and std of a bucket of n have the weight n / (n + length_shrinkage); those of the group have the rest."""
+    """The mean and std of a bucket of n have the weight n / (n + length_shrinkage); the group has the rest."""
 
     objective: ObjectiveName | str = "ppo_clip"
     """What is maximized for each token; or your own, "path/to/file.py:function"."""
@@ -280,7 +280,7 @@ class AdamWConfig:
             raise ValueError(f"eps = {self.eps} must be positive")
 
     def compute_lr(self, update: int, total: int) -> float:
-        """Return the learning rate of optimizer step `update` of `total`, counted from 1. It is constant after `total`."""
+        """Return the learning rate of optimizer step `update` of `total`, counted from 1; constant after `total`."""
         if update <= self.warmup:
             return self.lr * update / self.warmup
         remaining = max(0, total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the end

@@ -17,8 +17,8 @@ from pellucid.algorithm.settings import GRPOConfig
 def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     """(1 - mix) r + mix * sum over siblings of softmax(cosine / temperature) r: similar answers share rewards.
 
-    The mean of the group is subtracted from the states first, since the states of all answers to one prompt have similar
-    directions. A reward changes by at most mix times the range of its group. At a high temperature the map is affine,
+    The mean of the group is subtracted from the states first, since all answers to one prompt have states of similar
+    direction. A reward changes by at most mix times the range of its group. At a high temperature the map is affine,
     and `grpo` standardizes this away.
 
     Args:
