@@ -196,7 +196,7 @@ class Reward:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no grade. The completion is neither right nor wrong, and the group mean replaces its reward."""
+        """Whether there is no grade: neither right nor wrong, with the mean of the group in place of the reward."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property

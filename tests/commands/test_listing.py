@@ -38,7 +38,7 @@ def lines(kind, capsys):
 def test_every_name_has_its_line_and_something_is_said_of_it(kind, capsys):
     shown = [line.split(maxsplit=1) for line in lines(kind, capsys)]
     assert [name for name, _ in shown] == THERE[kind]
-    assert all(len(text) >= len("A log pi.") for _, text in shown)
+    assert all(len(text) > 10 for _, text in shown)
 
 
 @pytest.mark.parametrize("kind", cli.LISTABLE_KINDS)
@@ -49,10 +49,10 @@ def test_lines_fit_and_stand_in_columns(kind, capsys):
     assert all(line.isprintable() for line in found)
 
 
-def test_what_is_said_is_what_the_docstring_says_first(capsys):
+def test_a_line_is_the_first_sentence_of_the_docstring_and_its_source(capsys):
     said = dict(line.split(maxsplit=1) for line in lines("advantages", capsys))
-    assert said["centered"] == "r - mean."
-    assert (advantages.raw_rewards.__doc__ or "").startswith(said["raw"])
+    assert said["centered"] == "r - mean. Dr. GRPO, arXiv 2503.20783."
+    assert said["raw"].startswith((advantages.raw_rewards.__doc__ or "?").partition("\n")[0])
     recipe = dict(line.split(maxsplit=1) for line in lines("recipes", capsys))["variants/sapo"]
     assert f"# {recipe}" == Path("recipes/variants/sapo.toml").read_text().splitlines()[0]
 

@@ -122,7 +122,7 @@ def get_module_summary(module: str) -> str:
 
 
 def get_dict_summaries(module: str, name: str) -> dict[str, str]:
-    """Return the first sentence of the docstring for each key of a dict of functions in a module.
+    """Return the first sentence of the docstring, and its source, for each key of a dict of functions in a module.
 
     The values of the dict are functions of the module, or lambdas that call one.
 
@@ -132,7 +132,7 @@ def get_dict_summaries(module: str, name: str) -> dict[str, str]:
     documented = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
     table = body[find_assignment(name, body)].value  # pyright: ignore[reportAttributeAccessIssue]
     return {
-        key.value: extract_first_sentence(documented[get_function_name(value)])
+        key.value: summarize_with_source(documented[get_function_name(value)])
         for key, value in zip(table.keys, table.values, strict=True)
     }
 
@@ -164,6 +164,12 @@ def get_function_name(value: ast.expr) -> str:
     called = value.body.func if isinstance(value, ast.Lambda) and isinstance(value.body, ast.Call) else value
     assert isinstance(called, ast.Name)
     return called.id
+
+
+def summarize_with_source(docstring: str) -> str:
+    """Return the first sentence of a docstring, and the first line of its section `Source:` if it has one."""
+    source = re.search(r"^Source:\n +(.+)$", docstring, re.MULTILINE)
+    return " ".join([extract_first_sentence(docstring), *([source[1]] if source else [])])
 
 
 def extract_first_sentence(docstring: str) -> str:
