@@ -165,7 +165,7 @@ def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
         monkeypatch.setattr(
             served.engine.running.batch, "step", lambda _: (_ for _ in ()).throw(RuntimeError("no memory"))
         )
-        status, answer = post(f"{url}/v1/chat/completions", chat())
+        status, answer = post(f"{url}/v1/chat/completions", chat(seed=1))
         assert status == 500
         assert "no memory" in answer["error"]["message"]
         after = post(f"{url}/v1/chat/completions", chat(seed=1))

@@ -267,11 +267,9 @@ def attach_advantages(
 
 def append_replayed_batches(state: TrainingState, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
     """Append the batches of earlier steps that are less than cfg.max_staleness steps old."""
-    replayed = [
-        (old_step, old_batch) for old_step, old_batch in state.replay_buffer if step - old_step < cfg.max_staleness
-    ]
+    replayed = [(then, old) for then, old in state.replay_buffer if step - then < cfg.max_staleness]
     state.replay_buffer = [(step, batch), *replayed] if cfg.max_staleness > 1 else []
-    return concat_batches([batch, *(old_batch.mark_as_replayed() for _, old_batch in replayed)])
+    return concat_batches([batch, *(old.mark_as_replayed() for _, old in replayed)])
 
 
 # ---------------------------------------------------------------- 4. Update

@@ -78,9 +78,9 @@ class GRPOConfig:
     minutes: float = 0.0
     """Training ends after the step in which this time is used up, not counting evaluations; 0 means no limit."""
     prompts_per_step: int = 4
-    """P: the number of prompts in each step, over all processes."""
+    """P: prompts of each step, over all processes."""
     group_size: int = 8
-    """G: the number of completions of each prompt."""
+    """G: completions of each prompt."""
     max_rounds: int = 1
     """Dynamic sampling: groups whose task rewards are equal are replaced by those of other prompts, in at most this
     many rounds. If a task rewards brevity, rewards are never equal: set min_reward_range."""

@@ -1,4 +1,4 @@
-"""The conversations under way, each with a worker process to itself: asked, answered, and never waited for.
+"""Runs many conversations at once, each in its own worker process, without waiting for any single one.
 
 What hangs, ends or fills the memory of its process costs its own conversation. In a notebook, environments that other
 processes cannot load work in this one.
@@ -83,7 +83,7 @@ class ConversationWorker(Worker):
 
 
 class InProcessWorker:
-    """Stands for a ConversationWorker: it answers in this process, without time limits."""
+    """Replaces a ConversationWorker: it answers in this process, without time limits."""
 
     connection = None
     deadline = float("inf")
@@ -214,7 +214,7 @@ class EnvironmentPool:
         self._send_request(number, TurnRequest(PolicyTurn({}), (), is_last=True), self._env_spec.timeout * 2)
 
     def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:
-        """Return the replies that have come, with the numbers of their conversations; wait so long for the first."""
+        """Return the replies that have come, with the numbers of their conversations; wait up to `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             replies = list(self._ready)

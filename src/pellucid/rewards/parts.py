@@ -1,4 +1,4 @@
-"""What one term says of one completion, and the checks that a reward of the user's own must pass.
+"""The value of one reward term for one completion, and the validation of user-defined rewards.
 
 A reward has one representation on its way: the value of a term is a `RewardPart`, the weighted sum of parts a `Reward`.
 Only in the pipe between a worker process and its parent they are JSON, which can be read without running user code.
@@ -46,7 +46,7 @@ class RewardPart:
 
 
 Answer = RewardPart | Reward
-"""What a term says of a completion, or the reward of a task that has no terms."""
+"""The value of a term for a completion, or the reward of a task that has no terms."""
 
 
 class ModelGrader(Protocol):
@@ -60,7 +60,7 @@ class ModelGrader(Protocol):
         ...
 
     def stop(self) -> None:
-        """Give up what is under way in another thread, as at Ctrl-C: nobody will read it. `grade` may raise there."""
+        """Cancel the work in another thread, as at Ctrl-C: its result is not needed. `grade` may raise there."""
         ...
 
 

@@ -44,7 +44,7 @@ class PoolClosedError(Exception):
 
 
 class PendingCall:
-    """A call that is being computed: what is sent of it, and the answers that have come."""
+    """A call that is being computed: the data to send, and the answers received so far."""
 
     def __init__(self, call: RewardCall) -> None:
         groups = split_into_groups(call.pairs)
@@ -79,7 +79,7 @@ class PendingCall:
                 self._partial_answers.setdefault(event.term, []).extend(event.answers)
 
     def fail(self, terms: Sequence[int], error: str) -> None:
-        """Note that terms have failed for all completions that have no answer yet."""
+        """Record that terms have failed for all completions that have no answer yet."""
         for term in terms:
             answers = self._partial_answers.pop(term, [])
             failures = [make_failure(term, error)] * (self._sent_count - len(answers))
@@ -94,7 +94,7 @@ class PendingCall:
 class RewardPool:
     """Worker processes that compute calls: cfg.workers for calls about one completion, one more for those about many.
 
-    A process that ends or is late is replaced; what it has left is computed by another.
+    A process that ends or is late is replaced; another one computes the remaining terms.
     """
 
     def __init__(self, task: Any, cfg: RewardConfig, log: Path | None) -> None:
@@ -219,7 +219,7 @@ class RewardWorker(Worker):
         return self._call is not None
 
     def send_call(self, pending: PendingCall) -> None:
-        """Let it compute what remains of a call."""
+        """Send the remaining terms of a call to the process."""
         self._call = call = pending.remaining_call
         self._open_terms = set(call.limits)
         self._start_terms(list(call.limits)[:1])

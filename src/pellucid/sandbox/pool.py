@@ -67,7 +67,7 @@ class WorkerLimits(Protocol):
 
 
 def build_worker_config(limits: WorkerLimits, log: Path | None) -> WorkerConfig:
-    """Return what a worker is told at its start; without a log, its output is discarded."""
+    """Return the configuration of a worker; without a log, its output is discarded."""
     return WorkerConfig(limits.memory_gb, str(log or os.devnull), build_worker_environment(limits.secrets))
 
 
@@ -88,7 +88,7 @@ class Worker:
     """
 
     result_name = "answer"
-    """What a worker owes, for messages."""
+    """What a worker returns, as error messages call it."""
 
     def __init__(self, connection: Any, process: Any = None) -> None:
         self.connection, self._process = connection, process
@@ -119,7 +119,7 @@ class Worker:
                 raise WorkerStartError("late")
 
     def set_timeout(self, seconds: float, grace: float = GRACE_SECONDS) -> None:
-        """Let the worker have so many seconds from now on, and some more to report by itself that it is late."""
+        """Give the worker this many seconds from now on, and a grace period to report by itself that it is late."""
         self._timeout, self.deadline = seconds, time.monotonic() + seconds + grace
 
     def send(self, data: bytes) -> None:
@@ -280,7 +280,7 @@ def is_writable(connection: Any) -> bool:
 
 
 def terminate_ended(workers: list[AnyWorker]) -> None:
-    """Remove those of the idle workers whose processes have ended."""
+    """Remove the idle workers whose processes have ended."""
     for worker in [worker for worker in workers if not worker.is_alive]:
         workers.remove(worker)
         worker.terminate()
