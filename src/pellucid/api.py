@@ -51,9 +51,9 @@ if TYPE_CHECKING:  # these import torch
     from pellucid.policy.policy import Policy
     from pellucid.training.run import TrainingRun
 
-SettingsMapping = Mapping[str, Any]
-SETTINGS_SOURCE = "pellucid.train"
-RUN_NUMBERS = itertools.count(1)
+_SettingsMapping = Mapping[str, Any]
+_SETTINGS_SOURCE = "pellucid.train"
+_RUN_NUMBERS = itertools.count(1)
 """Counts the runs of this process whose folders are named by the second of their start."""
 
 
@@ -103,41 +103,41 @@ def train(
         raise UserError("resume= goes on with the settings of that run: leave out recipe= and run=")
     plugins.forget_edited_modules()
     file = config.find_recipe(str(recipe)) if recipe else None
-    folder = Path(resume or run or make_run_path(file)).expanduser()
+    folder = Path(resume or run or _make_run_path(file)).expanduser()
     objects, rows = ObjectRegistry(), None if data is None else make_in_memory_rows(data)
-    with rewrite_command_line_hints(folder), provide_objects(objects):
+    with _rewrite_command_line_hints(folder), provide_objects(objects):
         if run_dir.is_first_process():
-            (run_dir.check_resumable_run_dir if resume else check_unused_folder)(folder)
+            (run_dir.check_resumable_run_dir if resume else _check_unused_folder)(folder)
         source = folder / "config.json" if resume else file
         text.set_recipe_folder(None)  # relative paths of a call start here, not in the folder of an earlier recipe
         values = config.read_settings(source) if source else {}
         config.check_key_variables(values, (), source, "if you mean another, name it from Python: reward=[...]")
-        section = build_task_section(values.get("task"), task, data, reward, rows, folder, objects)
+        section = _build_task_section(values.get("task"), task, data, reward, rows, folder, objects)
         if model is not None:
-            settings["policy_model"] = format_model_argument(model)
-        cfg = build_run_config(values, section, settings, rows, objects)
+            settings["policy_model"] = _format_model_argument(model)
+        cfg = _build_run_config(values, section, settings, rows, objects)
         resume_changes = None
         if resume:
-            check_same_rows(rows, folder)
+            _check_same_rows(rows, folder)
             resume_changes = run_dir.find_resume_changes(folder, cfg)
             if run_dir.is_first_process() and (
                 note := run_dir.describe_finished_run(folder, resume_changes, cfg.algorithm.steps)
             ):
                 print(note.replace("--algorithm.steps ", "steps="))
         elif run_dir.is_first_process():
-            check_begun_folder(folder, cfg, rows)
+            _check_begun_folder(folder, cfg, rows)
         if data is not None and rows is None and isinstance(innermost := get_innermost_task(cfg.task), Dataset):
-            check_named_data(innermost)
+            _check_named_data(innermost)
     prepare = None
-    if rows and not (resume and has_same_rows(rows, folder)):
+    if rows and not (resume and _has_same_rows(rows, folder)):
         prepare = partial(rows.write_file, folder / run_dir.DATA_FILE)
     return Run(cfg, folder, resume_changes, objects, prepare)
 
 
-def build_run_config(
-    values: SettingsMapping,
-    section: SettingsMapping,
-    settings: SettingsMapping,
+def _build_run_config(
+    values: _SettingsMapping,
+    section: _SettingsMapping,
+    settings: _SettingsMapping,
     rows: InMemoryRows | None,
     objects: ObjectRegistry,
 ) -> Config:
@@ -150,21 +150,21 @@ def build_run_config(
         rows: Rows in memory, whose columns are looked for.
         objects: Receives functions that are given as settings.
     """
-    keywords = register_algorithm_functions(
+    keywords = _register_algorithm_functions(
         group_settings_by_section(settings, load_task_class(section.get("name", Config.task_names[0]))), objects
     )
     section = {**section, **keywords.pop("task", {})}
     if rows:
-        innermost = get_innermost_section(section)
-        innermost.update(find_column_settings(rows, innermost))
+        innermost = _get_innermost_section(section)
+        innermost.update(_find_column_settings(rows, innermost))
     merged = {**values, **{name: {**values.get(name, {}), **keys} for name, keys in keywords.items()}}
-    cfg = config.build_config({**merged, "task": section} if section else merged, SETTINGS_SOURCE)
+    cfg = config.build_config({**merged, "task": section} if section else merged, _SETTINGS_SOURCE)
     if rows and isinstance(task := get_innermost_task(cfg.task), Dataset):
         rows.check_prompts(task)
     return cfg
 
 
-def build_task_section(
+def _build_task_section(
     base: Any, task: Any, data: Any, reward: Any, rows: InMemoryRows | None, folder: Path, objects: ObjectRegistry
 ) -> dict[str, Any]:
     """Build the section of the task from keywords of `train`, over the section `base` of a recipe.
@@ -174,10 +174,10 @@ def build_task_section(
     """
     section: dict[str, Any] = copy.deepcopy(base or {})
     if task is not None:
-        section = merge_task_sections(section, convert_task_to_section(task, objects))
+        section = _merge_task_sections(section, convert_task_to_section(task, objects))
     if data is None and reward is None:
         return section
-    innermost = get_innermost_section(section)
+    innermost = _get_innermost_section(section)
     if innermost.get("name") != "dataset":
         if task is not None or data is None:
             argument = "data" if data is not None else "reward"
@@ -185,32 +185,34 @@ def build_task_section(
         innermost.clear()
         innermost["name"] = "dataset"
     if data is not None:
-        innermost["data"] = format_data_names(data) if rows is None else os.path.abspath(folder / run_dir.DATA_FILE)
+        innermost["data"] = _format_data_names(data) if rows is None else os.path.abspath(folder / run_dir.DATA_FILE)
     if reward is not None:
-        innermost["rewards"] = make_reward_terms(reward, objects)
+        innermost["rewards"] = _make_reward_terms(reward, objects)
     return section
 
 
-def get_innermost_section(section: dict[str, Any]) -> dict[str, Any]:
+def _get_innermost_section(section: dict[str, Any]) -> dict[str, Any]:
     """Return the section of the task that wraps no other."""
     is_wrapper = is_task_wrapper(config.find_named_task_class(section, ["task"])[1])
-    return get_innermost_section(section.setdefault("task", {})) if is_wrapper else section
+    return _get_innermost_section(section.setdefault("task", {})) if is_wrapper else section
 
 
-def merge_task_sections(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_task_sections(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `overrides` of a task, over the section of the same task in a recipe."""
     if base.get("name") != overrides["name"]:
         return dict(overrides)
     inner = (
-        {"task": merge_task_sections(base["task"], overrides["task"])} if "task" in base and "task" in overrides else {}
+        {"task": _merge_task_sections(base["task"], overrides["task"])}
+        if "task" in base and "task" in overrides
+        else {}
     )
     return {**base, **overrides, **inner}
 
 
-def find_column_settings(rows: InMemoryRows, section: SettingsMapping) -> dict[str, Any]:
+def _find_column_settings(rows: InMemoryRows, section: _SettingsMapping) -> dict[str, Any]:
     """Return settings that name the columns of rows. Raises UserError without a reward and a column of answers."""
     found = infer_columns(rows.first_row, section)
-    answer_column = {**section, **found}.get("answer", ANSWER_COLUMNS[0])
+    answer_column = {**section, **found}.get("answer", _ANSWER_COLUMNS[0])
     if "rewards" not in section and not has_column(rows.first_row, answer_column):
         raise UserError(
             'nothing says what is right: give reward=, or rows with a column "answer"; answer="name" names another'
@@ -218,47 +220,47 @@ def find_column_settings(rows: InMemoryRows, section: SettingsMapping) -> dict[s
     return found
 
 
-def format_model_argument(model: str | Path) -> str:
+def _format_model_argument(model: str | Path) -> str:
     if isinstance(model, str | Path):
         return str(model)
     kind = type(model).__name__
     raise UserError(f"model is a {kind}: give its folder or Hub id; model.save_pretrained(folder) makes one of it")
 
 
-def check_same_rows(rows: InMemoryRows | None, folder: Path) -> None:
+def _check_same_rows(rows: InMemoryRows | None, folder: Path) -> None:
     """Raise UserError if a run would go on with other rows. A run that was stopped by bad rows may."""
-    if rows and not has_same_rows(rows, folder) and not run_dir.get_bad_data_path(folder).is_file():
+    if rows and not _has_same_rows(rows, folder) and not run_dir.get_bad_data_path(folder).is_file():
         raise UserError(
             f"data is not what {folder} was trained with, its {run_dir.DATA_FILE}: leave data= out, or begin anew"
         )
 
 
-def has_same_rows(rows: InMemoryRows, folder: Path) -> bool:
+def _has_same_rows(rows: InMemoryRows, folder: Path) -> bool:
     """Return whether a run folder holds these rows."""
     path = folder / run_dir.DATA_FILE
     return path.is_file() and files.compute_file_digest(path) == rows.digest
 
 
-def check_unused_folder(folder: Path) -> None:
+def _check_unused_folder(folder: Path) -> None:
     """Raise UserError if no run can begin in the folder, or if its rows would overwrite a file."""
     run_dir.check_new_run_dir(folder)
     if (folder / run_dir.DATA_FILE).exists() and not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds {run_dir.DATA_FILE}, which is no run's: choose another folder with run=")
 
 
-def check_begun_folder(folder: Path, cfg: Config, rows: InMemoryRows | None) -> None:
+def _check_begun_folder(folder: Path, cfg: Config, rows: InMemoryRows | None) -> None:
     """Raise UserError if the folder has steps of a run with other settings or other rows."""
     run_dir.check_begun_run_dir(folder, cfg)
     if rows and any(read_records(folder / "metrics.jsonl")):
-        check_same_rows(rows, folder)
+        _check_same_rows(rows, folder)
 
 
-def make_run_path(recipe: Path | None) -> Path:
+def _make_run_path(recipe: Path | None) -> Path:
     """Return a new folder name, as the command line makes them. Later runs of a process add a number."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("several processes share one folder: name it, run=")
     name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    number = next(RUN_NUMBERS)
+    number = next(_RUN_NUMBERS)
     return Path("runs") / (name if number == 1 else f"{name}-{number}")
 
 
@@ -375,14 +377,14 @@ class Run:
         self._owner_pid = owner = os.getpid()
         try:
             while (result := self._take_step(steps, requests)) is not None:
-                with run_at_exit(self._close_loop):
+                with _run_at_exit(self._close_loop):
                     yield result
                 if os.getpid() != owner:
-                    prevent_close(steps)
+                    _prevent_close(steps)
                     raise UserError(self._not_owner_message)
         except GeneratorExit:
             if os.getpid() != owner:
-                prevent_close(steps)
+                _prevent_close(steps)
                 return
             self._stop_steps(steps, requests)
         finally:
@@ -423,7 +425,7 @@ class Run:
                 self._cfg, self.folder, self._resumed, requests, self._resume_hint, self._prepare
             )
         self._training_run.stop_requests = requests
-        clear_data_caches()
+        _clear_data_caches()
         return self._training_run
 
     def _digest_code(self) -> dict[str, str]:
@@ -459,7 +461,7 @@ class Run:
     def _working_context(self, requests: StopRequests) -> Iterator[None]:
         """Within this context, signals request a stop, and names in settings stand for the objects of the caller."""
         with (
-            rewrite_command_line_hints(self.folder),
+            _rewrite_command_line_hints(self.folder),
             handle_stop_signals(requests.handle_signal),
             provide_objects(self._objects),
         ):
@@ -490,7 +492,7 @@ class Run:
         return policy
 
 
-def prevent_close(steps: Iterator[StepResult]) -> None:
+def _prevent_close(steps: Iterator[StepResult]) -> None:
     """Keep a generator of the parent process from being closed in this fork, even when this process ends.
 
     Closing it would save the run, release its folder and end the reward workers.
@@ -499,7 +501,7 @@ def prevent_close(steps: Iterator[StepResult]) -> None:
 
 
 @contextmanager
-def run_at_exit(act: Callable[[], None]) -> Iterator[None]:
+def _run_at_exit(act: Callable[[], None]) -> Iterator[None]:
     """If the process ends within this context, call `act` before the exit handlers that were registered earlier."""
     atexit.register(act)
     try:
@@ -509,7 +511,7 @@ def run_at_exit(act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def rewrite_command_line_hints(folder: Path) -> Iterator[None]:
+def _rewrite_command_line_hints(folder: Path) -> Iterator[None]:
     """Rewrite flags of the command line in the messages of UserError as keywords of `train`."""
     try:
         yield
@@ -523,13 +525,15 @@ def rewrite_command_line_hints(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------- functions and tasks that are given as objects
 
 
-RewardTermLike = str | Callable[..., Any] | RewardTerm | Mapping[str, Any]
-RewardLike = RewardTermLike | tuple[RewardTermLike, float] | Sequence[RewardTermLike | tuple[RewardTermLike, float]]
+_RewardTermLike = str | Callable[..., Any] | RewardTerm | Mapping[str, Any]
+RewardLike = (
+    _RewardTermLike | tuple[_RewardTermLike, float] | Sequence[_RewardTermLike | tuple[_RewardTermLike, float]]
+)
 """The type of `reward=`: a term, a term with its weight, or a list of them."""
-ACCEPTED_REWARD_HINT = (
+_ACCEPTED_REWARD_HINT = (
     'give a function, the name of a term, "file.py:function", (one of these, weight), or a list of them'
 )
-PACKAGED_TASK_NAMES = {spec: name for name, spec in TASKS.items()}
+_PACKAGED_TASK_NAMES = {spec: name for name, spec in TASKS.items()}
 
 
 class ObjectRegistry(dict[str, Any]):
@@ -543,40 +547,40 @@ class ObjectRegistry(dict[str, Any]):
         return spec
 
 
-def make_reward_terms(reward: Any, objects: ObjectRegistry) -> list[Any]:
+def _make_reward_terms(reward: Any, objects: ObjectRegistry) -> list[Any]:
     """Return the terms of a reward as a recipe has them. Raises UserError for an object that is no reward."""
     if isinstance(reward, list):
-        terms = [term for each in reward for term in make_reward_terms(each, objects)]
+        terms = [term for each in reward for term in _make_reward_terms(each, objects)]
         if not terms:
-            raise UserError(f"reward is an empty list: {ACCEPTED_REWARD_HINT}")
+            raise UserError(f"reward is an empty list: {_ACCEPTED_REWARD_HINT}")
         return terms
     if isinstance(reward, tuple):
         if len(reward) != 2 or isinstance(reward[1], bool) or not isinstance(reward[1], int | float):
-            raise UserError(f"reward has a tuple that is no pair of a term and its weight: {ACCEPTED_REWARD_HINT}")
-        return [{"name": register_reward(reward[0], objects), "weight": reward[1]}]
+            raise UserError(f"reward has a tuple that is no pair of a term and its weight: {_ACCEPTED_REWARD_HINT}")
+        return [{"name": _register_reward(reward[0], objects), "weight": reward[1]}]
     if isinstance(reward, RewardTerm):
         return [dataclasses.asdict(reward)]
-    return [dict(reward)] if isinstance(reward, Mapping) else [{"name": register_reward(reward, objects)}]
+    return [dict(reward)] if isinstance(reward, Mapping) else [{"name": _register_reward(reward, objects)}]
 
 
-def register_reward(reward: Any, objects: ObjectRegistry) -> str:
+def _register_reward(reward: Any, objects: ObjectRegistry) -> str:
     if isinstance(reward, str):
         return reward
     if not callable(reward):
-        raise UserError(f"reward is of type {type(reward).__name__}: {ACCEPTED_REWARD_HINT}")
-    return objects.register(reward, get_callable_name(reward))
+        raise UserError(f"reward is of type {type(reward).__name__}: {_ACCEPTED_REWARD_HINT}")
+    return objects.register(reward, _get_callable_name(reward))
 
 
-def register_algorithm_functions(sections: Mapping[str, Mapping[str, Any]], objects: ObjectRegistry) -> dict[str, Any]:
+def _register_algorithm_functions(sections: Mapping[str, Mapping[str, Any]], objects: ObjectRegistry) -> dict[str, Any]:
     """Return the sections with names in place of an advantage or an objective that is a function."""
     keys = dict(sections.get("algorithm", {}))
     keys |= {
-        axis: objects.register(keys[axis], get_callable_name(keys[axis])) for axis in AXES if callable(keys.get(axis))
+        axis: objects.register(keys[axis], _get_callable_name(keys[axis])) for axis in AXES if callable(keys.get(axis))
     }
     return {**sections, **({"algorithm": keys} if keys else {})}
 
 
-def get_callable_name(function: Callable[..., Any]) -> str:
+def _get_callable_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, as its metric has it."""
     inner = getattr(function, "func", function)  # of functools.partial
     return getattr(inner, "__name__", type(inner).__name__).strip("<>")
@@ -595,7 +599,7 @@ def convert_task_to_section(task: Any, objects: ObjectRegistry) -> dict[str, Any
     if isinstance(task, str):
         return {"name": task}
     if isinstance(task, type):
-        return {"name": register_task_class(task, objects)}
+        return {"name": _register_task_class(task, objects)}
     missing = [name for name in ("sample", "reward") if not callable(getattr(task, name, None))]
     if has_batch_rewards(task):
         missing = [name for name in missing if name != "reward"]
@@ -604,46 +608,46 @@ def convert_task_to_section(task: Any, objects: ObjectRegistry) -> dict[str, Any
     fields = (
         {field.name for field in dataclasses.fields(task) if field.init} if dataclasses.is_dataclass(task) else set()
     )
-    has_own_name = "name" in fields and f"{type(task).__module__}:{type(task).__qualname__}" not in PACKAGED_TASK_NAMES
-    if not is_task_wrapper(task) and (has_own_name or not {"seed", "split"} <= fields or not is_recipe_value(task)):
+    has_own_name = "name" in fields and f"{type(task).__module__}:{type(task).__qualname__}" not in _PACKAGED_TASK_NAMES
+    if not is_task_wrapper(task) and (has_own_name or not {"seed", "split"} <= fields or not _is_recipe_value(task)):
         return {"name": objects.register(make_task_class(task), type(task).__name__)}
     values = {name: getattr(task, name) for name in fields if name != "name"}
     if values.get("seed") == 0:  # it follows the seed of the run
         del values["seed"]
     if is_task_wrapper(task):
         values["task"] = convert_task_to_section(values["task"], objects)
-    return {**values, "name": register_task_class(type(task), objects)}
+    return {**values, "name": _register_task_class(type(task), objects)}
 
 
-def register_task_class(cls: type, objects: ObjectRegistry) -> str:
+def _register_task_class(cls: type, objects: ObjectRegistry) -> str:
     """Return the name of a task class in a recipe."""
     if is_local_class(cls) or "." in cls.__qualname__:
         return objects.register(cls, cls.__qualname__.rpartition(".")[2])
     spec = f"{cls.__module__}:{cls.__qualname__}"
     file = getattr(modules.get(cls.__module__), "__file__", None)
-    if spec not in PACKAGED_TASK_NAMES and file and Path(file).stem == cls.__module__:
+    if spec not in _PACKAGED_TASK_NAMES and file and Path(file).stem == cls.__module__:
         return f"{file}:{cls.__qualname__}"
-    return PACKAGED_TASK_NAMES.get(spec, spec)
+    return _PACKAGED_TASK_NAMES.get(spec, spec)
 
 
-def is_recipe_value(value: Any) -> bool:
+def _is_recipe_value(value: Any) -> bool:
     """Return whether a recipe could hold a value."""
     if dataclasses.is_dataclass(value):
-        return all(is_recipe_value(getattr(value, field.name)) for field in dataclasses.fields(value))
+        return all(_is_recipe_value(getattr(value, field.name)) for field in dataclasses.fields(value))
     if isinstance(value, Mapping):
-        return all(map(is_recipe_value, value.values()))
+        return all(map(_is_recipe_value, value.values()))
     if isinstance(value, list | tuple):
-        return all(map(is_recipe_value, value))
+        return all(map(_is_recipe_value, value))
     return value is None or isinstance(value, str | int | float | bool)
 
 
 # ---------------------------------------------------------------- rows in memory
 
 
-ACCEPTED_DATA_HINT = (
+_ACCEPTED_DATA_HINT = (
     "give a list of dicts, a datasets.Dataset, a pandas DataFrame, a file, several, a pattern or a Hub id"
 )
-ANSWER_COLUMNS = ("answer", "solution")
+_ANSWER_COLUMNS = ("answer", "solution")
 """Columns of the gold answer, if no setting names one. Data sets for TRL have `solution`."""
 
 
@@ -677,7 +681,7 @@ class InMemoryRows:
 
 def make_in_memory_rows(data: Any) -> InMemoryRows | None:
     """Return rows that were given as objects; None if `data` names files or a data set on the Hub."""
-    if is_data_name(data):
+    if _is_data_name(data):
         return None
     module = type(data).__module__.partition(".")[0]
     if module == "pandas" and not hasattr(data, "columns"):
@@ -692,9 +696,9 @@ def make_in_memory_rows(data: Any) -> InMemoryRows | None:
     elif isinstance(data, list | tuple):
         rows = data
     else:
-        raise UserError(f"data is of type {type(data).__name__}: {ACCEPTED_DATA_HINT}")
+        raise UserError(f"data is of type {type(data).__name__}: {_ACCEPTED_DATA_HINT}")
     if not len(rows):
-        raise UserError(f"data is empty: {ACCEPTED_DATA_HINT}")
+        raise UserError(f"data is empty: {_ACCEPTED_DATA_HINT}")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise UserError(f"data, row {number}, is of type {type(row).__name__}, where a dict of columns is needed")
@@ -704,7 +708,7 @@ def make_in_memory_rows(data: Any) -> InMemoryRows | None:
     return InMemoryRows(rows)
 
 
-def check_named_data(task: Dataset) -> None:
+def _check_named_data(task: Dataset) -> None:
     """Raise UserError if the data that a task names cannot be read, or its first row makes no prompt."""
     make_prompt(task, *load_rows(task.data, task.subset, "train")[0])
     if task.test_data:
@@ -712,14 +716,14 @@ def check_named_data(task: Dataset) -> None:
         make_prompt(task, *load_rows(source, task.subset, split)[0])
 
 
-def is_data_name(data: Any) -> bool:
+def _is_data_name(data: Any) -> bool:
     """Return whether data is a name, or a list of names."""
     if isinstance(data, list | tuple):
         return bool(data) and all(isinstance(each, str | Path) for each in data)
     return isinstance(data, str | Path)
 
 
-def format_data_names(data: Any) -> str | list[str]:
+def _format_data_names(data: Any) -> str | list[str]:
     """Return the names of files, or of a data set, as the value of a setting."""
     return [str(each) for each in data] if isinstance(data, list | tuple) else str(data)
 
@@ -733,8 +737,8 @@ def infer_columns(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[st
     if "prompt" in row and not {"question", "messages", "template"} & {*section, *row}:
         is_chat = not isinstance(row["prompt"], str)
         found = {"messages": "prompt"} if is_chat else {"question": "prompt", "chat": section.get("chat", False)}
-    if "answer" not in section and ANSWER_COLUMNS[0] not in row and ANSWER_COLUMNS[1] in row:
-        found["answer"] = ANSWER_COLUMNS[1]
+    if "answer" not in section and _ANSWER_COLUMNS[0] not in row and _ANSWER_COLUMNS[1] in row:
+        found["answer"] = _ANSWER_COLUMNS[1]
     return found
 
 
@@ -743,27 +747,27 @@ def encode_row(number: int, row: Mapping[str, Any]) -> str:
     values: dict[str, Any] = {}
     for column, value in row.items():
         try:
-            values[column] = convert_to_json_value(value)
+            values[column] = _convert_to_json_value(value)
             json.dumps(values[column], ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f'data, row {number}: column "{column}" cannot be kept as JSON: {error}') from error
     return json.dumps(values, ensure_ascii=False) + "\n"
 
 
-def convert_to_json_value(value: Any) -> Any:
+def _convert_to_json_value(value: Any) -> Any:
     """Return a value that JSON can hold: numpy's numbers and arrays as Python's, dates as text, NaN as None."""
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, Mapping):
-        return {str(name): convert_to_json_value(item) for name, item in value.items()}
+        return {str(name): _convert_to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [convert_to_json_value(item) for item in value]
+        return [_convert_to_json_value(item) for item in value]
     if isinstance(value, date):
         return value.isoformat()
-    return convert_to_json_value(value.tolist()) if hasattr(value, "tolist") else value
+    return _convert_to_json_value(value.tolist()) if hasattr(value, "tolist") else value
 
 
-def clear_data_caches() -> None:
+def _clear_data_caches() -> None:
     """Forget files that were read before: in a long session they may have been edited since."""
     dataset.clear_dataset_caches()
     load_prefixes.cache_clear()
@@ -775,10 +779,10 @@ def clear_data_caches() -> None:
 COMMON_TASK_FIELDS = ("name", "seed", "split", "task")
 """Fields of a task that are no keywords: `seed` means algorithm.seed, which is the default seed of the task."""
 
-PREFERRED_SECTIONS = {"dtype": "policy"}
+_PREFERRED_SECTIONS = {"dtype": "policy"}
 """Keys of several sections that mean one of them. sampler.dtype is for rollouts alone."""
 
-ARGUMENT_NAMES = {
+_ARGUMENT_NAMES = {
     "policy.model": "model",
     "task.data": "data",
     "task.rewards": "reward",
@@ -786,10 +790,10 @@ ARGUMENT_NAMES = {
 }
 """Settings whose keyword is not their key: arguments of `train`, and a key that says too little."""
 
-SectionValues = dict[str, dict[str, Any]]
+_SectionValues = dict[str, dict[str, Any]]
 
 
-def group_settings_by_section(settings: Mapping[str, Any], task: type | None) -> SectionValues:
+def group_settings_by_section(settings: Mapping[str, Any], task: type | None) -> _SectionValues:
     """Group keywords by section, as a recipe has them.
 
     Args:
@@ -801,7 +805,7 @@ def group_settings_by_section(settings: Mapping[str, Any], task: type | None) ->
         UserError: A keyword is ambiguous or unknown. The message has the choices, or similar names.
     """
     known = list_section_keys(task)
-    sections: SectionValues = {}
+    sections: _SectionValues = {}
     mistakes = []
     for name, value in settings.items():
         try:
@@ -829,34 +833,34 @@ def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str
     if name in full_names:
         return full_names[name]
     sections = [section for section, keys in known.items() if name in keys]
-    if len(sections) == 1 or name in PREFERRED_SECTIONS:
-        return PREFERRED_SECTIONS.get(name, sections[0]), name
+    if len(sections) == 1 or name in _PREFERRED_SECTIONS:
+        return _PREFERRED_SECTIONS.get(name, sections[0]), name
     if sections:
-        raise UserError(f"{name} is a setting of {' and '.join(sections)}: say {join_alternatives(name, sections)}")
+        raise UserError(f"{name} is a setting of {' and '.join(sections)}: say {_join_alternatives(name, sections)}")
     if known.get(name):
         raise UserError(f"{name} is a section: say {name}_{known[name][0]}=... for its setting {known[name][0]}")
     names = [*(key for keys in known.values() for key in keys), *full_names]
     hint = (
-        explain_trl_name(name, make_keyword_formatter(known))
+        explain_trl_name(name, _make_keyword_formatter(known))
         or did_you_mean(name, names).replace('"', "")
         or "; docs/library.md says how settings are named"
     )
     raise UserError(f"pellucid.train has no setting {name}{hint}")
 
 
-def make_keyword_formatter(known: Mapping[str, list[str]]) -> Callable[[str], str]:
+def _make_keyword_formatter(known: Mapping[str, list[str]]) -> Callable[[str], str]:
     """Return a function that writes a setting, such as evaluate.every, as its keyword: evaluate_every."""
 
     def format_keyword(setting: str) -> str:
         section, _, key = setting.rpartition(".")
-        if setting in ARGUMENT_NAMES:
-            return ARGUMENT_NAMES[setting]
-        is_shared = sum(key in keys for keys in known.values()) > 1 and key not in PREFERRED_SECTIONS
+        if setting in _ARGUMENT_NAMES:
+            return _ARGUMENT_NAMES[setting]
+        is_shared = sum(key in keys for keys in known.values()) > 1 and key not in _PREFERRED_SECTIONS
         return f"{section}_{key}" if is_shared else key
 
     return format_keyword
 
 
-def join_alternatives(name: str, sections: list[str]) -> str:
+def _join_alternatives(name: str, sections: list[str]) -> str:
     *others, last = [f"{section}_{name}" for section in sections]
     return f"{', '.join(others)} or {last}"

@@ -54,8 +54,8 @@ from pellucid.utils.signals import (
 )
 from pellucid.utils.text import escape_controls, get_constant_summary, get_dict_summaries, get_module_summary
 
-BAD_PATH_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM)
-CANNOT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
+_BAD_PATH_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM)
+_CANNOT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,40 +63,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     quiet_libraries()
     if is_working_directory_gone():
-        sys.exit(print_error(WORKING_DIRECTORY_GONE))
+        sys.exit(_print_error(WORKING_DIRECTORY_GONE))
     try:
         with handle_stop_signals(raise_keyboard_interrupt):
-            sys.exit(run_command_line(words))
+            sys.exit(_run_command_line(words))
     except UserError as error:
-        sys.exit(print_error(str(error)))
+        sys.exit(_print_error(str(error)))
     except StrandedError as error:
-        print_error(str(error))
+        _print_error(str(error))
         sys.exit(1)
     except OSError as error:
         if is_working_directory_gone():
-            sys.exit(print_error(WORKING_DIRECTORY_GONE))
+            sys.exit(_print_error(WORKING_DIRECTORY_GONE))
         path = error.filename or "the run folder"
-        if error.errno in BAD_PATH_ERRNOS:
-            sys.exit(print_error(f"{path}: {error.strerror}: choose another path"))
-        if error.errno in CANNOT_WRITE_ERRNOS:
-            sys.exit(print_error(f"{path}: {error.strerror}; what was saved before is whole"))
+        if error.errno in _BAD_PATH_ERRNOS:
+            sys.exit(_print_error(f"{path}: {error.strerror}: choose another path"))
+        if error.errno in _CANNOT_WRITE_ERRNOS:
+            sys.exit(_print_error(f"{path}: {error.strerror}; what was saved before is whole"))
         raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_STATUS)
 
 
-def run_command_line(words: Sequence[str]) -> int:
+def _run_command_line(words: Sequence[str]) -> int:
     """Run the command of the command line, and return its exit status."""
     if "--version" in words:
         print(f"pellucid {__version__}")
         return 0
     if not words or {"-h", "--help", "--help-all"} & set(words):
-        print_help(words)
+        _print_help(words)
         return 0 if words else 2
     return parse_command_line(words)()
 
 
-def print_error(message: str) -> int:
+def _print_error(message: str) -> int:
     print(f"pellucid: {escape_controls(message)}", file=sys.stderr)
     return 2
 
@@ -112,11 +112,11 @@ def quiet_libraries() -> None:
 # ---------------------------------------------------------------- parsing
 
 
-PROGRAM_DESCRIPTION = """Group Relative Policy Optimization, clear enough to see through.
+_PROGRAM_DESCRIPTION = """Group Relative Policy Optimization, clear enough to see through.
 
 Settings are given as --section.key VALUE. `pellucid COMMAND --help` shows those that people change, --help-all has all
 of them, with the values of a recipe or of a task that is named: pellucid train RECIPE --help-all."""
-BOX_CHARACTERS = "│|╭╮╰╯─-+ "
+_BOX_CHARACTERS = "│|╭╮╰╯─-+ "
 """The characters of the boxes that tyro draws around errors, with and without Unicode."""
 
 
@@ -126,42 +126,42 @@ def parse_command_line(args: Sequence[str]) -> Callable[[], int]:
     Raises:
         UserError: One line, if the words describe no command.
     """
-    command = check_command_name(args[0])
+    command = _check_command_name(args[0])
     own, settings = config.split_setting_flags(args[1:])
     options = collect_option_types(command)
-    unknown = [flag for flag in list_flags(own) if flag.replace("_", "-") not in options]
+    unknown = [flag for flag in _list_flags(own) if flag.replace("_", "-") not in options]
     if unknown:
         raise UserError(
-            join_mistakes(f"{command} has no option {flag}{suggest_option(flag, command)}" for flag in unknown)
+            join_mistakes(f"{command} has no option {flag}{_suggest_option(flag, command)}" for flag in unknown)
         )
     for word in own:
         flag, equals, value = word.partition("=")
         if equals and options.get(flag.replace("_", "-")) is bool:
             raise UserError(f"{flag} takes no value, got {value}")
-    if settings and not takes_settings(command):
+    if settings and not _takes_settings(command):
         raise UserError(f"{command} takes no settings, got {' '.join(settings)}")
     given = {"settings": tuple(settings)} if settings else {}
-    return dataclasses.replace(run_tyro([command, *own], COMMANDS), **given)
+    return dataclasses.replace(_run_tyro([command, *own], COMMANDS), **given)
 
 
-def list_flags(args: Sequence[str]) -> list[str]:
+def _list_flags(args: Sequence[str]) -> list[str]:
     """Return the flags among words, each once and without the value after an equals sign."""
     return list(dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--")))
 
 
-def format_flag(setting: str) -> str:
+def _format_flag(setting: str) -> str:
     """Return a setting as a flag. Example: format_flag("algorithm.group_size") == "--algorithm.group-size" """
     return f"--{setting.replace('_', '-')}"
 
 
-def check_command_name(word: str) -> str:
+def _check_command_name(word: str) -> str:
     if word not in COMMANDS:
         hint = did_you_mean(word, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
         raise UserError(f"no such command: {word}{hint}")
     return word
 
 
-def takes_settings(command: str) -> bool:
+def _takes_settings(command: str) -> bool:
     return any(field.name == "settings" for field in dataclasses.fields(COMMANDS[command]))
 
 
@@ -176,35 +176,35 @@ def collect_option_types(command: str) -> dict[str, Any]:
     return options | {f"--no-{flag[2:]}": bool for flag, kind in options.items() if kind is bool}
 
 
-def suggest_option(word: str, command: str) -> str:
+def _suggest_option(word: str, command: str) -> str:
     """Return a hint: settings of this name, or else an option with a similar name."""
     key = word.removeprefix("--").replace("-", "_")
     settings = [f"--{name}.{key}" for name, cls in SECTIONS.items() if key in config.get_field_types(cls)]
-    if settings and takes_settings(command):
+    if settings and _takes_settings(command):
         return f"; did you mean {' or '.join(settings)}?"
-    if hint := explain_trl_name(key, format_flag):
+    if hint := explain_trl_name(key, _format_flag):
         return hint
     known = [flag for flag in collect_option_types(command) if not flag.startswith("--no-")]
     return did_you_mean(word, known) or "; there are " + ", ".join(known)
 
 
-def run_tyro(args: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
+def _run_tyro(args: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
     """Return the command that tyro builds from words. Raises UserError with the first lines of tyro's error."""
     box = io.StringIO()
     try:
         with redirect_stderr(box):
             return tyro.extras.subcommand_cli_from_dict(
-                dict(commands), args=args, prog="pellucid", description=PROGRAM_DESCRIPTION
+                dict(commands), args=args, prog="pellucid", description=_PROGRAM_DESCRIPTION
             )
     except SystemExit as end:
         if not end.code:
             raise
-        raise UserError(f"{summarize_error_box(box.getvalue())}; see pellucid {args[0]} --help") from None
+        raise UserError(f"{_summarize_error_box(box.getvalue())}; see pellucid {args[0]} --help") from None
 
 
-def summarize_error_box(box: str) -> str:
+def _summarize_error_box(box: str) -> str:
     """Return the error in a box of tyro's, which has a heading above it, and advice below it after a rule."""
-    rows = [row.strip(BOX_CHARACTERS) for row in box.splitlines()[1:]]
+    rows = [row.strip(_BOX_CHARACTERS) for row in box.splitlines()[1:]]
     message = takewhile(bool, dropwhile(lambda row: not row, rows))
     return " ".join(" ".join(message).split()).rstrip(".")
 
@@ -212,23 +212,23 @@ def summarize_error_box(box: str) -> str:
 # ---------------------------------------------------------------- help
 
 
-def print_help(args: Sequence[str]) -> None:
+def _print_help(args: Sequence[str]) -> None:
     """Print the commands, or the options of one with the settings that it takes."""
     rest = [word for word in args if word not in ("-h", "--help", "--help-all")]
     commands = dict(COMMANDS)
     if rest:
         own, settings = config.split_setting_flags(rest[1:])
-        command = check_command_name(rest[0])
-        if takes_settings(command):
+        command = _check_command_name(rest[0])
+        if _takes_settings(command):
             named_recipe = own[0] if command in ("train", "prefixes") and own and not own[0].startswith("-") else ""
             recipe = config.find_recipe(named_recipe) if named_recipe else None
             if recipe and (code := config.list_user_code(config.read_settings(recipe))):
                 named_code = ", ".join(code)
                 note = f"! {recipe} names code, which help does not run: {named_code}. Its settings are not listed.\n"
                 print(escape_controls(note))
-            commands[command] = add_settings_field(COMMANDS[command], recipe, settings, "--help-all" in args)
+            commands[command] = _add_settings_field(COMMANDS[command], recipe, settings, "--help-all" in args)
     with suppress(SystemExit):
-        run_tyro([*rest[:1], "--help"], commands)
+        _run_tyro([*rest[:1], "--help"], commands)
 
 
 COMMON_SETTINGS = {
@@ -250,12 +250,12 @@ COMMON_SETTINGS = {
     "log": ("tensorboard", "wandb"),
 }
 """The twenty settings that --help shows, besides those of the task."""
-TaskNameArgument = Annotated[
+_TaskNameArgument = Annotated[
     str, arg(metavar="TASK", help="One of `pellucid list tasks`, or your own: path/to/file.py:Class.")
 ]
 
 
-def add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[str], all_settings: bool) -> type[Any]:
+def _add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[str], all_settings: bool) -> type[Any]:
     """Add the settings to the class of a command, as a field from which tyro makes help and completion.
 
     Args:
@@ -271,28 +271,28 @@ def add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[s
         if may_import:
             cfg = config.load_config(recipe, args)
         else:
-            cfg = config.build_config(drop_task(stated), str(recipe), drop_task(flags))
+            cfg = config.build_config(_drop_task(stated), str(recipe), _drop_task(flags))
     except UserError as error:  # such as a task that cannot be made yet, since nothing names its data
         refusal = error
     try:
         section = config.merge_settings(stated, flags).get("task", {})
-        shown = {"task": make_task_settings_class(section, cfg and cfg.task, may_import)}
+        shown = {"task": _make_task_settings_class(section, cfg and cfg.task, may_import)}
     except config.SettingError as error:
         raise refusal or UserError(str(error)) from None
     for name, cls in SECTIONS.items():
         if name != "task" and (all_settings or name in COMMON_SETTINGS):
             keys = () if all_settings else COMMON_SETTINGS[name]
-            shown[name] = derive_class(cls, make_fields(cls, getattr(cfg, name, None), keys))
-    fields = [(name, shown[name], make_factory_field(shown[name])) for name in SECTIONS if name in shown]
+            shown[name] = _derive_class(cls, _make_fields(cls, getattr(cfg, name, None), keys))
+    fields = [(name, shown[name], _make_factory_field(shown[name])) for name in SECTIONS if name in shown]
     settings = dataclasses.make_dataclass("Settings", fields)
-    return derive_class(command, [("settings", Annotated[settings, arg(name="")], make_factory_field(settings))])
+    return _derive_class(command, [("settings", Annotated[settings, arg(name="")], _make_factory_field(settings))])
 
 
-def drop_task(sections: config.SettingsTable) -> dict[str, Any]:
+def _drop_task(sections: config.SettingsTable) -> dict[str, Any]:
     return {name: section for name, section in sections.items() if name != "task"}
 
 
-def make_task_settings_class(section: Any, task: Any, may_import: bool = True) -> type[Any]:
+def _make_task_settings_class(section: Any, task: Any, may_import: bool = True) -> type[Any]:
     """Return a class with the settings of the task that a section names, and of the tasks that it wraps.
 
     Their values are those of `task` if there is one. Without `may_import` they are the plain values in the section, and
@@ -300,18 +300,18 @@ def make_task_settings_class(section: Any, task: Any, may_import: bool = True) -
     """
     name = section.get("name", Config.task_names[0]) if isinstance(section, Mapping) else None
     if not may_import and isinstance(name, str) and name not in TASKS:
-        field = ("name", TaskNameArgument, dataclasses.field(default=name))
+        field = ("name", _TaskNameArgument, dataclasses.field(default=name))
         return dataclasses.make_dataclass("Task", [field], namespace={"__doc__": "A task of its own."})
     name, cls = config.find_named_task_class(section, ["task"])
-    value = task if may_import else collect_plain_values(section)
-    fields = [field for field in make_fields(cls, value) if field[0] not in ("name", "task")]
+    value = task if may_import else _collect_plain_values(section)
+    fields = [field for field in _make_fields(cls, value) if field[0] not in ("name", "task")]
     if is_task_wrapper(cls):
-        inner = make_task_settings_class(section.get("task", {}), getattr(task, "task", None), may_import)
-        fields.append(("task", inner, make_factory_field(inner)))
-    return derive_class(cls, [("name", TaskNameArgument, dataclasses.field(default=name)), *fields])
+        inner = _make_task_settings_class(section.get("task", {}), getattr(task, "task", None), may_import)
+        fields.append(("task", inner, _make_factory_field(inner)))
+    return _derive_class(cls, [("name", _TaskNameArgument, dataclasses.field(default=name)), *fields])
 
 
-def collect_plain_values(section: Mapping[str, Any]) -> SimpleNamespace:
+def _collect_plain_values(section: Mapping[str, Any]) -> SimpleNamespace:
     """Return the plain values of a section, and its reward terms by their names, as attributes."""
     plain: dict[str, Any] = {name: value for name, value in section.items() if isinstance(value, str | int | float)}
     terms = section.get("rewards")
@@ -321,38 +321,38 @@ def collect_plain_values(section: Mapping[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**plain)
 
 
-def make_fields(cls: type[Any], value: Any, visible: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
+def _make_fields(cls: type[Any], value: Any, visible: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
     """Return name, type and default of each field of a dataclass, with the attributes of `value` as defaults.
 
     Fields that are not in `visible` are hidden, unless it is empty.
     """
     fields, kinds = [], config.get_field_types(cls)
     for field in dataclasses.fields(cls):
-        kind, default = kinds.get(field.name, Any), getattr(value, field.name, get_default(field))
+        kind, default = kinds.get(field.name, Any), getattr(value, field.name, _get_default(field))
         if "name" in config.get_field_types(config.get_item_type(kind)):  # reward terms are shown by name
             kind = tuple[str, ...]
             default = tuple(item.name for item in default) if isinstance(default, list | tuple) else default
         is_hidden = not field.init or (visible and field.name not in visible)
         fields.append(
-            (field.name, Suppress[kind] if is_hidden else kind, make_factory_field(partial(identity, default)))
+            (field.name, Suppress[kind] if is_hidden else kind, _make_factory_field(partial(identity, default)))
         )
     return fields
 
 
-def get_default(field: dataclasses.Field[Any]) -> Any:
+def _get_default(field: dataclasses.Field[Any]) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
     return tyro.MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def derive_class(cls: type[Any], fields: Sequence[tuple[str, Any, Any]]) -> type[Any]:
+def _derive_class(cls: type[Any], fields: Sequence[tuple[str, Any, Any]]) -> type[Any]:
     """Return a subclass with these fields, which accepts all values. Tyro reads the docstrings of `cls`."""
     own = {"__doc__": cls.__doc__, "__post_init__": identity}
     frozen = cls.__dataclass_params__.frozen
     return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=frozen, namespace=own)
 
 
-def make_factory_field(factory: Callable[[], Any]) -> Any:
+def _make_factory_field(factory: Callable[[], Any]) -> Any:
     return dataclasses.field(default_factory=factory)
 
 
@@ -363,10 +363,10 @@ def identity(value: Any) -> Any:
 # ---------------------------------------------------------------- train, eval, export
 
 
-RecipeArgument = Annotated[str, arg(metavar="RECIPE")]
-DirectoryArgument = Annotated[Path | None, arg(metavar="DIR")]
-RunArgument = Annotated[Path | None, arg(metavar="RUN")]
-ACCESS_KEYS = ("revision", "trust_remote_code")
+_RecipeArgument = Annotated[str, arg(metavar="RECIPE")]
+_DirectoryArgument = Annotated[Path | None, arg(metavar="DIR")]
+_RunArgument = Annotated[Path | None, arg(metavar="RUN")]
+_ACCESS_KEYS = ("revision", "trust_remote_code")
 """The keys of `[policy]` about how the files of a model may be read."""
 
 
@@ -374,11 +374,11 @@ ACCESS_KEYS = ("revision", "trust_remote_code")
 class TrainCommand:
     """Teach a model with a reward function."""
 
-    recipe: Positional[RecipeArgument] = ""
+    recipe: Positional[_RecipeArgument] = ""
     """A recipe.toml, or the name of one that comes with Pellucid; none is the defaults."""
-    run: DirectoryArgument = None
+    run: _DirectoryArgument = None
     """The run folder; none is runs/RECIPE-TIME."""
-    resume: RunArgument = None
+    resume: _RunArgument = None
     """A run to go on with, from its last whole checkpoint."""
     profile: bool = False
     """Also write where the time and the memory of the third step go."""
@@ -400,7 +400,7 @@ class TrainCommand:
             (check_resumable_run_dir if self.resume else check_new_run_dir)(run_dir)
         source = run_dir / "config.json" if self.resume else recipe
         if source:
-            check_recipe_trust(source, self.settings, self.dry_run)
+            _check_recipe_trust(source, self.settings, self.dry_run)
         cfg = config.load_config(source, self.settings)
         resumed = find_resume_changes(run_dir, cfg) if self.resume else None
         if not self.resume and is_first_process():
@@ -425,7 +425,7 @@ class TrainCommand:
             return INTERRUPTED_EXIT_STATUS
 
 
-def check_recipe_trust(source: Path, settings: Sequence[str], print_code: bool = False) -> None:
+def _check_recipe_trust(source: Path, settings: Sequence[str], print_code: bool = False) -> None:
     """Check what a file asks for by itself, before any code that it names runs.
 
     Args:
@@ -448,7 +448,7 @@ class EvalCommand:
 
     model: Positional[Annotated[str, arg(metavar="MODEL_OR_RUN")]]
     """A run folder, or what --policy.model takes."""
-    task: RecipeArgument = ""
+    task: _RecipeArgument = ""
     """The recipe whose task is asked; none is that of the run."""
     show: int = 3
     """How many questions are shown, with answers and verdicts."""
@@ -460,13 +460,13 @@ class EvalCommand:
         if self.show < 0:
             raise UserError(f"--show {self.show} must not be negative")
         if self.output:
-            check_answers_path(self.output)
+            _check_answers_path(self.output)
         config.refuse_recipe_as_run(self.model, "pellucid eval MODEL_OR_RUN --task {} asks a model its questions")
         run_dir = run_files.find_run_dir(self.model)
         recipe = config.find_recipe(self.task) if self.task else None
         source = recipe or (run_dir and run_dir / "config.json")
         if source:
-            check_recipe_trust(source, self.settings)
+            _check_recipe_trust(source, self.settings)
         cfg = config.load_config(source, self.settings)
         model = str(run_files.get_model_dir(run_dir)) if run_dir else self.model
         if run_dir and run_files.has_merged_adapter(run_dir):
@@ -486,7 +486,7 @@ class EvalCommand:
         if self.model == cfg.policy.model or (run_dir and not self.task):
             return cfg.policy.access
         stated = config.parse_setting_flags(self.settings).get("policy", {})
-        stated = {key: words for key, words in stated.items() if key.removeprefix("no_") in ACCESS_KEYS}
+        stated = {key: words for key, words in stated.items() if key.removeprefix("no_") in _ACCESS_KEYS}
         recorded = {"trust_remote_code": run_dir is not None and run_files.trusts_remote_code(run_dir)}
         return config.build_config({"policy": recorded}, str(run_dir), {"policy": stated}).policy.access
 
@@ -506,7 +506,7 @@ class ExportCommand:
         return export.export_model(self.run, self.output or self.run / "exported")
 
 
-def check_answers_path(path: Path) -> None:
+def _check_answers_path(path: Path) -> None:
     """Raise UserError if the answers of an evaluation cannot be written, before they are computed."""
     if path.suffix != ".jsonl":
         raise UserError(f"--output {path} must end in .jsonl: it gets a line of JSON for each answer")
@@ -532,7 +532,7 @@ class DoctorCommand:
         cfg = None
         if self.plan:
             recipe = config.find_recipe(self.plan)
-            check_recipe_trust(recipe, self.settings, print_code=True)
+            _check_recipe_trust(recipe, self.settings, print_code=True)
             cfg = config.load_config(recipe, self.settings)
         with pause_garbage_collection():
             from pellucid.training import doctor  # noqa: PLC0415 - torch takes seconds: settings are checked before
@@ -543,7 +543,7 @@ class DoctorCommand:
 # ---------------------------------------------------------------- look, show
 
 
-RECORD_TOKENS_HINT = "pellucid train {} --log.tokens 4 --run DIR makes one that records tokens"
+_RECORD_TOKENS_HINT = "pellucid train {} --log.tokens 4 --run DIR makes one that records tokens"
 
 
 @dataclass(frozen=True)
@@ -561,7 +561,7 @@ class LookCommand:
 
     def __call__(self) -> int:
         for run in self.runs:
-            config.refuse_recipe_as_run(str(run), RECORD_TOKENS_HINT)
+            config.refuse_recipe_as_run(str(run), _RECORD_TOKENS_HINT)
         from pellucid.inspect import server  # noqa: PLC0415 - Arrow takes its time
 
         return server.run_look(self.runs, self.port, self.output, self.open)
@@ -581,7 +581,7 @@ class ShowCommand:
     """What the colours tell."""
 
     def __call__(self) -> int:
-        config.refuse_recipe_as_run(str(self.run), RECORD_TOKENS_HINT)
+        config.refuse_recipe_as_run(str(self.run), _RECORD_TOKENS_HINT)
         from pellucid.inspect import terminal  # noqa: PLC0415 - Arrow takes its time
 
         return terminal.show_group(self.run, self.step, self.group, self.by)
@@ -721,7 +721,7 @@ LISTABLE_KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
 }
 
 
-def print_all_kinds() -> int:
+def _print_all_kinds() -> int:
     """Print the names of every kind, each kind below a heading."""
     for i, kind in enumerate(LISTABLE_KINDS):
         print(f"{'' if not i else chr(10)}{kind}")
@@ -751,7 +751,7 @@ class ListCommand:
     """The kind of thing to list; all kinds without it."""
 
     def __call__(self) -> int:
-        return print_kind(self.kind) if self.kind else print_all_kinds()
+        return print_kind(self.kind) if self.kind else _print_all_kinds()
 
 
 @dataclass(frozen=True)
@@ -785,9 +785,9 @@ class CompletionCommand:
 
     def __call__(self) -> int:
         complete = {
-            name: add_settings_field(cls, None, (), True) for name, cls in COMMANDS.items() if takes_settings(name)
+            name: _add_settings_field(cls, None, (), True) for name, cls in COMMANDS.items() if _takes_settings(name)
         }
-        run_tyro(["--tyro-write-completion", self.shell, "-"], {**COMMANDS, **complete})
+        _run_tyro(["--tyro-write-completion", self.shell, "-"], {**COMMANDS, **complete})
         return 0
 
 

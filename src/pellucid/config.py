@@ -40,11 +40,11 @@ from pellucid.utils.endpoint import is_key_variable
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, join_mistakes
 from pellucid.utils.text import describe_searched_folders, find_nearby_files, set_recipe_folder, suggest_file
 
-TOML_ERROR_LINE = re.compile(r"\(at line (\d+)")
-BACKSLASH_IN_QUOTES = re.compile(r'"[^"\n]*\\')
-COMMAND_LINE = "the command line"
+_TOML_ERROR_LINE = re.compile(r"\(at line (\d+)")
+_BACKSLASH_IN_QUOTES = re.compile(r'"[^"\n]*\\')
+_COMMAND_LINE = "the command line"
 SettingsTable = Mapping[str, Any]
-KeyPath = Sequence[str]
+_KeyPath = Sequence[str]
 """The path of a setting: its section, then its key, and so on inwards."""
 
 
@@ -154,7 +154,7 @@ class SamplerConfig:
         if not self.cache_gb > 0:
             raise ValueError(f"cache_gb = {self.cache_gb} must be positive")
         for url in self.urls:
-            check_server_url(url)
+            _check_server_url(url)
         if self.urls and self.name != "vllm":
             raise ValueError(f'urls are for name = "vllm", not "{self.name}"')
         if self.adapter != "merged" and self.name != "vllm":
@@ -168,7 +168,7 @@ class SamplerConfig:
         for name, least in (("max_tokens", 1), ("rows", 1), ("turns", 1), ("turn_tokens", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
-        check_truncation_settings(self.top_k, self.top_p, self.min_p)
+        _check_truncation_settings(self.top_k, self.top_p, self.min_p)
 
     @property
     def inexact_setting(self) -> str:
@@ -203,7 +203,7 @@ class EvaluateConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if self.n < 1:
             raise ValueError(f"n = {self.n} must be at least 1")
-        check_truncation_settings(self.top_k, self.top_p, self.min_p)
+        _check_truncation_settings(self.top_k, self.top_p, self.min_p)
         if 0 < self.samples < self.k:
             raise ValueError(f"samples = {self.samples} must be at least k = {self.k}, or 0")
 
@@ -284,7 +284,7 @@ SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if name 
 """The class of each section by its name. The class of `task` depends on the name of the task."""
 
 
-def check_truncation_settings(top_k: int, top_p: float, min_p: float) -> None:
+def _check_truncation_settings(top_k: int, top_p: float, min_p: float) -> None:
     """Raise ValueError for values out of range."""
     if top_k < 0:
         raise ValueError(f"top_k = {top_k} must not be negative")
@@ -292,7 +292,7 @@ def check_truncation_settings(top_k: int, top_p: float, min_p: float) -> None:
         raise ValueError(f"top_p = {top_p} must be in (0, 1] and min_p = {min_p} in [0, 1]")
 
 
-def check_server_url(url: str) -> None:
+def _check_server_url(url: str) -> None:
     """Raise ValueError if the URL is not the address of a server."""
     try:
         parts = urlsplit(url)
@@ -422,25 +422,25 @@ def read_settings(path: Path) -> dict[str, Any]:
                 raise UserError(f"{path}: no object of settings, as in the config.json of a run")
             return {key: value for key, value in record.items() if key in SECTIONS}
         set_recipe_folder(path.parent)
-        return resolve_relative_paths(tomllib.loads(text), path.parent)
+        return _resolve_relative_paths(tomllib.loads(text), path.parent)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: {error}{explain_backslash(text, str(error))}") from error
+        raise UserError(f"{path}: {error}{_explain_backslash(text, str(error))}") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def explain_backslash(text: str, error: str) -> str:
+def _explain_backslash(text: str, error: str) -> str:
     """Return a hint if the line of a TOML error has a backslash in double quotes, as in a path of Windows."""
-    found = TOML_ERROR_LINE.search(error)
+    found = _TOML_ERROR_LINE.search(error)
     line = text.splitlines()[int(found[1]) - 1] if found and int(found[1]) <= len(text.splitlines()) else ""
-    if not BACKSLASH_IN_QUOTES.search(line):
+    if not _BACKSLASH_IN_QUOTES.search(line):
         return ""
     return "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me', or with /"
 
 
-def resolve_relative_paths(values: Any, folder: Path, key_path: KeyPath = ()) -> Any:
+def _resolve_relative_paths(values: Any, folder: Path, key_path: _KeyPath = ()) -> Any:
     """Make relative paths in a recipe relative to the working directory.
 
     Only paths that lead to files from the folder of the recipe change. All others lead to files from the working
@@ -449,13 +449,13 @@ def resolve_relative_paths(values: Any, folder: Path, key_path: KeyPath = ()) ->
     if folder.resolve() == Path().resolve():
         return values
     if isinstance(values, Mapping):
-        return {key: resolve_relative_paths(value, folder, (*key_path, key)) for key, value in values.items()}
+        return {key: _resolve_relative_paths(value, folder, (*key_path, key)) for key, value in values.items()}
     if isinstance(values, list):
-        return [resolve_relative_paths(value, folder, key_path) for value in values]
-    return resolve_relative_path(values, folder, key_path) if isinstance(values, str) else values
+        return [_resolve_relative_paths(value, folder, key_path) for value in values]
+    return _resolve_relative_path(values, folder, key_path) if isinstance(values, str) else values
 
 
-def resolve_relative_path(value: str, folder: Path, key_path: KeyPath) -> str:
+def _resolve_relative_path(value: str, folder: Path, key_path: _KeyPath) -> str:
     model = value.removeprefix(REWARD_MODEL_PREFIX)
     if key_path == ("base",):  # the recipe of a study, which is searched beside the study
         return value
@@ -476,11 +476,11 @@ def resolve_relative_path(value: str, folder: Path, key_path: KeyPath) -> str:
 # ---------------------------------------------------------------- flags: `--section.key VALUE ...`
 
 
-class FlagWords(tuple[str, ...]):
+class _FlagWords(tuple[str, ...]):
     """The words after one flag, before the type of its setting is known."""
 
 
-def is_setting_flag(word: str) -> bool:
+def _is_setting_flag(word: str) -> bool:
     """Return whether a word of the command line is the flag of a setting: `--section.key` or `--section.key=VALUE`."""
     return word.startswith("--") and "." in word.partition("=")[0]
 
@@ -492,9 +492,9 @@ def split_setting_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]
     target = own
     for word in arguments:
         if word.startswith("--"):
-            target = settings if is_setting_flag(word) else own
+            target = settings if _is_setting_flag(word) else own
         target.append(word)
-        if "=" in word and is_setting_flag(word):  # it has its value
+        if "=" in word and _is_setting_flag(word):  # it has its value
             target = own
     return own, settings
 
@@ -515,7 +515,7 @@ def parse_setting_flags(flags: Sequence[str]) -> dict[str, Any]:
     return nested
 
 
-def _iter_flags(words: Sequence[str]) -> Iterator[tuple[str, FlagWords]]:
+def _iter_flags(words: Sequence[str]) -> Iterator[tuple[str, _FlagWords]]:
     """Yield each flag with the words after it. A word that begins with one dash is a value, such as -1."""
     flag, values = "", []
     for word in words:
@@ -525,25 +525,25 @@ def _iter_flags(words: Sequence[str]) -> Iterator[tuple[str, FlagWords]]:
             values.append(word)
             continue
         if flag:
-            yield flag, FlagWords(values)
+            yield flag, _FlagWords(values)
         flag, equals, value = word.partition("=")
         values = [value] if equals else []
     if flag:
-        yield flag, FlagWords(values)
+        yield flag, _FlagWords(values)
 
 
-def convert_flag_words(value: Any, kind: Any, key: str) -> Any:
+def _convert_flag_words(value: Any, kind: Any, key: str) -> Any:
     """Replace FlagWords at any depth by values that pydantic accepts for the type `kind`. `key` names it in errors."""
-    if isinstance(value, FlagWords):
+    if isinstance(value, _FlagWords):
         return _parse_flag_value(value, kind, key)
     if isinstance(value, Mapping):
         kinds = get_field_types(kind)
         return {
-            name: convert_flag_words(item, kinds.get(name, get_item_type(kind)), f"{key}.{name}")
+            name: _convert_flag_words(item, kinds.get(name, get_item_type(kind)), f"{key}.{name}")
             for name, item in _expand_negated_flags(value, kinds)
         }
     if isinstance(value, list):
-        return [convert_flag_words(item, get_item_type(kind), f"{key}.{i}") for i, item in enumerate(value)]
+        return [_convert_flag_words(item, get_item_type(kind), f"{key}.{i}") for i, item in enumerate(value)]
     return value
 
 
@@ -551,25 +551,25 @@ def _expand_negated_flags(values: SettingsTable, kinds: Mapping[str, Any]) -> It
     """Yield the values of a section, with `--section.no-key` as key = false."""
     for name, value in values.items():
         plain = name.removeprefix("no_")
-        is_flag = isinstance(value, FlagWords) and not value and name not in kinds
+        is_flag = isinstance(value, _FlagWords) and not value and name not in kinds
         yield (plain, False) if is_flag and bool in list_type_alternatives(kinds.get(plain)) else (name, value)
 
 
-def _parse_flag_value(words: FlagWords, kind: Any, key: str) -> Any:
+def _parse_flag_value(words: _FlagWords, kind: Any, key: str) -> Any:
     kinds = list_type_alternatives(kind)
-    if any(get_type_origin(each) is dict for each in kinds):
+    if any(_get_type_origin(each) is dict for each in kinds):
         if len(words) % 2:
-            raise UserError(f"{COMMAND_LINE}: {key} takes names with their values, got {' '.join(words)}")
+            raise UserError(f"{_COMMAND_LINE}: {key} takes names with their values, got {' '.join(words)}")
         item = get_item_type(kind)
         return {name: _parse_word(word, item) for name, word in zip(words[::2], words[1::2], strict=True)}
-    sequence = next((each for each in kinds if get_type_origin(each) in (tuple, list)), None)
+    sequence = next((each for each in kinds if _get_type_origin(each) in (tuple, list)), None)
     if sequence is not None and (len(words) != 1 or str not in kinds):
         return [_parse_word(word, get_item_type(sequence)) for word in words]
     if not words and bool in kinds:
         return True
     if len(words) != 1:
         got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
-        raise UserError(f"{COMMAND_LINE}: {key} takes one value, {got}")
+        raise UserError(f"{_COMMAND_LINE}: {key} takes one value, {got}")
     return _parse_word(words[0], kind)
 
 
@@ -582,7 +582,7 @@ def _parse_word(word: str, kind: Any) -> Any:
     kinds = list_type_alternatives(kind)
     if any("name" in get_field_types(each) for each in kinds):
         return {"name": word}
-    literals = {str(value): value for each in kinds if get_type_origin(each) is Literal for value in get_args(each)}
+    literals = {str(value): value for each in kinds if _get_type_origin(each) is Literal for value in get_args(each)}
     if word in literals or str not in kinds:
         return literals.get(word, word)
     try:
@@ -606,7 +606,7 @@ def merge_settings(base: SettingsTable, overrides: SettingsTable) -> dict[str, A
 def _merge_value(key: str, base: Any, override: Any) -> Any:
     if isinstance(base, list) and isinstance(override, Mapping) and all(index.isdecimal() for index in override):
         if beyond := [index for index in override if int(index) >= len(base)]:
-            raise UserError(f"{COMMAND_LINE}: {key}.{beyond[0]}: the last there is is {key}.{len(base) - 1}")
+            raise UserError(f"{_COMMAND_LINE}: {key}.{beyond[0]}: the last there is is {key}.{len(base) - 1}")
         return list(merge_settings(dict(zip(map(str, range(len(base))), base, strict=True)), override).values())
     if not isinstance(base, Mapping) or not isinstance(override, Mapping):
         return override
@@ -629,7 +629,7 @@ def _merge_task(base: SettingsTable, override: SettingsTable) -> Any:
 def _get_task_name(section: SettingsTable, default: Any = Config.task_names[0]) -> Any:
     """Return the name in the section of a task. It may still be words of the command line."""
     name = section.get("name", default)
-    return " ".join(name) if isinstance(name, FlagWords) else name
+    return " ".join(name) if isinstance(name, _FlagWords) else name
 
 
 # ---------------------------------------------------------------- building sections
@@ -639,14 +639,18 @@ class SettingError(Exception):
     """A mistake in a setting or in a section, described in one line."""
 
     def __init__(
-        self, key_path: KeyPath, message: str, is_unknown_key: bool = False, further_errors: Sequence[SettingError] = ()
+        self,
+        key_path: _KeyPath,
+        message: str,
+        is_unknown_key: bool = False,
+        further_errors: Sequence[SettingError] = (),
     ) -> None:
         """Describe a mistake. `further_errors` are about further unknown keys of the same section."""
         super().__init__(message)
         self.key_path, self.is_unknown_key, self.further_errors = key_path, is_unknown_key, further_errors
 
 
-def find_named_task_class(section: Any, key_path: KeyPath) -> tuple[str, type[Any]]:
+def find_named_task_class(section: Any, key_path: _KeyPath) -> tuple[str, type[Any]]:
     """Return the name in the section of a task, and the class of that name. Raises SettingError if there is none."""
     if not isinstance(section, Mapping):
         raise SettingError(key_path, f"must be a table: [{'.'.join(key_path)}] with name = ...")
@@ -659,7 +663,7 @@ def find_named_task_class(section: Any, key_path: KeyPath) -> tuple[str, type[An
     return name, cls
 
 
-def _build_task(section: Any, key_path: KeyPath) -> tuple[Any, tuple[str, ...]]:
+def _build_task(section: Any, key_path: _KeyPath) -> tuple[Any, tuple[str, ...]]:
     """Return the task of a section, and the names of its tasks from the outside in."""
     name, cls = find_named_task_class(section, key_path)
     own = {key: value for key, value in section.items() if key != "name" or key in get_field_types(cls)}
@@ -669,11 +673,11 @@ def _build_task(section: Any, key_path: KeyPath) -> tuple[Any, tuple[str, ...]]:
     return _build_section(cls, {**own, "task": inner}, key_path), (name, *names)
 
 
-def _build_section(cls: Any, values: Any, key_path: KeyPath) -> Any:
+def _build_section(cls: Any, values: Any, key_path: _KeyPath) -> Any:
     if not isinstance(values, Mapping):
         raise SettingError(key_path, f"must be a table: [{'.'.join(key_path)}]")
     try:
-        return _get_type_adapter(cls).validate_python((convert_flag_words(values, cls, ".".join(key_path)),))[0]
+        return _get_type_adapter(cls).validate_python((_convert_flag_words(values, cls, ".".join(key_path)),))[0]
     except pydantic.ValidationError as error:
         unknown = [each["loc"][1:] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
         if unknown:
@@ -709,11 +713,11 @@ def _iter_floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _format_setting_error(error: SettingError, source: str, overrides: SettingsTable) -> str:
-    setter = COMMAND_LINE if _is_key_set(overrides, error.key_path) else source
+    setter = _COMMAND_LINE if _is_key_set(overrides, error.key_path) else source
     return f"{setter}: {'.'.join(error.key_path)}: {error}"
 
 
-def _is_key_set(overrides: SettingsTable, key_path: KeyPath) -> bool:
+def _is_key_set(overrides: SettingsTable, key_path: _KeyPath) -> bool:
     """Return whether the command line sets this setting, or a setting of this section."""
     for part in key_path:
         inner = overrides.get(part)
@@ -723,7 +727,7 @@ def _is_key_set(overrides: SettingsTable, key_path: KeyPath) -> bool:
     return bool(overrides)
 
 
-def _make_unknown_key_error(cls: Any, key_path: KeyPath, inner: Sequence[int | str]) -> SettingError:
+def _make_unknown_key_error(cls: Any, key_path: _KeyPath, inner: Sequence[int | str]) -> SettingError:
     message = _describe_unknown_key(str(inner[-1]), _list_keys(cls, inner[:-1]))
     if key_path[0] == "task" and len(inner) == 1:
         tasks = [name for name in TASKS if str(inner[-1]) in get_field_types(load_task_class(name))]
@@ -753,7 +757,7 @@ def _list_keys(cls: Any, key_path: Sequence[int | str]) -> list[str]:
 @cache
 def get_field_types(kind: Any) -> Mapping[str, Any]:
     """Return the types of the fields of a dataclass, or of all dataclasses in a union; empty for another type."""
-    if get_type_origin(kind) in (Union, types.UnionType):
+    if _get_type_origin(kind) in (Union, types.UnionType):
         return {name: found for each in list_type_alternatives(kind) for name, found in get_field_types(each).items()}
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return {}
@@ -766,20 +770,20 @@ def get_field_types(kind: Any) -> Mapping[str, Any]:
 
 def list_type_alternatives(kind: Any) -> list[Any]:
     """Return the alternatives of a union; a list of one for another type."""
-    if get_type_origin(kind) in (Union, types.UnionType):
+    if _get_type_origin(kind) in (Union, types.UnionType):
         return [each for alternative in get_args(kind) for each in list_type_alternatives(alternative)]
-    return list_type_alternatives(get_args(kind)[0]) if get_type_origin(kind) is Annotated else [kind]
+    return list_type_alternatives(get_args(kind)[0]) if _get_type_origin(kind) is Annotated else [kind]
 
 
 def get_item_type(kind: Any) -> Any:
     """Return the type of the items of a tuple or a list, or of the values of a dict; Any if it is not known."""
     for each in list_type_alternatives(kind):
-        if get_type_origin(each) in (tuple, list, dict) and get_args(each):
-            return get_args(each)[1 if get_type_origin(each) is dict else 0]
+        if _get_type_origin(each) in (tuple, list, dict) and get_args(each):
+            return get_args(each)[1 if _get_type_origin(each) is dict else 0]
     return Any
 
 
-def get_type_origin(kind: Any) -> Any:
+def _get_type_origin(kind: Any) -> Any:
     return get_origin(kind) or kind
 
 
@@ -853,11 +857,11 @@ def _iter_code_names(section: SettingsTable) -> Iterator[Any]:
 # ---------------------------------------------------------------- recipes and studies in the package, by name
 
 
-PACKAGE_ROOT = Path(__file__).resolve().parent
-PACKAGED_RECIPES_FOLDER = PACKAGE_ROOT / "_recipes"
+_PACKAGE_ROOT = Path(__file__).resolve().parent
+PACKAGED_RECIPES_FOLDER = _PACKAGE_ROOT / "_recipes"
 """The folder of recipes in an installed wheel. In a clone of the repository they are in its folder `recipes`."""
-RECIPE_SUFFIX = ".toml"
-DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
+_RECIPE_SUFFIX = ".toml"
+_DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def find_recipe(name: str, folder: Path = Path()) -> Path:
@@ -877,23 +881,23 @@ def find_recipe(name: str, folder: Path = Path()) -> Path:
             f"{path} is Python, and no recipe: name a function of it as a reward, --task.name dataset --task.data"
             f" DATA.jsonl --task.rewards {name}:FUNCTION, or a class as a task, --task.name {name}:CLASS"
         )
-    if path.is_file() and path.suffix.lower() in DATA_SUFFIXES:
+    if path.is_file() and path.suffix.lower() in _DATA_SUFFIXES:
         raise UserError(f"{path} is data, and no recipe: --task.name dataset --task.data {name}")
     if path.exists() and not path.is_dir():
         return path
-    wanted, known = name.removeprefix("recipes/").removesuffix(RECIPE_SUFFIX), find_packaged_recipes()
-    close = [each for each in known if each == wanted] or [each for each in known if get_recipe_stem(each) == wanted]
+    wanted, known = name.removeprefix("recipes/").removesuffix(_RECIPE_SUFFIX), find_packaged_recipes()
+    close = [each for each in known if each == wanted] or [each for each in known if _get_recipe_stem(each) == wanted]
     if len(close) == 1:
         return known[close[0]]
     if close:
         raise UserError(f"{path} may be {' and '.join(close)}: write one of them")
     problem = "is a folder, and no" if path.is_dir() else "there is no such file, and no"
-    raise UserError(f"{path}: {problem} recipe of this name{suggest_recipes(path, wanted, known)}")
+    raise UserError(f"{path}: {problem} recipe of this name{_suggest_recipes(path, wanted, known)}")
 
 
 def refuse_recipe_as_run(name: str, advice: str) -> None:
     """Raise UserError if the name of a recipe or a study is given for a run. {} in `advice` stands for the name."""
-    if name.lower().endswith(RECIPE_SUFFIX):
+    if name.lower().endswith(_RECIPE_SUFFIX):
         raise UserError(f"{name} is a recipe or a study, and no run: {advice.format(name)}")
 
 
@@ -907,22 +911,22 @@ def describe_recipes() -> dict[str, str]:
 
 def find_packaged_recipes() -> dict[str, Path]:
     """Return the files of the recipes and studies in the package by name, such as "variants/dapo"."""
-    root = PACKAGED_RECIPES_FOLDER if PACKAGED_RECIPES_FOLDER.is_dir() else PACKAGE_ROOT.parents[1] / "recipes"
-    files = sorted(root.rglob(f"*{RECIPE_SUFFIX}"), key=lambda path: (len(path.parts), path))
+    root = PACKAGED_RECIPES_FOLDER if PACKAGED_RECIPES_FOLDER.is_dir() else _PACKAGE_ROOT.parents[1] / "recipes"
+    files = sorted(root.rglob(f"*{_RECIPE_SUFFIX}"), key=lambda path: (len(path.parts), path))
     return {path.relative_to(root).with_suffix("").as_posix(): path for path in files}
 
 
-def get_recipe_stem(name: str) -> str:
+def _get_recipe_stem(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def suggest_recipes(path: Path, wanted: str, known: Mapping[str, Path]) -> str:
+def _suggest_recipes(path: Path, wanted: str, known: Mapping[str, Path]) -> str:
     """Return a hint at a similar name and at files near the path, or at all names if there is neither."""
-    stems = {get_recipe_stem(name): name for name in known}
-    similar = get_close_matches(get_recipe_stem(wanted), stems, n=1)
+    stems = {_get_recipe_stem(name): name for name in known}
+    similar = get_close_matches(_get_recipe_stem(wanted), stems, n=1)
     by_name = f"; did you mean {stems[similar[0]]}?" if similar else ""
-    near = [file for file in find_nearby_files(path, [RECIPE_SUFFIX]) if file.resolve() not in known.values()]
-    by_path = suggest_file(Path(get_recipe_stem(wanted) + RECIPE_SUFFIX), near) or (
+    near = [file for file in find_nearby_files(path, [_RECIPE_SUFFIX]) if file.resolve() not in known.values()]
+    by_path = suggest_file(Path(_get_recipe_stem(wanted) + _RECIPE_SUFFIX), near) or (
         f"; near it: {', '.join(map(str, near[:3]))}" if near else ""
     )
     return by_name + by_path or f"; there are {', '.join(known)}"

@@ -335,12 +335,12 @@ TRL_WITHOUT_COUNTERPART = {
 """Settings of TRL without a counterpart: why there is none, and what to do instead."""
 
 
-def format_setting_key(setting: str) -> str:
+def _format_setting_key(setting: str) -> str:
     """Return a setting as recipes have it. A name without a section, such as `run`, is an option of the command."""
     return setting if "." in setting else f"--{setting}"
 
 
-def explain_trl_name(name: str, format_key: Callable[[str], str] = format_setting_key) -> str:
+def explain_trl_name(name: str, format_key: Callable[[str], str] = _format_setting_key) -> str:
     """Return a hint if a name is the name of a setting of TRL, such as "learning_rate"; else an empty text.
 
     Args:

@@ -393,7 +393,7 @@ def grade_groups(task: Task, groups: Sequence[Group], progress: Progress = Progr
     """Return the groups with their rewards, in the same order. A StepGrader gets all completions at once."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     grades = (
-        task.reward_all(pairs, progress) if isinstance(task, StepGrader) else [task.reward(*pair) for pair in pairs]
+        task.reward_all(pairs, progress) if isinstance(task, _StepGrader) else [task.reward(*pair) for pair in pairs]
     )
     rewards = iter(grades)
     return [replace(group, rewards=tuple(islice(rewards, len(group.completions)))) for group in groups]
@@ -409,7 +409,7 @@ def has_batch_rewards(task: Any) -> bool:
 
 
 @runtime_checkable
-class StepGrader(Protocol):
+class _StepGrader(Protocol):
     """A task that grades many completions together, as in a sandbox."""
 
     def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], progress: Progress, /) -> list[Reward]:
@@ -417,7 +417,7 @@ class StepGrader(Protocol):
         ...
 
 
-class StatefulTask(Protocol):
+class _StatefulTask(Protocol):
     """A task that adapts to the groups it observes, as a curriculum does. Checkpoints save its state."""
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
@@ -431,7 +431,7 @@ class StatefulTask(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
-def as_stateful_task(task: Task) -> StatefulTask | None:
+def as_stateful_task(task: Task) -> _StatefulTask | None:
     """Return the task as a StatefulTask, or None where it has no `observe`.
 
     It is recognized by its attributes, since a wrapper that grades in a sandbox forwards them.
@@ -443,7 +443,7 @@ def as_stateful_task(task: Task) -> StatefulTask | None:
         return None
     if not hasattr(task, "state") or not hasattr(task, "load_state"):
         raise UserError("a task that has observe() must have state() and load_state(): a resumed run needs what it saw")
-    return cast(StatefulTask, task)
+    return cast(_StatefulTask, task)
 
 
 # ---------------------------------------------------------------- environments

@@ -38,7 +38,7 @@ class Grades(NamedTuple):
     """[P, K] the weight of each term."""
 
 
-AdvantageFunction = Callable[[Grades, GRPOConfig], Tensor]
+_AdvantageFunction = Callable[[Grades, GRPOConfig], Tensor]
 
 
 # ---------------------------------------------------------------- building blocks
@@ -354,7 +354,7 @@ def standardize_within_cells(rewards: Tensor, same_cell: Tensor, share: Tensor) 
     return ((rewards - baseline) / scale.masked_fill(is_silent, 1.0)).masked_fill(is_silent, 0.0)
 
 
-ADVANTAGES: dict[str, AdvantageFunction] = {
+ADVANTAGES: dict[str, _AdvantageFunction] = {
     "grpo": grpo,
     "grpo_sample_std": grpo_sample_std,
     "centered": centered,
@@ -372,7 +372,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 }
 
 
-def get_advantage_function(name: str) -> AdvantageFunction:
+def get_advantage_function(name: str) -> _AdvantageFunction:
     """Return a function of ADVANTAGES or a user-defined function.
 
     Raises:

@@ -20,7 +20,7 @@ from pellucid.algorithm.rollouts import RolloutCollector, Rollouts
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import DataError, Sampler, Sampling, Task
 
-SAMPLING_SECONDS = "time/drawn"
+_SAMPLING_SECONDS = "time/drawn"
 """The name of the metric for the seconds spent on generating and grading the rollouts of a step."""
 
 
@@ -40,12 +40,12 @@ def train_async(
     """
     state = state or TrainingState()
     with ThreadPoolExecutor(1) as executor:
-        collector = AheadCollector(task, sampler, sampling, runtime, state, executor)
+        collector = _AheadCollector(task, sampler, sampling, runtime, state, executor)
         yield from grpo.train(task, sampler, policy, runtime, cfg, reference, state, sampling, collector)
 
 
 @dataclass
-class AheadCollector(RolloutCollector):
+class _AheadCollector(RolloutCollector):
     """Generates the rollouts of a step in a thread while the step before is trained."""
 
     state: TrainingState
@@ -67,10 +67,10 @@ class AheadCollector(RolloutCollector):
         is_usable = self.pending is not None and not isinstance(self.pending.exception(), DataError)
         self.state.next_rollouts = self.pending.result() if self.pending and is_usable else None
         clock.record_lap("generate")  # the time that training waited
-        clock.sampling_seconds = self.state.next_rollouts[1][SAMPLING_SECONDS] if self.state.next_rollouts else 0.0
+        clock.sampling_seconds = self.state.next_rollouts[1][_SAMPLING_SECONDS] if self.state.next_rollouts else 0.0
         super().sync_sampler(policy, version, clock)
 
     def _collect_timed(self, step: int, cfg: GRPOConfig) -> Rollouts:
         clock = StageClock()
         groups, metrics = super().collect(step, cfg, clock)
-        return groups, metrics | {SAMPLING_SECONDS: clock.get_times()["time/step"]}
+        return groups, metrics | {_SAMPLING_SECONDS: clock.get_times()["time/step"]}

@@ -252,7 +252,7 @@ def append_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
         "step_row_indices": torch.full((len(demonstrated),), -1),
     }
     width = max(batch.response_mask.shape[1], mask.shape[1])
-    return replace(batch, **{name: concat_rows([x, new[name]], width) for name, x in old.items()})
+    return replace(batch, **{name: _concat_rows([x, new[name]], width) for name, x in old.items()})
 
 
 def concat_batches(batches: Sequence[Batch]) -> Batch:
@@ -276,7 +276,7 @@ def concat_batches(batches: Sequence[Batch]) -> Batch:
         first,
         prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids),
         demonstrations=tuple(ids for b in batches for ids in b.demonstrations),
-        **{name: concat_rows(x, width) for name, x in columns.items()},
+        **{name: _concat_rows(x, width) for name, x in columns.items()},
     )
 
 
@@ -285,7 +285,7 @@ def offset_indices(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[Tens
     return [x + sum(sizes[:i]) for i, x in enumerate(indices)]
 
 
-def concat_rows(tensors: Sequence[Tensor], width: int) -> Tensor:
+def _concat_rows(tensors: Sequence[Tensor], width: int) -> Tensor:
     """Concatenate rows [b, ...]. Those of tokens [b, t, ...] are padded on the right to [B, width, ...]."""
     return torch.cat(list(tensors)) if tensors[0].dim() == 1 else concat_token_rows(tensors, width)
 

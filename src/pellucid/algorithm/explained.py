@@ -73,18 +73,18 @@ def explain_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> LossExplanati
         output = get_objective_function(cfg.objective)(tokens, cfg)
     importance = compute_importance_weights(tokens.old_logprobs, batch.sampler_logprobs, batch.action_mask, cfg)
     policy_batch = replace(batch, likelihood_weights=None)
-    policy_grad, _, _ = compute_score_gradients(scores, policy_batch, remove_penalties(cfg))
+    policy_grad, _, _ = _compute_score_gradients(scores, policy_batch, remove_penalties(cfg))
     rule = find_gradient_rules(output, importance, policy_grad, batch, cfg)
     return LossExplanation(
         clamp_log_ratio(output.log_ratio).exp().expand_as(tokens.logprobs),
         importance,
-        *compute_score_gradients(scores, batch, cfg),
+        *_compute_score_gradients(scores, batch, cfg),
         rule,
         select_clip_bounds(output, rule),
     )
 
 
-def compute_score_gradients(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_score_gradients(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients [B, T] of the loss with respect to log-probs, entropies and exact KL; 0 where unused."""
     leaves = [x.detach().requires_grad_() for x in scores if x is not None]
     with torch.enable_grad(), preserve_random_state(scores.logprobs):

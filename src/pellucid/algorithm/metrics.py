@@ -193,10 +193,10 @@ class InertSettingWatcher:
         self.step_count += 1
         if self.step_count != INERT_AFTER_STEPS:
             return []
-        return [describe_inert_metric(name) for name in sorted(self.inert_metrics)]
+        return [_describe_inert_metric(name) for name in sorted(self.inert_metrics)]
 
 
-def describe_inert_metric(name: str) -> str:
+def _describe_inert_metric(name: str) -> str:
     if name == "prefix/nll":
         return 'algorithm.prefix_coef is inert: no prompt had a prefix; [task] name = "prefixed" gives them'
     if name == "prefix/share":

@@ -39,7 +39,7 @@ class ObjectiveInputs(NamedTuple):
     """[B, 1] clip_high of each row, if it depends on the difficulty of the prompt."""
 
 
-RatioBounds = tuple[Tensor, Tensor]
+_RatioBounds = tuple[Tensor, Tensor]
 """The lowest and the highest ratio of a trust region, each [] or [B, T]."""
 
 
@@ -56,11 +56,11 @@ class ObjectiveOutput(NamedTuple):
     """bool: the gradient is 0 because the ratio is too high."""
     clip_changed: Tensor | None = None
     """bool: the token is clipped and would not be with the bounds 1 - clip_low and 1 + clip_high, or the reverse."""
-    bounds: RatioBounds | None = None
+    bounds: _RatioBounds | None = None
     """The bounds with which `clipped_low` and `clipped_high` compare the ratio."""
 
 
-ObjectiveFunction = Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput]
+_ObjectiveFunction = Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput]
 
 
 # ---------------------------------------------------------------- objectives
@@ -202,7 +202,7 @@ def gmpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
     return ObjectiveOutput(value, log_ratio, *clips, bounds=bounds)
 
 
-OBJECTIVES: dict[str, ObjectiveFunction] = {
+OBJECTIVES: dict[str, _ObjectiveFunction] = {
     "ppo_clip": ppo_clip,
     "importance_weighted": importance_weighted,
     "reinforce": reinforce,
@@ -215,18 +215,18 @@ OBJECTIVES: dict[str, ObjectiveFunction] = {
 }
 
 
-def get_objective_function(name: str) -> ObjectiveFunction:
+def get_objective_function(name: str) -> _ObjectiveFunction:
     """Return a function of OBJECTIVES or a user-defined function.
 
     Raises:
         UserError: If `name` is "file.py:function" and there is no such function.
     """
-    return OBJECTIVES[name] if name in OBJECTIVES else wrap_custom_objective(load_function(name, "objective"))
+    return OBJECTIVES[name] if name in OBJECTIVES else _wrap_custom_objective(load_function(name, "objective"))
 
 
-def wrap_custom_objective(
+def _wrap_custom_objective(
     function: Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput | Tensor],
-) -> ObjectiveFunction:
+) -> _ObjectiveFunction:
     """Return an objective from a function that may return only the value."""
 
     def objective(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
@@ -271,7 +271,7 @@ def average_response_advantages(tokens: ObjectiveInputs) -> ObjectiveInputs:
 
 
 def compute_clipped_surrogate(
-    tokens: ObjectiveInputs, log_ratio: Tensor, bounds: RatioBounds, cfg: GRPOConfig, fixed: RatioBounds | None = None
+    tokens: ObjectiveInputs, log_ratio: Tensor, bounds: _RatioBounds, cfg: GRPOConfig, fixed: _RatioBounds | None = None
 ) -> ObjectiveOutput:
     """PPO's clipped surrogate.
 
@@ -294,7 +294,7 @@ def compute_clipped_surrogate(
     return ObjectiveOutput(value, log_ratio, low, high, changed, bounds)
 
 
-def compute_clipped_value(ratio: Tensor, advantages: Tensor, bounds: RatioBounds, cfg: GRPOConfig) -> Tensor:
+def compute_clipped_value(ratio: Tensor, advantages: Tensor, bounds: _RatioBounds, cfg: GRPOConfig) -> Tensor:
     """min(A ratio, A clip(ratio)); with cfg.dual_clip at least dual_clip A where A < 0.
 
     Source:
@@ -306,18 +306,18 @@ def compute_clipped_value(ratio: Tensor, advantages: Tensor, bounds: RatioBounds
     return torch.where(advantages < 0, torch.maximum(value, cfg.dual_clip * advantages), value)
 
 
-def find_clipped_tokens(ratio: Tensor, advantages: Tensor, bounds: RatioBounds) -> tuple[Tensor, Tensor]:
+def find_clipped_tokens(ratio: Tensor, advantages: Tensor, bounds: _RatioBounds) -> tuple[Tensor, Tensor]:
     """Find the tokens without gradient: the ratio is below the bounds and A < 0, or above the bounds and A > 0."""
     low, high = bounds
     return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
 
-def compute_fixed_bounds(tokens: ObjectiveInputs, cfg: GRPOConfig) -> RatioBounds:
+def compute_fixed_bounds(tokens: ObjectiveInputs, cfg: GRPOConfig) -> _RatioBounds:
     """1 - clip_low and 1 + clip_high."""
     return tokens.old_logprobs.new_tensor(1 - cfg.clip_low), tokens.old_logprobs.new_tensor(1 + cfg.clip_high)
 
 
-def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> RatioBounds:
+def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> _RatioBounds:
     """Compute the bounds r with |(r - 1) r| q = clip, where q is the old probability: wider bounds for rare tokens.
 
     The lower bound is 1/2 where q <= 4 clip_low; the upper bound is at most clip_cap.

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-WORD_BITS = 32
+_WORD_BITS = 32
 
 
 class SamplingMask(NamedTuple):
@@ -45,7 +45,7 @@ class SamplingMask(NamedTuple):
         width, allows_all = count_bitmap_words(vocabulary), end == start
         is_bitmap = allows_all | (end - start == width)
         runs = words[(start[is_bitmap, None] + arange_like(width, words)).clamp(max=len(words) - 1)]
-        bits = unpack_bits(runs)[:, :vocabulary] | allows_all[is_bitmap, None]
+        bits = _unpack_bits(runs)[:, :vocabulary] | allows_all[is_bitmap, None]
         counts = (end - start).masked_scatter(is_bitmap, bits.sum(-1))
         column = arange_like(int(counts.max()) if len(counts) else 1, words)
         is_id = column < counts[:, None]
@@ -61,7 +61,7 @@ def pack_masks(allowed: Tensor) -> list[Tensor]:
     row, ids = allowed.nonzero(as_tuple=True)
     runs = ids.to("cpu", torch.int32).split(row.bincount(minlength=len(allowed)).tolist())
     return [
-        run if len(run) < count_bitmap_words(allowed.shape[-1]) else pack_bits(allowed[i]).cpu()
+        run if len(run) < count_bitmap_words(allowed.shape[-1]) else _pack_bits(allowed[i]).cpu()
         for i, run in enumerate(runs)
     ]
 
@@ -79,16 +79,16 @@ def collate_masks(masks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def count_bitmap_words(vocabulary: int) -> int:
-    return -(-vocabulary // WORD_BITS)
+    return -(-vocabulary // _WORD_BITS)
 
 
-def pack_bits(bits: Tensor) -> Tensor:
+def _pack_bits(bits: Tensor) -> Tensor:
     """[V] bool -> [V / 32] int32"""
-    bits = F.pad(bits.to(torch.uint8), (0, -len(bits) % WORD_BITS)).unflatten(0, (-1, 8))
+    bits = F.pad(bits.to(torch.uint8), (0, -len(bits) % _WORD_BITS)).unflatten(0, (-1, 8))
     return (bits << arange_like(8, bits).to(torch.uint8)).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
-def unpack_bits(words: Tensor) -> Tensor:
+def _unpack_bits(words: Tensor) -> Tensor:
     """[m, W] int32 -> [m, 32 W] bool"""
     octets = words.contiguous().view(torch.uint8)[..., None]
     return (octets >> arange_like(8, octets).to(torch.uint8) & 1).bool().flatten(1)

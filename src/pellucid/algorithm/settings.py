@@ -30,7 +30,7 @@ ObjectiveName = Literal[
 ]
 KLEstimatorName = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 
-NON_NEGATIVE_SETTINGS = (
+_NON_NEGATIVE_SETTINGS = (
     "minutes",
     "micro_batch",
     "max_length",
@@ -49,7 +49,7 @@ NON_NEGATIVE_SETTINGS = (
     "overlong_cache",
 )
 DUAL_CLIP_OBJECTIVES = ("ppo_clip", "dcpo", "gspo", "gspo_token")
-POSITIVE_SETTINGS = (
+_POSITIVE_SETTINGS = (
     "steps",
     "prompts_per_step",
     "epochs",
@@ -60,7 +60,7 @@ POSITIVE_SETTINGS = (
 )
 
 
-def check_function_name(key: str, name: str, known: Sequence[str]) -> None:
+def _check_function_name(key: str, name: str, known: Sequence[str]) -> None:
     """Raise ValueError if `name` is neither a known name nor a user-defined function."""
     if name not in known and ":" not in name:
         raise ValueError(
@@ -170,16 +170,16 @@ class GRPOConfig:
     """The seed of the samples, and of the task unless task.seed is set."""
 
     def __post_init__(self) -> None:
-        check_function_name("advantage", self.advantage, get_args(AdvantageName))
-        check_function_name("objective", self.objective, get_args(ObjectiveName))
-        for name in POSITIVE_SETTINGS:
+        _check_function_name("advantage", self.advantage, get_args(AdvantageName))
+        _check_function_name("objective", self.objective, get_args(ObjectiveName))
+        for name in _POSITIVE_SETTINGS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.group_size < 2:
             raise ValueError(
                 f"group_size = {self.group_size} must be at least 2: a completion is compared with siblings"
             )
-        for name in NON_NEGATIVE_SETTINGS:
+        for name in _NON_NEGATIVE_SETTINGS:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if self.prompts_per_step % self.minibatches:

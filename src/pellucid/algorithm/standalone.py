@@ -22,14 +22,14 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import UserError
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, provide_objects
 
-ADVANTAGE_SETTINGS = (
+_ADVANTAGE_SETTINGS = (
     "advantage",
     "min_reward_range",
     "length_buckets",
     "length_min_cell",
     "length_shrinkage",
 )
-LOSS_SETTINGS = (
+_LOSS_SETTINGS = (
     "objective",
     "clip_low",
     "clip_high",
@@ -45,7 +45,7 @@ LOSS_SETTINGS = (
     "correction",
     "correction_cap",
 )
-LOSS_KL_ESTIMATORS = ("k2", "k3", "k3_weighted")
+_LOSS_KL_ESTIMATORS = ("k2", "k3", "k3_weighted")
 """Estimators whose gradient in the loss is that of a KL. That of k1 is 0 in expectation, and exact needs logits."""
 
 
@@ -80,8 +80,8 @@ def group_advantages(
     Example:
         group_advantages([[0.0, 1.0, 1.0, 0.0]], "rloo")
     """
-    settings, functions = name_functions({"advantage": advantage, **settings})
-    cfg = make_grpo_config(settings, ADVANTAGE_SETTINGS, "group_advantages")
+    settings, functions = _name_functions({"advantage": advantage, **settings})
+    cfg = make_grpo_config(settings, _ADVANTAGE_SETTINGS, "group_advantages")
     values = fill_with_sibling_mean(convert_to_float64("rewards", rewards, 2)).nan_to_num(0.0)
     if cfg.advantage.startswith("length_grouped") and lengths is None:
         raise UserError(f'advantage = "{cfg.advantage}" compares completions of like length: give lengths=')
@@ -149,9 +149,9 @@ def policy_loss(
     Example:
         policy_loss(logprobs, group_advantages(rewards), mask, objective="gspo", aggregate="sequence").backward()
     """
-    settings, functions = name_functions(settings)
-    cfg = make_grpo_config(settings, LOSS_SETTINGS, "policy_loss")
-    check_required_tensors(
+    settings, functions = _name_functions(settings)
+    cfg = make_grpo_config(settings, _LOSS_SETTINGS, "policy_loss")
+    _check_required_tensors(
         settings, {"ref_logprobs": ref_logprobs, "entropy": entropy, "sampler_logprobs": sampler_logprobs}
     )
 
@@ -161,13 +161,13 @@ def policy_loss(
 
     logprobs = clear_padding(logprobs)
     sampler_logprobs = logprobs.detach() if sampler_logprobs is None else clear_padding(sampler_logprobs)
-    batch = make_loss_batch(mask.bool(), sampler_logprobs)
+    batch = _make_loss_batch(mask.bool(), sampler_logprobs)
     row_count = batch.response_mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
     token_count = batch.response_mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
     weigh = AGGREGATES[cfg.aggregate]
     batch = replace(
         batch,
-        advantages=clear_padding(broadcast_advantages(advantages, batch).to(logprobs)),
+        advantages=clear_padding(_broadcast_advantages(advantages, batch).to(logprobs)),
         token_weights=weigh(batch.response_mask, row_count.clamp(min=1), token_count.clamp(min=1), cfg),
         old_logprobs=None if old_logprobs is None else clear_padding(old_logprobs),
         ref_logprobs=None if ref_logprobs is None else clear_padding(ref_logprobs),
@@ -177,7 +177,7 @@ def policy_loss(
         return compute_loss(scores, batch, cfg)[0]
 
 
-def name_functions(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+def _name_functions(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
     """Replace functions in the settings by generated names. Return the settings and a dict from names to functions."""
     names = {key: f"{IN_PROCESS_PREFIX}{key}" for key, value in settings.items() if callable(value)}
     return {**settings, **names}, {name: settings[key] for key, name in names.items()}
@@ -189,14 +189,14 @@ def make_grpo_config(settings: Mapping[str, Any], names: Sequence[str], function
         if name not in names:
             hint = did_you_mean(name, names) or f"; its settings are {', '.join(names)}"
             raise UserError(f"{function} has no setting {name}{hint}")
-        check_setting_type(name, settings[name])
+        _check_setting_type(name, settings[name])
     try:
         return GRPOConfig(kl_in="loss", **settings)
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def check_setting_type(name: str, value: Any) -> None:
+def _check_setting_type(name: str, value: Any) -> None:
     """Raise UserError for a value that is not of the type of its setting."""
     kind = get_type_hints(GRPOConfig)[name]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
@@ -213,19 +213,19 @@ def check_setting_type(name: str, value: Any) -> None:
         raise UserError(f"{name} = {value!r} must be {description}")
 
 
-def check_required_tensors(settings: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
+def _check_required_tensors(settings: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
     needed = {"kl_coef": "ref_logprobs", "entropy_coef": "entropy"}
     needed |= {"correction": "sampler_logprobs"} if settings.get("correction", "none") != "none" else {}
     for setting, name in needed.items():
         if settings.get(setting) and given[name] is None:
             raise UserError(f"{setting} = {settings[setting]} needs {name}=")
-    if settings.get("kl_coef") and settings.get("kl") not in LOSS_KL_ESTIMATORS:
-        raise UserError(f"kl_coef in a loss needs kl=, one of {', '.join(LOSS_KL_ESTIMATORS)} (docs/kl.md)")
+    if settings.get("kl_coef") and settings.get("kl") not in _LOSS_KL_ESTIMATORS:
+        raise UserError(f"kl_coef in a loss needs kl=, one of {', '.join(_LOSS_KL_ESTIMATORS)} (docs/kl.md)")
     if settings.get("aggregate") == "constant" and not (settings.get("constant_length") or settings.get("max_length")):
         raise UserError('aggregate = "constant" needs constant_length=, its divisor in tokens')
 
 
-def make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
+def _make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
     """Return a batch for use in compute_loss only. Its token ids are all 0, since no model reads them."""
     rows = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
     return Batch(
@@ -240,7 +240,7 @@ def make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
     )
 
 
-def broadcast_advantages(advantages: Tensor, batch: Batch) -> Tensor:
+def _broadcast_advantages(advantages: Tensor, batch: Batch) -> Tensor:
     """Return advantages [B, T] from any of the shapes that policy_loss accepts."""
     if advantages.shape == batch.response_mask.shape and advantages.numel() != len(batch):
         return advantages

@@ -34,10 +34,10 @@ from pellucid.utils.plugins import import_extra
 
 PERSISTENCE_THRESHOLD_ELEMENTS = 10_000
 """Parameters with fewer elements, such as norms, are not sharded in stage 3."""
-MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+_MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
-class SkipZeroGradientAdamW(torch.optim.AdamW):
+class _SkipZeroGradientAdamW(torch.optim.AdamW):
     """AdamW that takes no step if the gradient is 0, since momentum alone would move the weights."""
 
     get_grad_norm: Callable[[], float]
@@ -47,7 +47,7 @@ class SkipZeroGradientAdamW(torch.optim.AdamW):
             super().step(closure)
 
 
-class ShardedParameters:
+class _ShardedParameters:
     """Parameters that stage 3 has sharded. They are gathered from `unshard` to `reshard`."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -72,13 +72,13 @@ class ZeroEngine:
     def __init__(self, policy: TrainablePolicy, cfg: AdamWConfig, stage: int, world_size: int) -> None:
         self.policy, self.stage, self.world_size = policy, stage, world_size
         self.mesh: DeviceMesh = fsdp2.make_device_mesh(policy.device, world_size, 0)
-        self.deepspeed = import_deepspeed(policy.device)
+        self.deepspeed = _import_deepspeed(policy.device)
         will_round = any(p.dtype != policy.dtype for p in policy.trainable().values())
         unrounded = {name: copy_to_cpu(p) for name, p in policy.trainable().items()} if will_round else {}
         external_parameters = policy.list_external_parameters() if stage == 3 else []
-        self.deepspeed_config = build_deepspeed_config(policy.dtype, cfg, stage)
+        self.deepspeed_config = _build_deepspeed_config(policy.dtype, cfg, stage)
         facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
-        self.optimizer = SkipZeroGradientAdamW(list(policy.trainable().values()), **facts, fused=True)
+        self.optimizer = _SkipZeroGradientAdamW(list(policy.trainable().values()), **facts, fused=True)
         self.optimizer.get_grad_norm = self.get_grad_norm
         self.zero_optimizer: Any = None
         self.module = self.wrap_policy(policy, external_parameters, self.optimizer)
@@ -101,7 +101,7 @@ class ZeroEngine:
             for p in parameters:
                 self.deepspeed.zero.register_external_parameter(reader, p)
         if self.stage == 3:
-            policy.sharded_modules = [ShardedParameters(module.parameters())]
+            policy.sharded_modules = [_ShardedParameters(module.parameters())]
             # Parameters that were gathered for sampling are freed before the layers gather them one by one.
             policy.module.register_forward_pre_hook(lambda *_: policy.sharded_modules[0].reshard())
         return policy.module
@@ -139,7 +139,7 @@ class ZeroEngine:
         """Set the moments to 0, as AdamW does in the first step, so that they can be read and loaded before it."""
         for flat in self.get_flat_masters():
             self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device)} | {
-                moment: torch.zeros_like(flat) for moment in MOMENT_NAMES
+                moment: torch.zeros_like(flat) for moment in _MOMENT_NAMES
             }
         if self.stage == 2:
             self.zero_optimizer._lazy_init_hp_params_optimizer_state()
@@ -165,7 +165,7 @@ class ZeroEngine:
         steps = self.optimizer.state[self.get_flat_masters()[0]]["step"]
         moments = {
             moment: {name: self.shard_tensor(get_moment(p, moment)) for name, p in self.parameters.items()}
-            for moment in MOMENT_NAMES
+            for moment in _MOMENT_NAMES
         }
         return {"step": {name: steps.clone() for name in self.parameters}, **moments}
 
@@ -179,7 +179,7 @@ class ZeroEngine:
             raise UserError(POLICY_MISMATCH)
         if self.stage == 3:
             # Gathered parameters would keep their old values.
-            ShardedParameters(self.parameters.values()).reshard(persistent=True)
+            _ShardedParameters(self.parameters.values()).reshard(persistent=True)
         for name, p in self.parameters.items():  # in the same order in all processes
             self.write_local_shard(p, gather_full_tensor(masters[name]))
         if self.stage == 2:
@@ -192,7 +192,7 @@ class ZeroEngine:
             return
         for flat in self.get_flat_masters():
             self.optimizer.state[flat]["step"].copy_(next(iter(moments["step"].values())))
-        for moment in MOMENT_NAMES:
+        for moment in _MOMENT_NAMES:
             for name, p in self.parameters.items():
                 self.write_local_shard(p, gather_full_tensor(moments[moment][name]), moment)
 
@@ -224,7 +224,7 @@ class ZeroEngine:
         pass
 
 
-def import_deepspeed(device: torch.device) -> Any:
+def _import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed for a device, which it chooses at import, and silence its log.
 
     Raises:
@@ -239,7 +239,7 @@ def import_deepspeed(device: torch.device) -> Any:
     return module
 
 
-def build_deepspeed_config(dtype: torch.dtype, cfg: AdamWConfig, stage: int) -> dict[str, Any]:
+def _build_deepspeed_config(dtype: torch.dtype, cfg: AdamWConfig, stage: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration. It sums micro-batches unscaled, since token weights already scale the loss."""
     return {
         "train_micro_batch_size_per_gpu": 1,

@@ -88,11 +88,11 @@ class OffloadedAdamW(Optimizer):
 # gradients, and one to cast weights that are computed with in bf16.
 
 
-VECTOR_ELEMENTS = 16
+_VECTOR_ELEMENTS = 16
 """Sizes of parameters are a multiple of it."""
 
 
-class ParameterStruct(ctypes.Structure):
+class _ParameterStruct(ctypes.Structure):
     """As in cpp/optimizer.cpp."""
 
     _fields_ = (
@@ -102,7 +102,7 @@ class ParameterStruct(ctypes.Structure):
     )
 
 
-class RatesStruct(ctypes.Structure):
+class _RatesStruct(ctypes.Structure):
     """As in cpp/optimizer.cpp."""
 
     _fields_ = tuple(
@@ -136,8 +136,8 @@ class OnePassAdamW(Optimizer):
         """Return the norm of all gradients. The next step scales them as torch's clip_grad_norm_ does."""
         live = self._list_gradients()
         norms = torch.empty(len(live))
-        run_optimizer_kernel(
-            "gradient_norms", [ParameterStruct(grad=grad.data_ptr(), size=grad.numel()) for _, grad in live], norms
+        _run_optimizer_kernel(
+            "gradient_norms", [_ParameterStruct(grad=grad.data_ptr(), size=grad.numel()) for _, grad in live], norms
         )
         norm = torch.linalg.vector_norm(norms)
         self.clip_factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -157,10 +157,10 @@ class OnePassAdamW(Optimizer):
             n = float(state["step"])
             tensors = (p, grad, state["exp_avg"], state["exp_avg_sq"], casts.get(id(p)))
             addresses = (None if x is None else x.data_ptr() for x in tensors)
-            parameters.append(ParameterStruct(*addresses, p.numel(), -(lr / (1 - beta1**n)), math.sqrt(1 - beta2**n)))
+            parameters.append(_ParameterStruct(*addresses, p.numel(), -(lr / (1 - beta1**n)), math.sqrt(1 - beta2**n)))
         decayed = 1 - lr * group["weight_decay"]
-        run_optimizer_kernel(
-            "step_adamw", parameters, RatesStruct(self.clip_factor, decayed, 1 - beta1, beta2, 1 - beta2, group["eps"])
+        _run_optimizer_kernel(
+            "step_adamw", parameters, _RatesStruct(self.clip_factor, decayed, 1 - beta1, beta2, 1 - beta2, group["eps"])
         )
         self.clip_factor = 1.0
         for part in parts:
@@ -187,9 +187,9 @@ class OnePassAdamW(Optimizer):
         return state
 
 
-def run_optimizer_kernel(name: str, parameters: Sequence[ParameterStruct], output: Any) -> None:
+def _run_optimizer_kernel(name: str, parameters: Sequence[_ParameterStruct], output: Any) -> None:
     """Call a function of the library, under its name in torch's profiler."""
-    array = (ParameterStruct * len(parameters))(*parameters)
+    array = (_ParameterStruct * len(parameters))(*parameters)
     with record_function(name):
         call_kernel(getattr(load_library(), name), array, len(parameters), output, torch.get_num_threads())
 
@@ -197,7 +197,7 @@ def run_optimizer_kernel(name: str, parameters: Sequence[ParameterStruct], outpu
 def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
     """Return whether OnePassAdamW takes these parameters, with torch's bits: unsharded ones in fp32 on the CPU."""
     found = {
-        (p.device.type, p.dtype, p.is_contiguous(), p.numel() % VECTOR_ELEMENTS, isinstance(p, DTensor))
+        (p.device.type, p.dtype, p.is_contiguous(), p.numel() % _VECTOR_ELEMENTS, isinstance(p, DTensor))
         for p in parameters
     }
     return found <= {("cpu", torch.float32, True, 0, False)} and is_one_pass_available()
@@ -205,12 +205,12 @@ def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
 
 def is_one_pass_available() -> bool:
     """Return whether there is a library whose steps have torch's bits."""
-    return load_one_pass()[0] is not None
+    return _load_one_pass()[0] is not None
 
 
 def compare_optimizers(optimizer: type[OnePassAdamW]) -> Iterable[tuple[str, Any, Any]]:
     """Take two steps, the first of which is clipped; see `add_self_check`."""
-    module, expected = make_self_check_module(), make_self_check_module()
+    module, expected = _make_self_check_module(), _make_self_check_module()
     casts = CastWeights([(module, "matrix")], torch.bfloat16)
     ours = optimizer(module.parameters(), 0.1, weight_decay=0.1, cast_weights=[casts])
     theirs = AdamW(expected.parameters(), 0.1, weight_decay=0.1, fused=True)
@@ -227,7 +227,7 @@ def compare_optimizers(optimizer: type[OnePassAdamW]) -> Iterable[tuple[str, Any
         yield "cast weights", copy, module.matrix.bfloat16()
 
 
-def make_self_check_module() -> Any:
+def _make_self_check_module() -> Any:
     """Return a module with the parameters of the self-check."""
     module, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
     for name, size in {"matrix": (48, 560), "vector": (48,)}.items():
@@ -235,10 +235,10 @@ def make_self_check_module() -> Any:
     return module
 
 
-def list_optimizers() -> list[type[OnePassAdamW]]:
+def _list_optimizers() -> list[type[OnePassAdamW]]:
     load_library()
     return [OnePassAdamW]
 
 
-load_one_pass = add_self_check("AdamW", list_optimizers, compare_optimizers)
+_load_one_pass = add_self_check("AdamW", _list_optimizers, compare_optimizers)
 """Return OnePassAdamW, or None and the reason why it is not used."""

@@ -26,7 +26,7 @@ from pellucid.types import StrandedError
 
 ROLL_CALL_TIMEOUT_SECONDS = 5.0
 """The time in which the remaining processes answer a roll call. Ranks that do not are reported as missing."""
-STORE_RANK = 0
+_STORE_RANK = 0
 """The rank that hosts the store."""
 
 
@@ -72,8 +72,8 @@ def join_process_group(device: torch.device, timeout_minutes: float) -> PartialS
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=timeout_minutes))  # pyright: ignore[reportPrivateImportUsage]
     state = PartialState(cpu=device.type == "cpu", timeout=timedelta(minutes=timeout_minutes))
-    atexit.unregister(leave_process_group)
-    atexit.register(leave_process_group, os.getpid())
+    atexit.unregister(_leave_process_group)
+    atexit.register(_leave_process_group, os.getpid())
     return state
 
 
@@ -84,7 +84,7 @@ def set_group_timeouts(minutes: float) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
 
 
-def leave_process_group(owner_pid: int) -> None:
+def _leave_process_group(owner_pid: int) -> None:
     """Leave the process group if this is the process that joined it, and not a fork of that process.
 
     Objects that still refer to the group are collected first, since the threads of the group may abort an exit.
@@ -120,13 +120,13 @@ def find_missing_ranks() -> list[int]:
     """Return the ranks that do not answer a roll call over the store that started the group."""
     results: list[list[int]] = []
     # If the network is down, calls to the store never return.
-    thread = Thread(target=lambda: results.append(call_roll()), daemon=True)
+    thread = Thread(target=lambda: results.append(_call_roll()), daemon=True)
     thread.start()
     thread.join(ROLL_CALL_TIMEOUT_SECONDS + 1)
-    return results[0] if results else [STORE_RANK]
+    return results[0] if results else [_STORE_RANK]
 
 
-def call_roll() -> list[int]:
+def _call_roll() -> list[int]:
     """Announce this rank in the store, and return the ranks that do not announce themselves in time."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     others, end = set(range(dist.get_world_size())) - {rank}, time.monotonic() + ROLL_CALL_TIMEOUT_SECONDS
@@ -136,5 +136,5 @@ def call_roll() -> list[int]:
             others = {other for other in others if not store.check([f"pellucid/left/{other}"])}
             time.sleep(0.1)
     except (RuntimeError, dist.DistError):
-        return [STORE_RANK]
+        return [_STORE_RANK]
     return sorted(others)

@@ -23,11 +23,11 @@ from pellucid.types import UserError
 from pellucid.utils import hardware
 
 T = TypeVar("T")
-MISSING_ITEM = object()
+_MISSING_ITEM = object()
 """Fills up the items of a process that has fewer than another."""
 
 
-class TrainingEngine(Protocol):
+class _TrainingEngine(Protocol):
     """Holds parameters, gradients and moments, and takes optimizer steps: `TorchEngine` or `ZeroEngine`."""
 
     @property
@@ -99,7 +99,7 @@ class Runtime:
         join_process_group(policy.device, cfg.timeout)
         accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
-        self.engine: TrainingEngine
+        self.engine: _TrainingEngine
         if cfg.engine == "deepspeed":
             self.engine = ZeroEngine(policy, optimizer, cfg.zero_stage, self.world_size)
         else:
@@ -121,8 +121,8 @@ class Runtime:
             return list(items)
         shards: list[list[Any]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(shards, list(items))
-        rows = zip_longest(*shards, fillvalue=MISSING_ITEM)
-        return [item for row in rows for item in row if item is not MISSING_ITEM]
+        rows = zip_longest(*shards, fillvalue=_MISSING_ITEM)
+        return [item for row in rows for item in row if item is not _MISSING_ITEM]
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes, on every process."""

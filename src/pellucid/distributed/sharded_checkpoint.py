@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-MAX_FILE_BYTES = 5 * 2**30
+_MAX_FILE_BYTES = 5 * 2**30
 """The size limit of a file of a saved model. A single tensor may exceed it."""
 
 
@@ -52,18 +52,22 @@ def _save_distributed(state: Mapping[str, Tensor], writer: HuggingFaceStorageWri
 def save_consolidated_model(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Write sharded tensors as files that transformers reads. They are joined on disk, not in memory."""
     writer = HuggingFaceStorageWriter(
-        str(folder), assign_files(state), save_distributed=True, enable_consolidation=True, thread_count_consolidation=2
+        str(folder),
+        _assign_files(state),
+        save_distributed=True,
+        enable_consolidation=True,
+        thread_count_consolidation=2,
     )
     _save_distributed(state, writer)
     shutil.rmtree(folder / "sharded", ignore_errors=True)
 
 
-def assign_files(state: Mapping[str, Tensor]) -> dict[str, int]:
+def _assign_files(state: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of the file of each tensor, counted from 1."""
     numbers, number, file_bytes = {}, 1, 0
     for name, x in state.items():
         size = x.numel() * x.element_size()
-        if file_bytes and file_bytes + size > MAX_FILE_BYTES:
+        if file_bytes and file_bytes + size > _MAX_FILE_BYTES:
             number, file_bytes = number + 1, 0
         numbers[name], file_bytes = number, file_bytes + size
     return numbers
@@ -76,14 +80,14 @@ def load_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         folder: The folder of the shards.
         like: By name, tensors with the shape, dtype and sharding to load. Other names are ignored.
     """
-    state = {name: torch.empty_like(like[name]) for name in list_tensor_names(folder) if name in like}
+    state = {name: torch.empty_like(like[name]) for name in _list_tensor_names(folder) if name in like}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # uninitialized, in a single process
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     return state
 
 
-def list_tensor_names(folder: Path) -> set[str]:
+def _list_tensor_names(folder: Path) -> set[str]:
     """Return the names of all tensors in a folder."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):

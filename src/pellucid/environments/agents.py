@@ -24,7 +24,7 @@ from pellucid.sandbox.values import InvalidResultError, describe_error, validate
 from pellucid.sandbox.worker import exit_forked_copies, exit_with_children, log_error, receive_request
 from pellucid.utils.plugins import import_extra, load_function
 
-PLACEHOLDER_API_KEY = "rollout"
+_PLACEHOLDER_API_KEY = "rollout"
 """The key of clients, which insist on one: a rollout is protected by its address, which nobody can guess."""
 LOOPBACK_HOST = "127.0.0.1"
 _FUNCTION_SPEC = re.compile(r"\S+:[^\W\d]\w*")
@@ -75,12 +75,12 @@ class AgentRunner:
             self._openai = import_extra("openai", "agents", f'run = "{agent_spec.run}"')
             # Before processes are forked: each of them would need half a second.
             import_extra("openai.resources", "agents", "an agent")
-            load_certificates()
+            _load_certificates()
 
     def run(self, request: SolveRequest) -> WorkerAnswer:
         """Return the reward that the agent gives its rollout, or the error."""
         seed_generators(request.seed)
-        os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=PLACEHOLDER_API_KEY)
+        os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=_PLACEHOLDER_API_KEY)
         for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK_HOST)))
         try:
@@ -101,28 +101,28 @@ class AgentRunner:
         assert self._function and self._openai
         settings: Any = {
             "base_url": request.base_url,
-            "api_key": PLACEHOLDER_API_KEY,
+            "api_key": _PLACEHOLDER_API_KEY,
             "max_retries": 0,
             "timeout": None,
         }
         if not inspect.iscoroutinefunction(self._function):
-            http = self._openai.DefaultHttpxClient(verify=load_certificates())
+            http = self._openai.DefaultHttpxClient(verify=_load_certificates())
             return self._function(dict(request.row), self._openai.OpenAI(**settings, http_client=http))
-        http = self._openai.DefaultAsyncHttpxClient(verify=load_certificates())
+        http = self._openai.DefaultAsyncHttpxClient(verify=_load_certificates())
         client = self._openai.AsyncOpenAI(**settings, http_client=http)
         return asyncio.run(self._function(dict(request.row), client))
 
     def _run_command(self, request: SolveRequest) -> float | None:
-        return run_command(str(self._agent_spec.run), request.row)
+        return _run_command(str(self._agent_spec.run), request.row)
 
 
 @cache
-def load_certificates() -> Any:
+def _load_certificates() -> Any:
     """Return the certificates that clients trust, read once before processes are forked, since that takes time."""
     return import_extra("httpx", "agents", "an agent").create_ssl_context()
 
 
-def run_command(command: str, row: Mapping[str, Any]) -> float | None:
+def _run_command(command: str, row: Mapping[str, Any]) -> float | None:
     """Run a command, with the row as JSON in its standard input. Return the number in the last line that it prints.
 
     Raises:
@@ -148,7 +148,7 @@ def serve_request(agent_spec: AgentSpec, connection: Connection) -> None:
     """Answer one request. The process ends with its parent's end of the connection, whatever the agent does."""
     request: SolveRequest
     request, _ = receive_request(connection)
-    parent = threading.Thread(target=exit_with_connection, args=(connection,), daemon=True)
+    parent = threading.Thread(target=_exit_with_connection, args=(connection,), daemon=True)
     parent.start()
     answer = AgentRunner(agent_spec, log_error).run(request)
     try:
@@ -158,7 +158,7 @@ def serve_request(agent_spec: AgentSpec, connection: Connection) -> None:
     parent.join()
 
 
-def exit_with_connection(connection: Connection) -> None:
+def _exit_with_connection(connection: Connection) -> None:
     """Wait for the other end to close, then end this process."""
     try:
         connection.recv_bytes()

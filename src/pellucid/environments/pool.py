@@ -82,7 +82,7 @@ class ConversationWorker(Worker):
         return answer
 
 
-class InProcessWorker:
+class _InProcessWorker:
     """Replaces a ConversationWorker: it answers in this process, without time limits."""
 
     connection = None
@@ -109,7 +109,7 @@ class WorkerFactory:
 
     def __init__(self, spec: EnvironmentSpec | AgentSpec, config: WorkerConfig) -> None:
         self._kind = "agent" if isinstance(spec, AgentSpec) else "environment"
-        self._server = ForkServer(config, load_spec, pickle.dumps(spec))
+        self._server = ForkServer(config, _load_spec, pickle.dumps(spec))
 
     def create_worker(self) -> ConversationWorker:
         """Return a new worker. Raises UserError if the user's code cannot be loaded."""
@@ -126,7 +126,7 @@ class WorkerFactory:
         self._server.close()
 
 
-def load_spec(pickled: bytes) -> Callable[[Connection], None]:
+def _load_spec(pickled: bytes) -> Callable[[Connection], None]:
     """Return what serves the requests of conversations, with the user's code imported."""
     spec: EnvironmentSpec | AgentSpec = pickle.loads(pickled)
     if isinstance(spec, AgentSpec):
@@ -137,7 +137,7 @@ def load_spec(pickled: bytes) -> Callable[[Connection], None]:
 
 
 @dataclass
-class Conversation:
+class _Conversation:
     """A conversation under way: its prompt, the messages so far, and how many tool calls went which way."""
 
     prompt: Prompt
@@ -181,7 +181,7 @@ class EnvironmentPool:
         factory = WorkerFactory(env_spec, build_worker_config(cfg, log))
         self._set_up(env_spec, seed, factory.create_worker)
         self._factory = factory
-        Finalize(self, end_conversations, [self.idle, self.busy, factory], exitpriority=0)
+        Finalize(self, _end_conversations, [self.idle, self.busy, factory], exitpriority=0)
 
     def _set_up(self, env_spec: EnvironmentSpec, seed: int, create_worker: Callable[[], Any]) -> None:
         self._env_spec, self._seed, self._create_worker = env_spec, seed, create_worker
@@ -189,14 +189,14 @@ class EnvironmentPool:
         self.idle: list[Any] = []
         self.busy: dict[int, Any] = {}
         """The workers of conversations under way, by their numbers."""
-        self._conversations: dict[int, Conversation] = {}
+        self._conversations: dict[int, _Conversation] = {}
         self._ready: deque[tuple[int, EnvironmentReply]] = deque()
         self._tool_schemas: dict[str, tuple[Mapping[str, Any], ...]] = {}
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
         """Begin a conversation; its first reply is the prompt as the environment completes it."""
         self._discard(number)
-        self._conversations[number] = Conversation(prompt)
+        self._conversations[number] = _Conversation(prompt)
         group_seed = f"{self._seed}/{prompt.id}"
         request = BeginRequest(prompt.columns, (group_seed, f"{group_seed}/{sibling}"))
         self._send_request(number, request, self._env_spec.timeout)
@@ -229,7 +229,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """End the processes, whatever they are doing; the next conversation starts new ones."""
-        end_conversations(self.idle, self.busy, self._factory)
+        _end_conversations(self.idle, self.busy, self._factory)
         self._conversations.clear()
         self._ready.clear()
 
@@ -278,7 +278,7 @@ class EnvironmentPool:
     def _get_schemas(self, prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
         name = str(prompt.columns.get(ENVIRONMENT_COLUMN))
         if name not in self._tool_schemas:
-            self._tool_schemas[name] = build_tool_schemas(self._env_spec, name)
+            self._tool_schemas[name] = _build_tool_schemas(self._env_spec, name)
         return self._tool_schemas[name]
 
     def _discard(self, number: int) -> None:
@@ -294,10 +294,10 @@ class InProcessEnvironments(EnvironmentPool):
 
     def __init__(self, env_spec: EnvironmentSpec, log: Path | None = None, seed: int = 0) -> None:
         error_log = ErrorLog(log or os.devnull)
-        self._set_up(env_spec, seed, lambda: InProcessWorker(env_spec, error_log))
+        self._set_up(env_spec, seed, lambda: _InProcessWorker(env_spec, error_log))
 
 
-def end_conversations(
+def _end_conversations(
     idle: list[ConversationWorker], busy: dict[int, ConversationWorker], factory: WorkerFactory | None
 ) -> None:
     terminate_workers(idle)
@@ -328,7 +328,7 @@ def create_environments(
 # ---------------------------------------------------------------- the JSON schemas of tools
 
 
-def build_tool_schemas(env_spec: EnvironmentSpec, name: str = "") -> tuple[Mapping[str, Any], ...]:
+def _build_tool_schemas(env_spec: EnvironmentSpec, name: str = "") -> tuple[Mapping[str, Any], ...]:
     """Return the schemas of all tools, as chat templates take them: those of functions and of an environment.
 
     Args:
@@ -340,16 +340,16 @@ def build_tool_schemas(env_spec: EnvironmentSpec, name: str = "") -> tuple[Mappi
     """
     factories = load_environment_factories(env_spec)
     factory = factories.get("") or factories.get(name)
-    methods = get_environment_tools(create_blank_environment(factory)).values() if factory else ()
-    return tuple(map(build_tool_schema, (*(load_function(spec, "tool") for spec in env_spec.tools), *methods)))
+    methods = get_environment_tools(_create_blank_environment(factory)).values() if factory else ()
+    return tuple(map(_build_tool_schema, (*(load_function(spec, "tool") for spec in env_spec.tools), *methods)))
 
 
-def create_blank_environment(factory: Callable[[], Any]) -> Any:
+def _create_blank_environment(factory: Callable[[], Any]) -> Any:
     """Return an environment whose methods can be inspected; one of a class is not initialized."""
     return object.__new__(factory) if isinstance(factory, type) else factory()
 
 
-def build_tool_schema(tool: Callable[..., Any]) -> Mapping[str, Any]:
+def _build_tool_schema(tool: Callable[..., Any]) -> Mapping[str, Any]:
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - where there are tools, and not before
         DocstringParsingException,
         TypeHintParsingException,

@@ -10,7 +10,7 @@ from typing import Any
 from pellucid.types import UserError
 from pellucid.utils.plugins import load_object
 
-NON_TOOL_METHODS = ("reset", "get_reward")
+_NON_TOOL_METHODS = ("reset", "get_reward")
 ENVIRONMENT_COLUMN = "environment"
 """The column that names the environment of a row, if there are several."""
 
@@ -66,5 +66,5 @@ def get_environment_tools(environment: Any) -> dict[str, Callable[..., Any]]:
     return {
         name: tool
         for name, tool in tools.items()
-        if name not in NON_TOOL_METHODS and not (name == "reply" and is_reply_function(tool))
+        if name not in _NON_TOOL_METHODS and not (name == "reply" and is_reply_function(tool))
     }

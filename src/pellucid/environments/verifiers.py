@@ -18,8 +18,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["Chat"]
-HARNESS_MODULE = "pellucid_chat"
-sys.modules[HARNESS_MODULE] = sys.modules[__name__]  # verifiers finds a harness by a module's name, which has no dots
+_HARNESS_MODULE = "pellucid_chat"
+sys.modules[_HARNESS_MODULE] = sys.modules[__name__]  # verifiers finds a harness by a module's name, which has no dots
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
@@ -69,7 +69,7 @@ class Episode:
     """The table `[env]` of verifiers, as JSON."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return load_episode, (self.env_json,)
+        return _load_episode, (self.env_json,)
 
     def __call__(self, row: Mapping[str, Any], client: openai.OpenAI) -> float:
         return asyncio.run(self._run(load_environment(self.env_json), row["task"], str(client.base_url)))
@@ -92,7 +92,7 @@ class Episode:
         return fmean(trace.reward for trace in episode.traces if trace.agent.trainable)
 
 
-def load_episode(env_json: str) -> Episode:
+def _load_episode(env_json: str) -> Episode:
     """Return an episode, with its environment loaded before any time is counted."""
     load_environment(env_json)
     return Episode(env_json)
@@ -106,7 +106,7 @@ def load_environment(env_json: str) -> vf.Env:
     kind = vf.env_config_type(taskset, table.get("id", ""))
     defaults: dict[str, Any] = {"runtime": {"type": "subprocess"}}
     if vf.default_harness_id(taskset) == "bash":  # it brings none of its own
-        defaults["harness"] = {"id": HARNESS_MODULE}
+        defaults["harness"] = {"id": _HARNESS_MODULE}
     for name, field in kind.model_fields.items():
         if isinstance(field.default, vf.AgentConfig):
             unset = {key: value for key, value in defaults.items() if key not in field.default.model_fields_set}

@@ -40,7 +40,7 @@ from pellucid.sandbox.worker import (
 from pellucid.types import Message, PolicyTurn
 from pellucid.utils.plugins import load_function, load_object
 
-MAX_OBSERVATION_CHARACTERS = 20_000
+_MAX_OBSERVATION_CHARACTERS = 20_000
 """The most characters of an observation; what is beyond is left out."""
 
 
@@ -103,7 +103,7 @@ def serve_requests(env_spec: EnvironmentSpec, connection: Connection) -> None:
             exit_with_children()
 
 
-class TimeLimitError(BaseException):
+class _TimeLimitError(BaseException):
     """A call has taken too long. It is no Exception, which the user's code might catch."""
 
 
@@ -131,7 +131,7 @@ class EnvironmentRunner:
             answer.is_over = True
             self._compute_reward(answer)
             if self._env_spec.returns_environment and self._environment is not None:
-                answer.environment = pickle_environment(self._env_spec.environment, self._environment)
+                answer.environment = _pickle_environment(self._env_spec.environment, self._environment)
         return answer
 
     def _begin(self, request: BeginRequest) -> WorkerAnswer:
@@ -186,7 +186,7 @@ class EnvironmentRunner:
         if error is None:
             return str(result), ""
         description = self._describe_error(error)
-        if isinstance(error, TimeLimitError):
+        if isinstance(error, _TimeLimitError):
             return str({"error": description}), "timeout"
         text, failure = self._call_for_text(lambda: {"error": str(error)})  # the user's code again
         return str({"error": description}) if failure else str(text), "raised"
@@ -226,11 +226,11 @@ class EnvironmentRunner:
         value, error = self._call_user_code(action)
         if error or value is None:
             return None, error
-        return self._call_user_code(lambda: shorten_text(value))
+        return self._call_user_code(lambda: _shorten_text(value))
 
     def _call_with_time_limit(self, action: Callable[[], Any]) -> Any:
         """Return the result of a call, awaited if it is asynchronous. Raises TimeLimitError if it takes too long."""
-        with limit_time(self._env_spec.timeout if self._has_time_limit else 0.0):
+        with _limit_time(self._env_spec.timeout if self._has_time_limit else 0.0):
             result = action()
             if inspect.isawaitable(result):
                 self._loop = self._loop or asyncio.new_event_loop()
@@ -238,7 +238,7 @@ class EnvironmentRunner:
         return result
 
     def _describe_error(self, error: BaseException) -> str:
-        if isinstance(error, TimeLimitError):
+        if isinstance(error, _TimeLimitError):
             return f"no answer within {self._env_spec.timeout:g} s"
         description = replace_surrogates(describe_error(error))
         self._log_error(description, error)
@@ -246,14 +246,14 @@ class EnvironmentRunner:
 
 
 @contextmanager
-def limit_time(timeout: float) -> Iterator[None]:
+def _limit_time(timeout: float) -> Iterator[None]:
     """Raise TimeLimitError in the block after so many seconds; 0 is never. C code is not interrupted."""
     if not timeout or not hasattr(signal, "setitimer"):
         yield
         return
 
     def ring(*_: Any) -> None:
-        raise TimeLimitError
+        raise _TimeLimitError
 
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, timeout)
@@ -270,13 +270,13 @@ def seed_generators(seed: str) -> None:
         numpy.random.seed(random.Random(seed).randrange(2**32))
 
 
-def shorten_text(value: Any) -> str:
+def _shorten_text(value: Any) -> str:
     """Return the text of a value, cut if it is very long, without characters that cannot be encoded."""
     text = str(value)
     return replace_surrogates(
         text
-        if len(text) <= MAX_OBSERVATION_CHARACTERS
-        else f"{text[:MAX_OBSERVATION_CHARACTERS]}... ({len(text)} characters)"
+        if len(text) <= _MAX_OBSERVATION_CHARACTERS
+        else f"{text[:_MAX_OBSERVATION_CHARACTERS]}... ({len(text)} characters)"
     )
 
 
@@ -285,7 +285,7 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def pickle_environment(spec: str, environment: Any) -> bytes:
+def _pickle_environment(spec: str, environment: Any) -> bytes:
     """Pickle those attributes of an environment that can be pickled."""
     attributes = {}
     for name, value in vars(environment).items():

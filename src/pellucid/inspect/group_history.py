@@ -16,25 +16,25 @@ from pellucid.reporting.run_files import Record
 from pellucid.reporting.token_files import get_token_metadata
 from pellucid.types import UserError, are_rewards_equal
 
-MAX_LISTED_QUESTIONS = 1000
+_MAX_LISTED_QUESTIONS = 1000
 """The number of questions in the list, those that were asked most often."""
 MAX_LISTED_CHARS = 300
 """The number of characters of a question in the list."""
-RECENT_REWARD_COUNT = 6
+_RECENT_REWARD_COUNT = 6
 """The number of last rewards beside a question in the list."""
-MAX_SHOWN_ANSWERS = 10
+_MAX_SHOWN_ANSWERS = 10
 """The number of steps whose best answer to a question is shown."""
-CURVE_TITLES = {
+_CURVE_TITLES = {
     "reward": ("Reward", "mean of its answers"),
     "length": ("Length", "mean of its answers, tokens"),
     "entropy": ("Entropy", "nats a token"),
 }
 """The title of each curve, and what it measures."""
 Item = TypeVar("Item")
-Summary = Mapping[str, Any]
+_Summary = Mapping[str, Any]
 
 
-class QuestionOccurrence(NamedTuple):
+class _QuestionOccurrence(NamedTuple):
     """A group of a step that was asked a question."""
 
     step: int
@@ -55,13 +55,13 @@ class QuestionHistory:
         read_summaries: Returns the summaries of some steps.
     """
 
-    def __init__(self, read_summaries: Callable[[Sequence[int]], Iterable[Summary]]):
+    def __init__(self, read_summaries: Callable[[Sequence[int]], Iterable[_Summary]]):
         self.read_summaries = read_summaries
         self.fingerprints: dict[int, object] = {}
         """The state of the files of each step when it was read."""
-        self.by_step: dict[int, list[tuple[str, QuestionOccurrence]]] = {}
+        self.by_step: dict[int, list[tuple[str, _QuestionOccurrence]]] = {}
         self.prompts: dict[str, str] = {}
-        self.occurrences: defaultdict[str, list[QuestionOccurrence]] = defaultdict(list)
+        self.occurrences: defaultdict[str, list[_QuestionOccurrence]] = defaultdict(list)
         """The groups that were asked each question, ordered by step."""
 
     def update(self, fingerprints: Mapping[int, object]) -> None:
@@ -72,7 +72,7 @@ class QuestionHistory:
             del self.fingerprints[step], self.by_step[step]
         for step, summary in zip(changed, self.read_summaries(changed), strict=True):
             self.fingerprints[step] = fingerprints[step]
-            self.by_step[step] = [(group["question"], make_occurrence(step, group)) for group in summary["groups"]]
+            self.by_step[step] = [(group["question"], _make_occurrence(step, group)) for group in summary["groups"]]
             for group in summary["groups"]:
                 self.prompts.setdefault(group["question"], group["prompt"][:MAX_LISTED_CHARS])
         if gone or changed:
@@ -83,13 +83,13 @@ class QuestionHistory:
 
     def list_repeated(self) -> list[dict[str, Any]]:
         """List the questions that were asked more than once, most often first, with their last mean rewards."""
-        by_count = sorted(self.occurrences.items(), key=lambda item: -len(item[1]))[:MAX_LISTED_QUESTIONS]
+        by_count = sorted(self.occurrences.items(), key=lambda item: -len(item[1]))[:_MAX_LISTED_QUESTIONS]
         return [
             {
                 "question": name,
                 "prompt": self.prompts[name],
                 "times": len(occurrences),
-                "last": [occurrence.reward for occurrence in occurrences[-RECENT_REWARD_COUNT:]],
+                "last": [occurrence.reward for occurrence in occurrences[-_RECENT_REWARD_COUNT:]],
             }
             for name, occurrences in by_count
             if len(occurrences) > 1
@@ -112,26 +112,26 @@ class QuestionHistory:
         return {
             "question": name,
             "prompt": self.prompts[name],
-            "charts": draw_question_charts(occurrences),
-            "best": sample_evenly(best, MAX_SHOWN_ANSWERS),
+            "charts": _draw_question_charts(occurrences),
+            "best": sample_evenly(best, _MAX_SHOWN_ANSWERS),
         }
 
 
-def make_occurrence(step: int, group: Summary) -> QuestionOccurrence:
-    numbers = (compute_mean_of_known(group["rewards"]), compute_mean_of_known(group["lengths"]), group["entropy"])
-    return QuestionOccurrence(step, group["group"], *numbers, group["recorded"])
+def _make_occurrence(step: int, group: _Summary) -> _QuestionOccurrence:
+    numbers = (_compute_mean_of_known(group["rewards"]), _compute_mean_of_known(group["lengths"]), group["entropy"])
+    return _QuestionOccurrence(step, group["group"], *numbers, group["recorded"])
 
 
-def compute_mean_of_known(values: Sequence[float | None]) -> float | None:
+def _compute_mean_of_known(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return fsum(known) / len(known) if known else None
 
 
-def draw_question_charts(occurrences: Sequence[QuestionOccurrence]) -> list[str]:
+def _draw_question_charts(occurrences: Sequence[_QuestionOccurrence]) -> list[str]:
     """Return the curves of a question. If several groups of a step were asked it, each of them is a point."""
     charts = []
-    for name, (title, about) in CURVE_TITLES.items():
+    for name, (title, about) in _CURVE_TITLES.items():
         points = [Point(each.step, value) for each in occurrences if (value := getattr(each, name)) is not None]
         charts.append(draw_chart(title, about, [Series(name, points)]))
     return [svg for svg in charts if svg]
@@ -149,9 +149,9 @@ def sample_evenly(items: Sequence[Item], limit: int) -> list[Item]:
 # ---------------------------------------------------------------- the summary of a step
 
 
-SIGNAL, ALL_RIGHT, ALL_WRONG, PARTIAL, ALL_FAILED = "signal", "all_right", "all_wrong", "partial", "all_failed"
+_SIGNAL, ALL_RIGHT, ALL_WRONG, PARTIAL, _ALL_FAILED = "signal", "all_right", "all_wrong", "partial", "all_failed"
 EQUAL = "equal"
-MAX_PROMPT_CHARS = 2000
+_MAX_PROMPT_CHARS = 2000
 """The number of characters of a prompt in a summary; rollouts.jsonl has the whole prompt."""
 
 
@@ -172,9 +172,9 @@ def classify_signal(
     """
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
-        return ALL_FAILED
+        return _ALL_FAILED
     if not are_rewards_equal(min(graded), max(graded), min_reward_range):
-        return SIGNAL
+        return _SIGNAL
     verdicts = [right for right, reward in zip(correct, rewards, strict=True) if reward is not None]
     if None in verdicts:
         return EQUAL
@@ -183,7 +183,7 @@ def classify_signal(
     return PARTIAL if graded[0] > 0 else ALL_WRONG
 
 
-def hash_question(prompt: str) -> str:
+def _hash_question(prompt: str) -> str:
     """Return a short name of a question, the same in every step and every run that asks it."""
     return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:12]
 
@@ -208,10 +208,10 @@ def summarize_step(
         verdicts: False leaves out which answers are right, because the run's rewards are a matter of degree.
     """
     measures = measure_groups(table) if table is not None else {}
-    described = {j: describe_rollouts(group) for j, group in enumerate(groups)}
+    described = {j: _describe_rollouts(group) for j, group in enumerate(groups)}
     if table is not None and not described:
         tokens, questions = build_step_tokens(table), get_token_metadata(table).get("questions", {})
-        described = {j: describe_recorded_tokens(tokens, j, questions.get(str(j))) for j in measures}
+        described = {j: _describe_recorded_tokens(tokens, j, questions.get(str(j))) for j in measures}
     rows = []
     for j, row in described.items():
         if not verdicts:
@@ -222,9 +222,9 @@ def summarize_step(
     return {"step": step, "groups": rows}
 
 
-def describe_rollouts(group: Sequence[Record]) -> dict[str, Any]:
+def _describe_rollouts(group: Sequence[Record]) -> dict[str, Any]:
     return {
-        **describe_question(str(group[0].get("prompt", "")), str(group[0].get("id", ""))),
+        **_describe_question(str(group[0].get("prompt", "")), str(group[0].get("id", ""))),
         "rewards": [row.get("reward") for row in group],
         "correct": [row.get("correct") for row in group],
         "finished": [bool(row.get("finished")) for row in group],
@@ -232,13 +232,13 @@ def describe_rollouts(group: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def describe_recorded_tokens(tokens: StepTokens, group: int, question: str | None) -> dict[str, Any]:
+def _describe_recorded_tokens(tokens: StepTokens, group: int, question: str | None) -> dict[str, Any]:
     sequences = [each for each in tokens.sequences if each["group"] == group and each["branch"] == 0]
     answers = [each for each in sequences if each["completion"] >= 0]
     templated = "".join(tokens.join_text(each) for each in sequences if each["completion"] < 0)
     prompt = templated if question is None else question  # the prompt without the chat template, as in rollouts.jsonl
     return {
-        **describe_question(prompt, sequences[0]["prompt_id"]),
+        **_describe_question(prompt, sequences[0]["prompt_id"]),
         "rewards": [each["reward"] for each in answers],
         "correct": [each["correct"] for each in answers],
         "finished": [bool(each["finished"]) for each in answers],
@@ -246,5 +246,5 @@ def describe_recorded_tokens(tokens: StepTokens, group: int, question: str | Non
     }
 
 
-def describe_question(prompt: str, prompt_id: str) -> dict[str, str]:
-    return {"prompt": prompt[:MAX_PROMPT_CHARS], "id": prompt_id, "question": hash_question(prompt)}
+def _describe_question(prompt: str, prompt_id: str) -> dict[str, str]:
+    return {"prompt": prompt[:_MAX_PROMPT_CHARS], "id": prompt_id, "question": _hash_question(prompt)}

@@ -11,7 +11,7 @@ from string import Template
 from pellucid.inspect.sentences import PAGE_DIR, load_sentences
 from pellucid.reporting.charts import PAGE_CSS
 
-CSS_FILES = ("look.css", "tokens.css")
+_CSS_FILES = ("look.css", "tokens.css")
 
 
 def build_inspect_page(blocks: Mapping[str, str] | None = None) -> tuple[str, str]:
@@ -24,12 +24,12 @@ def build_inspect_page(blocks: Mapping[str, str] | None = None) -> tuple[str, st
         The HTML, and its Content-Security-Policy.
     """
     nonce = secrets.token_urlsafe(16)
-    policy = build_content_security_policy(nonce, is_live=blocks is None)
-    html = Template(read_page_file("index.html")).substitute(
+    policy = _build_content_security_policy(nonce, is_live=blocks is None)
+    html = Template(_read_page_file("index.html")).substitute(
         policy=policy,
         nonce=nonce,
-        style=PAGE_CSS + "".join(map(read_page_file, CSS_FILES)),
-        imports=json.dumps({"imports": {"page/": "./page/"} if blocks is None else encode_modules()}),
+        style=PAGE_CSS + "".join(map(_read_page_file, _CSS_FILES)),
+        imports=json.dumps({"imports": {"page/": "./page/"} if blocks is None else _encode_modules()}),
         # An end of the script element must not stand in its text.
         words=json.dumps(load_sentences(), ensure_ascii=False).replace("<", "\\u003c"),
         data="".join(
@@ -44,18 +44,18 @@ def load_modules() -> dict[str, str]:
     return {f"page/{path.name}": path.read_text(encoding="utf-8") for path in sorted(PAGE_DIR.glob("*.js"))}
 
 
-def encode_modules() -> dict[str, str]:
+def _encode_modules() -> dict[str, str]:
     """Return an import map in which each module is its own data: URL."""
     encoded = {name: base64.b64encode(code.encode()).decode() for name, code in load_modules().items()}
     return {name: f"data:text/javascript;base64,{text}" for name, text in encoded.items()}
 
 
-def build_content_security_policy(nonce: str, is_live: bool) -> str:
+def _build_content_security_policy(nonce: str, is_live: bool) -> str:
     """Allow the script and the style that have the nonce, and the modules that the script imports."""
     connect = "connect-src 'self'; " if is_live else ""
     own = f"script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
     return f"default-src 'none'; {own}; {connect}img-src data:; base-uri 'none'; form-action 'none'"
 
 
-def read_page_file(name: str) -> str:
+def _read_page_file(name: str) -> str:
     return (PAGE_DIR / name).read_text(encoding="utf-8")

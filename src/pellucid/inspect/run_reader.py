@@ -31,9 +31,9 @@ from pellucid.types import UserError
 
 STEPS_PER_PAGE = 25
 """The number of steps in a page of summaries."""
-QUIET_AFTER_SECONDS = 600
+_QUIET_AFTER_SECONDS = 600
 """A run whose logs have not changed for so long is shown as quiet."""
-CACHED_SUMMARY_PAGES = 64
+_CACHED_SUMMARY_PAGES = 64
 """The number of pages of summaries in the cache."""
 
 
@@ -52,7 +52,7 @@ class RunReader:
         )
         # A resume may not change this setting, so that summaries in the cache stay right.
         self.min_reward_range = float(get_setting(settings, "algorithm.min_reward_range", 0.0) or 0.0)
-        self.get_summary = lru_cache(CACHED_SUMMARY_PAGES * STEPS_PER_PAGE)(self.compute_summary)
+        self.get_summary = lru_cache(_CACHED_SUMMARY_PAGES * STEPS_PER_PAGE)(self.compute_summary)
         self.has_graded_rewards = lru_cache(1)(
             lambda _: have_continuous_rewards(list(read_records(run_dir / "metrics.jsonl")))
         )
@@ -107,13 +107,13 @@ class RunReader:
             "recorded": len(recorded),
             "last": recorded[-1] if recorded else 0,
             "quiet": self.is_quiet(names),
-            "minutes": QUIET_AFTER_SECONDS // 60,
+            "minutes": _QUIET_AFTER_SECONDS // 60,
         }
 
     def is_quiet(self, names: Sequence[str]) -> bool:
         """Whether these logs have not changed for so long that the run may have stopped."""
         times = [path.stat().st_mtime for name in names if (path := self.run_dir / name).exists()]
-        return time.time() - max(times, default=0.0) > QUIET_AFTER_SECONDS
+        return time.time() - max(times, default=0.0) > _QUIET_AFTER_SECONDS
 
     def list_predicted_steps(self, every: int) -> list[int]:
         """Return the recorded steps whose changes were predicted, one in `every`; none if the first of them was not."""
@@ -133,7 +133,7 @@ class RunReader:
             "name": self.run_dir.resolve().name,
             "model": get_setting(config, "policy.model", "a model"),
             "task": format_task_name(config),
-            "lede": serialize_lede(make_lede(metrics, evals)),
+            "lede": _serialize_lede(make_lede(metrics, evals)),
             "charts": draw_run_charts(metrics, evals),
             "axis": {"left": PLOT_LEFT / CHART_WIDTH, "right": PLOT_RIGHT / CHART_WIDTH},
             "last": metrics[-1]["step"] if metrics else 0,
@@ -229,7 +229,7 @@ def parse_number(text: str, kind: str) -> int:
     return int(text)
 
 
-def serialize_lede(lede: Lede) -> dict[str, Any]:
+def _serialize_lede(lede: Lede) -> dict[str, Any]:
     """Return the first sentence of a report as JSON, with values without their HTML tags."""
     values = {name: html.replace("<small>", "").replace("</small>", "") for name, html in lede.values.items()}
     return {"key": lede.key, "values": values, "phrases": dict(lede.phrases)}
@@ -238,8 +238,8 @@ def serialize_lede(lede: Lede) -> dict[str, Any]:
 # ---------------------------------------------------------------- rollouts.jsonl by its steps
 
 
-STEP_PATTERN = re.compile(rb' *\{"step": (\d+)[,}]')
-READ_BLOCK_BYTES = 1 << 24
+_STEP_PATTERN = re.compile(rb' *\{"step": (\d+)[,}]')
+_READ_BLOCK_BYTES = 1 << 24
 """The number of bytes that are read at a time."""
 
 
@@ -270,12 +270,12 @@ class RolloutIndex:
     def index_new_lines(self) -> None:
         with self.path.open("rb") as file:
             file.seek(self.indexed_bytes)
-            for lines in iter(lambda: file.readlines(READ_BLOCK_BYTES), []):
+            for lines in iter(lambda: file.readlines(_READ_BLOCK_BYTES), []):
                 for line in lines:
                     if not line.endswith(b"\n"):
                         return  # it is still being written, and is read the next time
                     end = self.indexed_bytes + len(line)
-                    if found := STEP_PATTERN.match(line):
+                    if found := _STEP_PATTERN.match(line):
                         step = int(found[1])
                         self.byte_ranges[step] = self.byte_ranges.get(step, (self.indexed_bytes, end))[0], end
                     self.indexed_bytes = end

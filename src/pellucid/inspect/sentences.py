@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LANGUAGES = ("en", "zh")
+_LANGUAGES = ("en", "zh")
 """The order of the languages in the file."""
 PAGE_DIR = Path(__file__).with_name("page")
 
@@ -20,7 +20,7 @@ def load_sentences() -> Mapping[str, list[str]]:
 
 def format_sentence(key: str, language: str = "en", **values: Any) -> str:
     """Return the sentence of a key, with its {names} replaced by values."""
-    sentence = load_sentences()[key][LANGUAGES.index(language)]
+    sentence = load_sentences()[key][_LANGUAGES.index(language)]
     for name, value in values.items():
         sentence = sentence.replace(f"{{{name}}}", str(value))
     return sentence
@@ -43,9 +43,9 @@ def format_significant(value: float | None) -> str:
 # the two.
 
 
-ROUNDING_NATS = {"bfloat16": 0.13, "float16": 0.016}
+_ROUNDING_NATS = {"bfloat16": 0.13, "float16": 0.016}
 """A change of a log-prob below this, in nats, may be rounding alone, by the dtype of the logits."""
-FLOAT32_ROUNDING_NATS = 5e-4
+_FLOAT32_ROUNDING_NATS = 5e-4
 """The same for logits in float32."""
 MIN_SHOWN_DIFFERENCE = 1e-4
 """Differences of log-probs smaller than this are 0 on the page, where they are said to be below it."""
@@ -57,7 +57,7 @@ def get_logits_dtype(metadata: Mapping[str, Any]) -> str:
 
 
 def get_logits_rounding(metadata: Mapping[str, Any]) -> float:
-    return ROUNDING_NATS.get(get_logits_dtype(metadata), FLOAT32_ROUNDING_NATS)
+    return _ROUNDING_NATS.get(get_logits_dtype(metadata), _FLOAT32_ROUNDING_NATS)
 
 
 def explain_token(token: Mapping[str, Any], language: str = "en", metadata: Mapping[str, Any] | None = None) -> str:
@@ -81,10 +81,10 @@ def explain_token(token: Mapping[str, Any], language: str = "en", metadata: Mapp
     if change is not None and abs(change) >= rounding:
         moved = format_sentence("moved.rose" if change > 0 else "moved.fell", language, **values)
     values["lead"] = format_sentence("said.lead", language, **values)
-    return format_sentence(choose_sentence_key(token, rounding), language, moved=moved, **values)
+    return format_sentence(_choose_sentence_key(token, rounding), language, moved=moved, **values)
 
 
-def choose_sentence_key(token: Mapping[str, Any], rounding: float) -> str:
+def _choose_sentence_key(token: Mapping[str, Any], rounding: float) -> str:
     if token["kind"] == "prompt":
         return "said.prompt"
     if token["rule"]:

@@ -26,13 +26,13 @@ from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
 
 HOST = "127.0.0.1"
-ALLOWED_HOSTS = (HOST, "localhost")
+_ALLOWED_HOSTS = (HOST, "localhost")
 """The names by which a browser may call this machine. A page of somebody else can make up others for this address."""
 CLIENT_TIMEOUT_SECONDS = 20.0
 """The seconds that a client has to send a whole request, and to receive a piece of the answer."""
-STEPS_PER_BATCH, BATCH_PAUSE_SECONDS = 100, 0.01
+STEPS_PER_BATCH, _BATCH_PAUSE_SECONDS = 100, 0.01
 """The number of steps that are read at once while requests wait, and the pause until the next batch."""
-COMMON_HEADERS = {
+_COMMON_HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -76,7 +76,7 @@ class InspectServer(ThreadingHTTPServer):
             for run in self.runs:
                 steps = run.prepare_questions(STEPS_PER_BATCH)
                 while self.prepare_batch(steps):
-                    time.sleep(BATCH_PAUSE_SECONDS)
+                    time.sleep(_BATCH_PAUSE_SECONDS)
 
     def prepare_batch(self, batches: Iterator[int]) -> bool:
         with self.lock:
@@ -111,7 +111,7 @@ class InspectHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.timer.cancel()
         # Through a tunnel the port is another one, and a browser leaves out port 80.
-        if self.headers.get("Host", "").partition(":")[0] not in ALLOWED_HOSTS:
+        if self.headers.get("Host", "").partition(":")[0] not in _ALLOWED_HOSTS:
             self.reply(
                 HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {HOST}:{self.inspect_server.server_port}"
             )
@@ -140,7 +140,7 @@ class InspectHandler(BaseHTTPRequestHandler):
     def reply(self, status: HTTPStatus, content_type: str, text: str, headers: dict[str, str] | None = None) -> None:
         body = text.encode("utf-8", "replace")
         self.send_response(status)
-        for name, value in {**COMMON_HEADERS, **(headers or {})}.items():
+        for name, value in {**_COMMON_HEADERS, **(headers or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Type", f"{content_type}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

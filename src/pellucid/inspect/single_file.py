@@ -28,20 +28,20 @@ MAX_PAGE_BYTES = 15_000_000
 """A page of this size can still be sent by mail."""
 SAMPLE_SIZE = 12
 """The number of steps, and of questions, whose sizes predict the size of all."""
-PLANNED_SHARE = 0.97
+_PLANNED_SHARE = 0.97
 """The share of the available bytes that is planned with, since steps differ in size."""
-SUMMARY_SHARE, QUESTION_SHARE = 0.25, 0.1
+_SUMMARY_SHARE, _QUESTION_SHARE = 0.25, 0.1
 """The largest shares of the available bytes for the groups of steps, and for the curves of questions."""
 BLOCK_OVERHEAD_BYTES = 90
 """The most bytes of the element around a block."""
-PAGE_OVERHEAD_BYTES = 2000
+_PAGE_OVERHEAD_BYTES = 2000
 """Bytes of what a page says about its own contents."""
-COUNTED_CONTENTS = ("tokens", "summaries", "questions")
+_COUNTED_CONTENTS = ("tokens", "summaries", "questions")
 Blocks = dict[str, str]
 
 
 @dataclass
-class PageContents:
+class _PageContents:
     """What a page holds, and how much of everything there was."""
 
     tokens: int = 0
@@ -55,38 +55,38 @@ class PageContents:
 
     def describe(self) -> dict[str, Any]:
         """Return what page/app.js writes into the foot of the page."""
-        return {"counts": {name: [getattr(self, name), getattr(self, f"all_{name}")] for name in COUNTED_CONTENTS}}
+        return {"counts": {name: [getattr(self, name), getattr(self, f"all_{name}")] for name in _COUNTED_CONTENTS}}
 
 
 def write_page(runs: Sequence[RunReader], output: Path, limit: int = MAX_PAGE_BYTES) -> str:
     """Write the page. Return a sentence on what it leaves out; empty where it holds everything."""
-    available = limit - len(build_inspect_page({})[0].encode()) - PAGE_OVERHEAD_BYTES
-    contents = PageContents()
+    available = limit - len(build_inspect_page({})[0].encode()) - _PAGE_OVERHEAD_BYTES
+    contents = _PageContents()
     overviews = [run.answer("overview") for run in runs]
     for i, run in enumerate(runs):
-        contents.blocks |= {f"{i}/overview": encode_block(overviews[i]), f"{i}/why": encode_block(run.answer("why"))}
-    questions = add_summaries(contents, runs, SUMMARY_SHARE * available)
-    question_bytes = estimate_question_bytes(questions, QUESTION_SHARE * available)
-    packed_steps = add_tokens(contents, runs, available - question_bytes - count_bytes(contents.blocks))
-    add_questions(contents, questions, question_bytes, packed_steps)
+        contents.blocks |= {f"{i}/overview": _encode_block(overviews[i]), f"{i}/why": _encode_block(run.answer("why"))}
+    questions = _add_summaries(contents, runs, _SUMMARY_SHARE * available)
+    question_bytes = _estimate_question_bytes(questions, _QUESTION_SHARE * available)
+    packed_steps = add_tokens(contents, runs, available - question_bytes - _count_bytes(contents.blocks))
+    _add_questions(contents, questions, question_bytes, packed_steps)
     for i, overview in enumerate(overviews):
         recorded = [step for step in overview["recorded"] if f"{i}/tokens/{step}" in contents.blocks]
-        contents.blocks[f"{i}/overview"] = encode_block({**overview, "recorded": recorded})
-    html, _ = build_inspect_page({**contents.blocks, "packed": encode_block(contents.describe())})
+        contents.blocks[f"{i}/overview"] = _encode_block({**overview, "recorded": recorded})
+    html, _ = build_inspect_page({**contents.blocks, "packed": _encode_block(contents.describe())})
     output.write_text(html, encoding="utf-8")
-    return describe_omissions(contents)
+    return _describe_omissions(contents)
 
 
-def encode_block(answer: Any) -> str:
+def _encode_block(answer: Any) -> str:
     """Return an answer as JSON, deflated as DecompressionStream("deflate") reads it, in base64."""
     return base64.b64encode(zlib.compress(json.dumps(answer, separators=(",", ":")).encode(), 9)).decode()
 
 
-def count_bytes(blocks: Blocks) -> int:
+def _count_bytes(blocks: Blocks) -> int:
     return sum(len(text) + BLOCK_OVERHEAD_BYTES for text in blocks.values())
 
 
-def describe_omissions(contents: PageContents) -> str:
+def _describe_omissions(contents: _PageContents) -> str:
     """Return what a page does not hold, as its foot says it."""
     parts = []
     for name, (count, total) in contents.describe()["counts"].items():
@@ -97,33 +97,33 @@ def describe_omissions(contents: PageContents) -> str:
 # ---------------------------------------------------------------- summaries of steps, and questions
 
 
-def add_summaries(contents: PageContents, runs: Sequence[RunReader], budget_bytes: float) -> QuestionHistory:
+def _add_summaries(contents: _PageContents, runs: Sequence[RunReader], budget_bytes: float) -> QuestionHistory:
     """Add the summaries of steps. Return the questions of the first run: a page follows those alone."""
     steps = sorted({step for run in runs for step in run.list_steps()})
     sample = sample_evenly(steps, SAMPLE_SIZE)
     sample_bytes = sum(
-        len(encode_block(shorten_summary(summary))) for run in runs for summary in run.iterate_summaries(sample)
+        len(_encode_block(_shorten_summary(summary))) for run in runs for summary in run.iterate_summaries(sample)
     )
     # One summary by itself is deflated less well than a page of them together, so that this leaves something to spare.
     step_bytes = sample_bytes / max(1, len(sample)) or 1
     chosen = set(sample_evenly(steps, max(1, int(budget_bytes / step_bytes))))
     contents.summaries, contents.all_summaries = len(chosen), len(steps)
-    histories = [QuestionHistory(partial(pack_summary_pages, contents.blocks, i, run)) for i, run in enumerate(runs)]
+    histories = [QuestionHistory(partial(_pack_summary_pages, contents.blocks, i, run)) for i, run in enumerate(runs)]
     for history, run in zip(histories, runs, strict=True):
         history.update(run.fingerprint_steps([step for step in run.list_steps() if step in chosen]))
     return histories[0]
 
 
-def pack_summary_pages(blocks: Blocks, i: int, run: RunReader, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
+def _pack_summary_pages(blocks: Blocks, i: int, run: RunReader, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield the summaries of steps, and add them to `blocks` page by page."""
     summaries = run.iterate_summaries(steps)
     for number, page in groupby(summaries, key=lambda summary: summary["step"] // STEPS_PER_PAGE):
         of_page = list(page)
-        blocks[f"{i}/summaries/{number}"] = encode_block([shorten_summary(summary) for summary in of_page])
+        blocks[f"{i}/summaries/{number}"] = _encode_block([_shorten_summary(summary) for summary in of_page])
         yield from of_page
 
 
-def shorten_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+def _shorten_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a summary with the beginning of each question, and with numbers as they are shown."""
     groups = [
         {
@@ -136,24 +136,24 @@ def shorten_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {**summary, "groups": groups}
 
 
-def estimate_question_bytes(questions: QuestionHistory, budget_bytes: float) -> float:
+def _estimate_question_bytes(questions: QuestionHistory, budget_bytes: float) -> float:
     """Return how many bytes the questions will take, and at most the budget."""
     listed = questions.list_repeated()
     sample = sample_evenly([question["question"] for question in listed], SAMPLE_SIZE)
-    sample_bytes = count_bytes({name: encode_block(questions.trace_question(name, bool)) for name in sample})
-    all_bytes = sample_bytes / max(1, len(sample)) * len(listed) + len(encode_block(listed))
-    return min(budget_bytes, all_bytes / PLANNED_SHARE)
+    sample_bytes = _count_bytes({name: _encode_block(questions.trace_question(name, bool)) for name in sample})
+    all_bytes = sample_bytes / max(1, len(sample)) * len(listed) + len(_encode_block(listed))
+    return min(budget_bytes, all_bytes / _PLANNED_SHARE)
 
 
-def add_questions(
-    contents: PageContents, questions: QuestionHistory, budget_bytes: float, packed_steps: Container[int]
+def _add_questions(
+    contents: _PageContents, questions: QuestionHistory, budget_bytes: float, packed_steps: Container[int]
 ) -> None:
     """Add the list of questions, and the curves of as many as fit: those that were asked most often."""
     listed = questions.list_repeated()
-    contents.blocks["0/questions"], contents.all_questions = encode_block(listed), len(listed)
+    contents.blocks["0/questions"], contents.all_questions = _encode_block(listed), len(listed)
     budget_bytes -= len(contents.blocks["0/questions"])
     for name in (question["question"] for question in listed):
-        text = encode_block(questions.trace_question(name, lambda step: step in packed_steps))
+        text = _encode_block(questions.trace_question(name, lambda step: step in packed_steps))
         budget_bytes -= len(text) + BLOCK_OVERHEAD_BYTES
         if budget_bytes < 0:
             return
@@ -164,7 +164,7 @@ def add_questions(
 # ---------------------------------------------------------------- tokens
 
 
-def add_tokens(contents: PageContents, runs: Sequence[RunReader], budget_bytes: float) -> set[int]:
+def add_tokens(contents: _PageContents, runs: Sequence[RunReader], budget_bytes: float) -> set[int]:
     """Add the tokens of all steps, or of as many as fit at even distances. Return these steps."""
     recorded = [(run, run.find_recorded_steps()) for run in runs]
     file_bytes = {
@@ -172,7 +172,7 @@ def add_tokens(contents: PageContents, runs: Sequence[RunReader], budget_bytes: 
     }
     steps = sample_evenly(list(file_bytes), estimate_step_count(recorded, file_bytes, budget_bytes))
     blocks = {step: packed for step in steps if (packed := pack_step_tokens(recorded, step))}
-    step_bytes = {step: count_bytes(packed) for step, packed in blocks.items()}
+    step_bytes = {step: _count_bytes(packed) for step, packed in blocks.items()}
     kept = list(blocks)
     while len(kept) > 1 and sum(step_bytes[step] for step in kept) > budget_bytes:
         kept = sample_evenly(kept, len(kept) - 1 - len(kept) // 50)
@@ -194,12 +194,12 @@ def estimate_step_count(
 ) -> int:
     """Return how many steps fit, at least 1: a few are packed, and their bytes compared with those of their files."""
     sample = sample_evenly(list(file_bytes), SAMPLE_SIZE)
-    sample_bytes = sum(count_bytes(pack_step_tokens(runs, step)) for step in sample)
+    sample_bytes = sum(_count_bytes(pack_step_tokens(runs, step)) for step in sample)
     share = sum(file_bytes[step] for step in sample) / (sum(file_bytes.values()) or 1)
     all_bytes = sample_bytes / share if share else 0.0
-    if all_bytes <= PLANNED_SHARE * budget_bytes:
+    if all_bytes <= _PLANNED_SHARE * budget_bytes:
         return len(file_bytes)
-    return max(1, int(PLANNED_SHARE * budget_bytes / all_bytes * len(file_bytes)))
+    return max(1, int(_PLANNED_SHARE * budget_bytes / all_bytes * len(file_bytes)))
 
 
 def pack_step_tokens(runs: Sequence[tuple[RunReader, set[int]]], step: int) -> Blocks:
@@ -208,5 +208,5 @@ def pack_step_tokens(runs: Sequence[tuple[RunReader, set[int]]], step: int) -> B
     for i, (run, recorded) in enumerate(runs):
         with suppress(UserError):  # the summary of the step names the damage
             if step in recorded:
-                packed[f"{i}/tokens/{step}"] = encode_block(run.answer(f"tokens/{step}"))
+                packed[f"{i}/tokens/{step}"] = _encode_block(run.answer(f"tokens/{step}"))
     return packed

@@ -16,9 +16,9 @@ import pyarrow as pa
 from pellucid.inspect.sentences import MIN_SHOWN_DIFFERENCE, get_logits_dtype, get_logits_rounding
 from pellucid.reporting.token_files import KIND_SAMPLED, get_token_metadata
 
-SEQUENCE_KEYS = ("group", "completion", "branch")
-SEQUENCE_COLUMNS = ("prompt_id", "reward", "correct", "finished", "parts", "error", "version")
-NUMBER_COLUMNS = {
+_SEQUENCE_KEYS = ("group", "completion", "branch")
+_SEQUENCE_COLUMNS = ("prompt_id", "reward", "correct", "finished", "parts", "error", "version")
+_NUMBER_COLUMNS = {
     "predicted": "predicted",
     "entropy": "entropy_before",
     "ratio": "ratio",
@@ -30,10 +30,10 @@ NUMBER_COLUMNS = {
     "bound": "bound",
 }
 """The columns of the page that are columns of the file, and their names in the file."""
-RELATIVE_COLUMNS = ("weight", "push", "gradient")
+_RELATIVE_COLUMNS = ("weight", "push", "gradient")
 """Columns whose numbers shrink with the number of tokens in a step, so that digits are relative to the largest."""
-BEFORE_AFTER = ("before", "after")
-SIGNIFICANT_DIGITS = 4
+_BEFORE_AFTER = ("before", "after")
+_SIGNIFICANT_DIGITS = 4
 """Significant digits of a number for the page."""
 GROUP_MEASURE_COLUMNS = ("group", "kind", "gradient", "entropy_before")
 """The columns that `measure_groups` reads."""
@@ -73,19 +73,19 @@ def build_step_tokens(table: pa.Table, verdicts: bool = True) -> StepTokens:
         verdicts: False leaves out which answers are right, because the run's rewards are a matter of degree.
     """
     columns: dict[str, Sequence[Any]] = {name: table[name].to_pylist() for name in ("token", "text", "kind", "rule")}
-    columns |= {name: replace_nan(get_floats(table, of)) for name, of in NUMBER_COLUMNS.items()}
-    columns |= {name: replace_nan(values) for name, values in compute_logprobs(table).items()}
-    sequences = [each if verdicts else {**each, "correct": None} for each in split_sequences(table)]
-    alternatives = {name: get_alternatives(table, f"top_{name}") for name in BEFORE_AFTER}
+    columns |= {name: _replace_nan(_get_floats(table, of)) for name, of in _NUMBER_COLUMNS.items()}
+    columns |= {name: _replace_nan(values) for name, values in _compute_logprobs(table).items()}
+    sequences = [each if verdicts else {**each, "correct": None} for each in _split_sequences(table)]
+    alternatives = {name: _get_alternatives(table, f"top_{name}") for name in _BEFORE_AFTER}
     return StepTokens(get_token_metadata(table), sequences, columns, alternatives)
 
 
-def compute_logprobs(table: pa.Table) -> dict[str, np.ndarray]:
+def _compute_logprobs(table: pa.Table) -> dict[str, np.ndarray]:
     """Return the log-probs of the tokens and their differences: [N] each, NaN for a number that is missing."""
-    start, after = get_floats(table, "logprob_start"), get_floats(table, "logprob_after")
+    start, after = _get_floats(table, "logprob_start"), _get_floats(table, "logprob_after")
     # The log-prob before the step, if it is recorded. In a step of one update it is that before the update.
-    before = np.where(np.isnan(start), get_floats(table, "logprob_before"), start)
-    sampler, ref = get_floats(table, "sampler_logprob"), get_floats(table, "ref_logprob")
+    before = np.where(np.isnan(start), _get_floats(table, "logprob_before"), start)
+    sampler, ref = _get_floats(table, "sampler_logprob"), _get_floats(table, "ref_logprob")
     return {
         "before": before,
         "after": after,
@@ -94,13 +94,13 @@ def compute_logprobs(table: pa.Table) -> dict[str, np.ndarray]:
         "change": after - before,
         "gap": before - sampler,
         "drift": before - ref,
-        "entropy_change": get_floats(table, "entropy_after") - get_floats(table, "entropy_before"),
+        "entropy_change": _get_floats(table, "entropy_after") - _get_floats(table, "entropy_before"),
     }
 
 
-def compute_logprob_differences(table: pa.Table) -> dict[str, np.ndarray]:
+def _compute_logprob_differences(table: pa.Table) -> dict[str, np.ndarray]:
     """Return the same without what follows from the rest: a scored token has only `before` and the differences."""
-    logprobs = compute_logprobs(table)
+    logprobs = _compute_logprobs(table)
     unscored = np.isnan(logprobs["before"])
     return logprobs | {name: np.where(unscored, logprobs[name], np.nan) for name in ("sampler", "after", "ref")}
 
@@ -108,7 +108,7 @@ def compute_logprob_differences(table: pa.Table) -> dict[str, np.ndarray]:
 def measure_groups(table: pa.Table) -> dict[int, dict[str, float | None]]:
     """Return for each group the sum of its gradient norms, and the mean entropy of its sampled tokens in nats."""
     groups, sampled = table["group"].to_numpy(), table["kind"].to_numpy() == KIND_SAMPLED
-    gradient, entropy = get_floats(table, "gradient"), get_floats(table, "entropy_before")
+    gradient, entropy = _get_floats(table, "gradient"), _get_floats(table, "entropy_before")
     has_gradient, has_entropy = np.isfinite(gradient), np.isfinite(entropy) & sampled
     measures: dict[int, dict[str, float | None]] = {}
     for group in dict.fromkeys(groups.tolist()):
@@ -120,27 +120,27 @@ def measure_groups(table: pa.Table) -> dict[int, dict[str, float | None]]:
     return measures
 
 
-def get_floats(table: pa.Table, name: str) -> np.ndarray:
+def _get_floats(table: pa.Table, name: str) -> np.ndarray:
     """Return a column as [N] float64, with NaN for null."""
     return table[name].to_numpy().astype(np.float64)
 
 
-def replace_nan(values: np.ndarray) -> list[float | None]:
+def _replace_nan(values: np.ndarray) -> list[float | None]:
     return [value if np.isfinite(value) else None for value in values.tolist()]
 
 
-def split_sequences(table: pa.Table) -> Iterator[dict[str, Any]]:
+def _split_sequences(table: pa.Table) -> Iterator[dict[str, Any]]:
     """Yield the sequences, each of them rows [start, end) that follow one another."""
     if not table.num_rows:
         return
-    keys = np.stack([table[name].to_numpy() for name in SEQUENCE_KEYS])
+    keys = np.stack([table[name].to_numpy() for name in _SEQUENCE_KEYS])
     bounds = [0, *(np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1).tolist(), table.num_rows]
-    first_rows = table.select([*SEQUENCE_KEYS, *SEQUENCE_COLUMNS]).take(bounds[:-1]).to_pylist()
+    first_rows = table.select([*_SEQUENCE_KEYS, *_SEQUENCE_COLUMNS]).take(bounds[:-1]).to_pylist()
     for row, start, end in zip(first_rows, bounds, bounds[1:], strict=False):
         yield {**row, "start": start, "end": end}
 
 
-def get_alternatives(table: pa.Table, name: str) -> list[list[tuple[int, str, float]] | None]:
+def _get_alternatives(table: pa.Table, name: str) -> list[list[tuple[int, str, float]] | None]:
     columns = (table[column].to_pylist() for column in (name, f"{name}_text", f"{name}_logprob"))
     return [
         None if ids is None else [top for top in zip(ids, texts, logprobs, strict=True) if top[2] is not None]
@@ -160,10 +160,12 @@ def encode_for_page(table: pa.Table, verdicts: bool = True) -> dict[str, Any]:
     vocabulary: dict[tuple[Any, Any], int] = {}
     tokens = build_step_tokens(table, verdicts)
     columns = tokens.columns
-    numbers = {name: get_floats(table, of) for name, of in NUMBER_COLUMNS.items()} | compute_logprob_differences(table)
+    numbers = {name: _get_floats(table, of) for name, of in _NUMBER_COLUMNS.items()} | _compute_logprob_differences(
+        table
+    )
     rounded = {
         name: round_values(
-            values.tolist(), SIGNIFICANT_DIGITS, None if name in RELATIVE_COLUMNS else MIN_SHOWN_DIFFERENCE
+            values.tolist(), _SIGNIFICANT_DIGITS, None if name in _RELATIVE_COLUMNS else MIN_SHOWN_DIFFERENCE
         )
         for name, values in numbers.items()
     }
@@ -176,26 +178,26 @@ def encode_for_page(table: pa.Table, verdicts: bool = True) -> dict[str, Any]:
         "floor": MIN_SHOWN_DIFFERENCE,
         "sequences": tokens.sequences,
         "rules": rules,
-        "token": [index_text(vocabulary, pair) for pair in zip(columns["token"], columns["text"], strict=True)],
+        "token": [_index_text(vocabulary, pair) for pair in zip(columns["token"], columns["text"], strict=True)],
         "kind": "".join((kind or "?")[0] for kind in columns["kind"]),
         "rule": [rules.index(rule) if rule else -1 for rule in columns["rule"]],
         **{name: None if all(x is None for x in values) else values for name, values in rounded.items()},
-        **{f"top_{name}": encode_alternatives(vocabulary, tokens.alternatives[name]) for name in BEFORE_AFTER},
+        **{f"top_{name}": _encode_alternatives(vocabulary, tokens.alternatives[name]) for name in _BEFORE_AFTER},
         "vocabulary": list(vocabulary),
     }
 
 
-def index_text(vocabulary: dict[tuple[Any, Any], int], pair: tuple[Any, Any]) -> int:
+def _index_text(vocabulary: dict[tuple[Any, Any], int], pair: tuple[Any, Any]) -> int:
     return vocabulary.setdefault(pair, len(vocabulary))
 
 
-def encode_alternatives(
+def _encode_alternatives(
     vocabulary: dict[tuple[Any, Any], int], alternatives: Sequence[Sequence[tuple[int, str, float]] | None]
 ) -> list[list[float | None] | None] | None:
     """Return for each row the indices of its alternatives in the vocabulary, each followed by its log-prob."""
-    logprobs = iter(round_values([top[2] for row in alternatives if row for top in row], SIGNIFICANT_DIGITS))
+    logprobs = iter(round_values([top[2] for row in alternatives if row for top in row], _SIGNIFICANT_DIGITS))
     rows = [
-        [part for token, text, _ in row for part in (index_text(vocabulary, (token, text)), next(logprobs))]
+        [part for token, text, _ in row for part in (_index_text(vocabulary, (token, text)), next(logprobs))]
         if row
         else None
         for row in alternatives

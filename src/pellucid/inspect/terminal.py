@@ -19,14 +19,14 @@ from pellucid.reporting.token_files import KIND_GIVEN
 from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
 
-INCREASE_RGB, DECREASE_RGB = (33, 102, 172), (217, 95, 2)
+_INCREASE_RGB, _DECREASE_RGB = (33, 102, 172), (217, 95, 2)
 """A pair of colors that color-blind people can tell apart."""
-SHADES = (0.25, 0.5, 0.75, 1.0)
-MAX_SHOWN_TOKENS = 2000
+_SHADES = (0.25, 0.5, 0.75, 1.0)
+_MAX_SHOWN_TOKENS = 2000
 """The number of tokens of an answer that are shown."""
-MAX_EXPLAINED_TOKENS = 6
+_MAX_EXPLAINED_TOKENS = 6
 """The number of tokens that have a sentence, those that carry most of the gradient."""
-GRADIENT_TABLE_HEADERS = ("token", "share", "before", "after", "ratio", "what happened")
+_GRADIENT_TABLE_HEADERS = ("token", "share", "before", "after", "ratio", "what happened")
 
 
 def show_group(run_dir: Path, step: int | None, group: int | None, by: str, console: Console | None = None) -> int:
@@ -51,40 +51,40 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
         raise UserError(f"{run_dir} has no recorded step yet: wait until one has ended")
     step = recorded[-1] if step is None else step
     if step not in recorded:
-        raise UserError(f"{run_dir} has no tokens of step {step}: {describe_recorded_steps(step, recorded)}")
+        raise UserError(f"{run_dir} has no tokens of step {step}: {_describe_recorded_steps(step, recorded)}")
     tokens, summary = run.read_tokens(step), run.read_summary(step)
     rows: dict[int, Mapping[str, Any]] = {row["group"]: row for row in summary["groups"] if row["recorded"]}
     if group is None:
         group = max(rows, key=lambda j: rows[j]["gradient"] or 0.0)
     if group not in rows:
         raise UserError(f"step {step} has no tokens of group {group}: recorded are {', '.join(map(str, rows))}")
-    console.print(format_heading(run, step, rows[group]))
+    console.print(_format_heading(run, step, rows[group]))
     if silent := tokens.metadata.get("silent", {}).get(str(group)):
         console.print(Text(format_sentence("group.silent", n=", ".join(map(str, silent))) + "\n"))
-    largest = find_largest_size(tokens, group, by)
-    sequences = merge_equal_answers(tokens, group)
+    largest = _find_largest_size(tokens, group, by)
+    sequences = _merge_equal_answers(tokens, group)
     for copies in sequences:
-        console.print(render_sequence(tokens, copies, by, largest))
+        console.print(_render_sequence(tokens, copies, by, largest))
     legend = f"colours: {format_sentence(f'by.{by}')}, blue above 0, orange below; underlined: no gradient"
     console.print(Text(legend, "dim"))
-    console.print(build_gradient_table(tokens, group, sequences))
+    console.print(_build_gradient_table(tokens, group, sequences))
     return 0
 
 
-def describe_recorded_steps(step: int, recorded: Sequence[int]) -> str:
+def _describe_recorded_steps(step: int, recorded: Sequence[int]) -> str:
     nearest = min(recorded, key=lambda other: abs(other - step))
     steps = f"{format_count(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}"
     return f"recorded are {steps}, the nearest is {nearest}"
 
 
-def format_heading(run: RunReader, step: int, row: Mapping[str, Any]) -> Text:
+def _format_heading(run: RunReader, step: int, row: Mapping[str, Any]) -> Text:
     gradient = "" if row["gradient"] is None else f", sum of gradients {format_significant(row['gradient'])}"
     signal = format_sentence(f"signal.{row['signal']}")
     title = f"{escape_controls(run.run_dir.resolve().name)}, step {step}, group {row['group']}"
     return Text().append(title, "bold").append(f"\n{signal}{gradient}\n")
 
 
-def merge_equal_answers(tokens: StepTokens, group: int) -> list[list[Mapping[str, Any]]]:
+def _merge_equal_answers(tokens: StepTokens, group: int) -> list[list[Mapping[str, Any]]]:
     """Return the sequences of a group in the order of page/tokens.js: prompt, answers by their tokens, branches.
 
     Each item is a list: answers with the same tokens and the same reward are in one.
@@ -100,26 +100,26 @@ def merge_equal_answers(tokens: StepTokens, group: int) -> list[list[Mapping[str
     return [*prompts, *(copies for _, copies in by_tokens), *([each] for each in sequences if each["branch"] > 0)]
 
 
-def find_largest_size(tokens: StepTokens, group: int, by: str) -> float:
+def _find_largest_size(tokens: StepTokens, group: int, by: str) -> float:
     """Return the largest size of the quantity in the group; 0 if there is none."""
     rows = (i for each in tokens.sequences if each["group"] == group for i in range(each["start"], each["end"]))
     return max((abs(tokens.columns[by][i] or 0.0) for i in rows), default=0.0)
 
 
-def render_sequence(tokens: StepTokens, copies: Sequence[Mapping[str, Any]], by: str, largest: float) -> Text:
+def _render_sequence(tokens: StepTokens, copies: Sequence[Mapping[str, Any]], by: str, largest: float) -> Text:
     """Return a sequence and its copies under one heading, each token colored by a quantity."""
     sequence = copies[0]
-    start, end = sequence["start"], min(sequence["end"], sequence["start"] + MAX_SHOWN_TOKENS)
-    rendered = Text().append(format_sequence_title(tokens, copies) + "\n", "bold")
+    start, end = sequence["start"], min(sequence["end"], sequence["start"] + _MAX_SHOWN_TOKENS)
+    rendered = Text().append(_format_sequence_title(tokens, copies) + "\n", "bold")
     text, columns = tokens.columns["text"], tokens.columns
-    for style, rows in groupby(range(start, end), key=lambda i: choose_style(columns, i, by, largest)):
+    for style, rows in groupby(range(start, end), key=lambda i: _choose_style(columns, i, by, largest)):
         rendered.append(escape_controls("".join(text[i] or "" for i in rows)), style)
     if rest := sequence["end"] - end:
         rendered.append(f"\n[{format_count(rest, 'more token')}]", "dim")
     return rendered.append("\n")
 
 
-def format_sequence_title(tokens: StepTokens, copies: Sequence[Mapping[str, Any]]) -> str:
+def _format_sequence_title(tokens: StepTokens, copies: Sequence[Mapping[str, Any]]) -> str:
     sequence = copies[0]
     if sequence["completion"] < 0:
         return format_sentence("prompt")
@@ -135,7 +135,7 @@ def format_sequence_title(tokens: StepTokens, copies: Sequence[Mapping[str, Any]
     return f"[{numbers}] {several}{reward}{verdict}{cut}{branch}{advantage}"
 
 
-def choose_style(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest: float) -> str:
+def _choose_style(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest: float) -> str:
     """Return the style of a token: dim if given, underlined if without gradient, else with a colored background."""
     if columns["kind"][i] in (KIND_GIVEN, "prompt"):
         return "dim"
@@ -144,14 +144,14 @@ def choose_style(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest:
     if not value or not largest:
         return underline.strip()
     share = abs(value) / largest
-    shade = next((shade for shade in SHADES if share <= shade), 1.0) if share > 0.05 else 0.0
+    shade = next((shade for shade in _SHADES if share <= shade), 1.0) if share > 0.05 else 0.0
     if not shade:
         return underline.strip()
-    r, g, b = (round(shade * x) for x in (INCREASE_RGB if value > 0 else DECREASE_RGB))
+    r, g, b = (round(shade * x) for x in (_INCREASE_RGB if value > 0 else _DECREASE_RGB))
     return f"{underline}white on rgb({r},{g},{b})"
 
 
-def build_gradient_table(tokens: StepTokens, group: int, sequences: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+def _build_gradient_table(tokens: StepTokens, group: int, sequences: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
     """Return a table of the tokens that carry most of a group's gradient, with a sentence on each.
 
     Args:
@@ -159,14 +159,14 @@ def build_gradient_table(tokens: StepTokens, group: int, sequences: Sequence[Seq
         group: The group.
         sequences: The sequences of the group, each with its copies, whose tokens are counted together.
     """
-    table = Table(*GRADIENT_TABLE_HEADERS, box=None, header_style="dim", pad_edge=False)
+    table = Table(*_GRADIENT_TABLE_HEADERS, box=None, header_style="dim", pad_edge=False)
     row_shares = tokens.compute_gradient_shares(group)
     shares: dict[int, float] = {}
     for copies in sequences if row_shares else ():
         starts = [each["start"] for each in copies]
         for row in range(starts[0], copies[0]["end"]):
             shares[row] = sum(row_shares[row - starts[0] + start] for start in starts)
-    largest = sorted((i for i in shares if shares[i]), key=lambda i: -shares[i])[:MAX_EXPLAINED_TOKENS]
+    largest = sorted((i for i in shares if shares[i]), key=lambda i: -shares[i])[:_MAX_EXPLAINED_TOKENS]
     for i in largest:
         token = {name: values[i] for name, values in tokens.columns.items()}
         name = repr(token["text"] or "")[1:-1].replace(" ", "·")[:24]

@@ -72,7 +72,7 @@ class ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients = zip(
-            *(compute_attention_gradients(*part) for part in split_rows(*ctx.saved_tensors, grad)), strict=True
+            *(_compute_attention_gradients(*part) for part in _split_rows(*ctx.saved_tensors, grad)), strict=True
         )
         return *(torch.cat(pieces) for pieces in gradients), None, None
 
@@ -80,14 +80,14 @@ class ChunkedAttention(torch.autograd.Function):
 def attend_chunked(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_length: int) -> Tensor:
     """Compute `attend` on the CPU, in chunks of a few rows, and of a few queries if a row has many."""
     rows = []
-    for q, k, v, b in split_rows(query, key, value, bias):
+    for q, k, v, b in _split_rows(query, key, value, bias):
         queries = max(1, MAX_SCORES_PER_CHUNK // (q.shape[0] * q.shape[1] * k.shape[2]))
         chunks = zip(q.split(queries, 2), b.split(queries, 2), strict=True)
-        rows.append(torch.cat([attend_chunk(*chunk, k, v, shared_length) for chunk in chunks], 2))
+        rows.append(torch.cat([_attend_chunk(*chunk, k, v, shared_length) for chunk in chunks], 2))
     return torch.cat(rows)
 
 
-def split_rows(
+def _split_rows(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors into chunks of a few rows, MAX_SCORES_PER_CHUNK scores at most if there are several."""
@@ -95,25 +95,25 @@ def split_rows(
     return zip(*(x.split(rows) for x in (query, key, value, bias, *others)), strict=True)
 
 
-def attend_chunk(query: Tensor, bias: Tensor, key: Tensor, value: Tensor, shared_length: int) -> Tensor:
-    probs = select_kernels(query, query.dtype, key.shape[2]).softmax(compute_scores(query, key), bias)
+def _attend_chunk(query: Tensor, bias: Tensor, key: Tensor, value: Tensor, shared_length: int) -> Tensor:
+    probs = select_kernels(query, query.dtype, key.shape[2]).softmax(_compute_scores(query, key), bias)
     out = probs[..., shared_length:] @ value[:, :, shared_length:]
     if shared_length:
         out = out + probs[..., :shared_length] @ value[:, :, :shared_length]
     return out.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
-def compute_scores(query: Tensor, key: Tensor) -> Tensor:
+def _compute_scores(query: Tensor, key: Tensor) -> Tensor:
     """Return q k' / sqrt(d), [B, K, H / K * T, S]."""
-    return group_query_heads(query * query.shape[-1] ** -0.5, key.shape[1]) @ key.mT
+    return _group_query_heads(query * query.shape[-1] ** -0.5, key.shape[1]) @ key.mT
 
 
-def group_query_heads(x: Tensor, key_heads: int) -> Tensor:
+def _group_query_heads(x: Tensor, key_heads: int) -> Tensor:
     """[B, H, T, d] -> [B, K, H / K * T, d]: all queries of a key head are rows of one product."""
     return x.unflatten(1, (key_heads, -1)).flatten(2, 3)
 
 
-def compute_attention_gradients(
+def _compute_attention_gradients(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grad: Tensor
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value.
@@ -121,8 +121,8 @@ def compute_attention_gradients(
     The scores are in fp32: in bf16, with its 8 bits, a score of 30 would be off by up to 1/16, and so its probability.
     """
     key_heads, length, scale = key.shape[1], query.shape[2], query.shape[-1] ** -0.5
-    scores = compute_scores(promote_to_fp32(query), promote_to_fp32(key))
-    query, grad = group_query_heads(query, key_heads), group_query_heads(grad, key_heads)
+    scores = _compute_scores(promote_to_fp32(query), promote_to_fp32(key))
+    query, grad = _group_query_heads(query, key_heads), _group_query_heads(grad, key_heads)
     kernels = select_kernels(grad, grad.dtype, key.shape[2])
     probs, scores_grad = kernels.softmax_backward(scores, bias, grad @ value.mT, scale)
     query_grad = (scores_grad @ key).unflatten(2, (-1, length)).flatten(1, 2)
@@ -155,7 +155,7 @@ class CheckedLibrary(NamedTuple):
     """Whether products use AMX, with its order of sums, or AVX-512."""
 
 
-class SequencesStruct(ctypes.Structure):
+class _SequencesStruct(ctypes.Structure):
     """The struct of the same fields in cpp/rollouts.cpp."""
 
     _fields_ = (
@@ -164,7 +164,7 @@ class SequencesStruct(ctypes.Structure):
     )
 
 
-class HeadsStruct(ctypes.Structure):
+class _HeadsStruct(ctypes.Structure):
     """The struct of the same fields in cpp/rollouts.cpp."""
 
     _fields_ = (
@@ -200,7 +200,7 @@ def attend_packed(
     """
     if torch.is_grad_enabled():
         return PackedAttention.apply(query, key, value, sequences, kernel)  # pyright: ignore[reportReturnType]
-    return run_attention_forward(query, key, value, sequences, kernel)
+    return _run_attention_forward(query, key, value, sequences, kernel)
 
 
 class PackedAttention(torch.autograd.Function):
@@ -212,7 +212,7 @@ class PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.sequences, ctx.kernel = sequences, kernel
-        return run_attention_forward(query, key, value, sequences, kernel)
+        return _run_attention_forward(query, key, value, sequences, kernel)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -223,7 +223,7 @@ class PackedAttention(torch.autograd.Function):
         return *gradients, None, None
 
 
-def run_attention_forward(
+def _run_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, kernel: CheckedLibrary
 ) -> Tensor:
     out = query.new_empty(len(query), query.shape[1] * query.shape[2])
@@ -243,7 +243,7 @@ def call_attention_kernel(
         *key.shape[1:],
         sequences.window,
     )
-    struct = SequencesStruct(*sizes, sequences.ends.data_ptr(), sequences.prompt_of.data_ptr())
+    struct = _SequencesStruct(*sizes, sequences.ends.data_ptr(), sequences.prompt_of.data_ptr())
     dense = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in heads]
     function, threads = getattr(kernel.library, name), torch.get_num_threads()
     with record_function(name):
@@ -252,11 +252,11 @@ def call_attention_kernel(
         raise MemoryError(f"no memory to read {len(query)} tokens at once")
 
 
-def make_heads_struct(heads: Sequence[Tensor]) -> HeadsStruct:
-    return HeadsStruct(*(x.data_ptr() for x in heads), *(x.stride(0) for x in heads))
+def make_heads_struct(heads: Sequence[Tensor]) -> _HeadsStruct:
+    return _HeadsStruct(*(x.data_ptr() for x in heads), *(x.stride(0) for x in heads))
 
 
-def list_attention_kernels() -> list[CheckedLibrary]:
+def _list_attention_kernels() -> list[CheckedLibrary]:
     """Return the ways to compute attention on this machine: with AVX-512, then with AMX."""
     kernels, reason = native.load_kernels()
     if not kernels:
@@ -288,10 +288,10 @@ def compare_attention(kernel: CheckedLibrary) -> Iterable[tuple[str, Any, Any]]:
     prompt = attend_chunked(queries[0], keys[0], values[0], causal_bias[None, None], 0)
     row = attend_chunked(queries[1], torch.cat(keys, 2), torch.cat(values, 2), row_bias, padded_length)
     expected = [x[0].transpose(0, 1).flatten(1)[:n] for x, n in zip((prompt, row), lengths, strict=True)]
-    yield "attention", run_attention_forward(query, key, value, sequences, kernel), torch.cat(expected)
+    yield "attention", _run_attention_forward(query, key, value, sequences, kernel), torch.cat(expected)
 
 
-load_checked_library = add_self_check("attention", list_attention_kernels, compare_attention)
+load_checked_library = add_self_check("attention", _list_attention_kernels, compare_attention)
 """Return the attention kernel, or None and the reason why there is none."""
 
 
@@ -305,8 +305,8 @@ load_checked_library = add_self_check("attention", list_attention_kernels, compa
 # Shapes: S sequences (prompts and rows), M keys that they attend to.
 
 
-MAX_FLASH_HEAD_SIZE = 256
-FLASH_TOLERANCE = 2.0**-5
+_MAX_FLASH_HEAD_SIZE = 256
+_FLASH_TOLERANCE = 2.0**-5
 """The largest error allowed, as a share of the largest number: two roundings to bf16."""
 
 
@@ -323,7 +323,7 @@ class VarlenSequences(NamedTuple):
     max_key_length: int
 
 
-FlashKernel = Callable[[Tensor, Tensor, Tensor, VarlenSequences, int], Tensor]
+_FlashKernel = Callable[[Tensor, Tensor, Tensor, VarlenSequences, int], Tensor]
 """(queries [N, H, d], keys [M, K, d], values [M, K, d], sequences, window or 0) -> [N, H, d]"""
 
 
@@ -342,7 +342,7 @@ def run_flash_repeated(query: Tensor, keys: Tensor, values: Tensor, varlen: Varl
     return run_flash_grouped(query, keys, values, varlen, window)
 
 
-FLASH_KERNELS: tuple[FlashKernel, ...] = (run_flash_grouped, run_flash_repeated)
+FLASH_KERNELS: tuple[_FlashKernel, ...] = (run_flash_grouped, run_flash_repeated)
 """The ways to call the operator, in the order of preference."""
 
 
@@ -365,7 +365,7 @@ def build_varlen_sequences(sequences: PackedSequences, device: torch.device) -> 
     return VarlenSequences(query_offsets, key_offsets, tokens.to(device), int(lengths.max()), int(key_lengths.max()))
 
 
-def find_flash_kernel(device: torch.device, dtype: torch.dtype) -> FlashKernel | None:
+def find_flash_kernel(device: torch.device, dtype: torch.dtype) -> _FlashKernel | None:
     """Return the flash kernel for this dtype on this device; None if PyTorch's other operators are used."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return choose_flash_kernel(device, dtype)[0] if device.type == "cuda" and is_half else None
@@ -374,11 +374,11 @@ def find_flash_kernel(device: torch.device, dtype: torch.dtype) -> FlashKernel |
 def supports_flash(query: Tensor) -> bool:
     """Return whether the kernel takes queries [N, H, d] like these: it has no forward-mode gradient."""
     size = query.shape[2]
-    return size % 8 == 0 and size <= MAX_FLASH_HEAD_SIZE and forward_ad.unpack_dual(query).tangent is None
+    return size % 8 == 0 and size <= _MAX_FLASH_HEAD_SIZE and forward_ad.unpack_dual(query).tangent is None
 
 
 def attend_varlen(
-    kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, varlen: VarlenSequences, window: int = 0
+    kernel: _FlashKernel, query: Tensor, key: Tensor, value: Tensor, varlen: VarlenSequences, window: int = 0
 ) -> Tensor:
     """Compute what `attend_packed` computes, with a flash kernel.
 
@@ -398,7 +398,7 @@ def attend_varlen(
 
 
 @functools.cache
-def choose_flash_kernel(device: torch.device, dtype: torch.dtype) -> tuple[FlashKernel | None, str]:
+def choose_flash_kernel(device: torch.device, dtype: torch.dtype) -> tuple[_FlashKernel | None, str]:
     """Return the first kernel that is right on this device, and what is wrong with the one before it."""
     last_fault = ""
     for kernel in FLASH_KERNELS:
@@ -412,7 +412,7 @@ def choose_flash_kernel(device: torch.device, dtype: torch.dtype) -> tuple[Flash
     return None, last_fault
 
 
-def find_flash_fault(kernel: FlashKernel, device: torch.device, dtype: torch.dtype) -> str:
+def find_flash_fault(kernel: _FlashKernel, device: torch.device, dtype: torch.dtype) -> str:
     """Return what is wrong with a kernel; empty if nothing is.
 
     It is compared with attention in fp32 on a prompt of 30 tokens and rows of 5, none and 9, with a sliding window of
@@ -422,19 +422,19 @@ def find_flash_fault(kernel: FlashKernel, device: torch.device, dtype: torch.dty
     numbers = torch.randn(44, sum(heads) + heads[0], 64, generator=torch.Generator().manual_seed(1))
     x, grad = numbers.to(device, dtype).split([sum(heads), heads[0]], 1)
     flash = partial(attend_varlen, kernel, varlen=build_varlen_sequences(sequences, device))
-    reference = partial(attend_by_sequence, sequences=sequences)
+    reference = partial(_attend_by_sequence, sequences=sequences)
     for window in (0, 12):
-        found = compute_with_gradient(partial(flash, window=window), x, heads, grad.flatten(1))
-        expected = compute_with_gradient(partial(reference, window=window), x.float(), heads, grad.flatten(1).float())
+        found = _compute_with_gradient(partial(flash, window=window), x, heads, grad.flatten(1))
+        expected = _compute_with_gradient(partial(reference, window=window), x.float(), heads, grad.flatten(1).float())
         for name, ours, theirs in zip(("attention", "its gradient"), found, expected, strict=True):
             error = float((ours - theirs).abs().max() / theirs.abs().max())
-            if not error < FLASH_TOLERANCE:
+            if not error < _FLASH_TOLERANCE:
                 return f"{name} is off by {error:.1g} of the largest number"
     return ""
 
 
 @torch.enable_grad()
-def compute_with_gradient(
+def _compute_with_gradient(
     attention: Callable[..., Tensor], x: Tensor, heads: Sequence[int], grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of queries, keys and values that are concatenated in x, and the gradient of x."""
@@ -443,7 +443,7 @@ def compute_with_gradient(
     return out.detach(), torch.autograd.grad(out, x, grad)[0]
 
 
-def attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, window: int) -> Tensor:
+def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, window: int) -> Tensor:
     """Compute what `attend_varlen` computes, in PyTorch, sequence by sequence."""
     spans = [range(*span) for span in pairwise([0, *sequences.ends.tolist()])]
     prompt_count, outputs = len(spans) - len(sequences.prompt_of), []

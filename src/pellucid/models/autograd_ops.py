@@ -35,7 +35,7 @@ def add_and_rms_norm(
     if more is None:
         return x, apply_rms_norm(x, weight, eps, dtype)
     if torch.is_grad_enabled():
-        return AddRMSNorm.apply(x, more, weight, eps, dtype)  # pyright: ignore[reportReturnType]
+        return _AddRMSNorm.apply(x, more, weight, eps, dtype)  # pyright: ignore[reportReturnType]
     kernels = select_norm_kernels(x, dtype) if find_kernels(more, dtype) else ops
     return kernels.add_norm_forward(x, more, weight, eps)
 
@@ -47,14 +47,14 @@ def select_norm_kernels(x: Tensor, dtype: torch.dtype) -> Kernels | ModuleType:
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`ops.rotate_forward` with gradient: the rotary embedding of x [N, H, d]."""
     if torch.is_grad_enabled():
-        return Rotation.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
+        return _Rotation.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
     return select_kernels(x, x.dtype, x.shape[-1] // 2).rotate_forward(x, cos, sin)
 
 
 def apply_swiglu(gate_up: Tensor) -> Tensor:
     """`ops.swiglu_forward` with gradient: silu(gate) * up of both concatenated, [N, 2I] -> [N, I]."""
     if torch.is_grad_enabled():
-        return SwiGLU.apply(gate_up)  # pyright: ignore[reportReturnType]
+        return _SwiGLU.apply(gate_up)  # pyright: ignore[reportReturnType]
     return select_kernels(gate_up, gate_up.dtype, gate_up.shape[-1] // 2).swiglu_forward(gate_up)
 
 
@@ -73,7 +73,7 @@ class RMSNorm(torch.autograd.Function):
         return *select_norm_kernels(x, ctx.dtype).norm_backward(x, weight, ctx.eps, grad), None, None
 
 
-class AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(torch.autograd.Function):
     """A sum and its RMSNorm; both are outputs, so the gradient of the sum has two parts."""
 
     @staticmethod
@@ -89,7 +89,7 @@ class AddRMSNorm(torch.autograd.Function):
         return *select_norm_kernels(x, grad.dtype).add_norm_backward(x, weight, ctx.eps, sum_grad, grad), None, None
 
 
-class Rotation(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     """RoPE (arXiv 2104.09864); the halves of a head are the two coordinates. The gradient is rotated back."""
 
     @staticmethod
@@ -103,7 +103,7 @@ class Rotation(torch.autograd.Function):
         return kernels.rotate_backward(grad, *ctx.saved_tensors), None, None
 
 
-class SwiGLU(torch.autograd.Function):
+class _SwiGLU(torch.autograd.Function):
     """SwiGLU (arXiv 2002.05202) without its matrices."""
 
     @staticmethod

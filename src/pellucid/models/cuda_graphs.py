@@ -20,9 +20,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from pellucid.models.decode import DecodeBatch
 
-StepFunction = Callable[[Tensor], Tensor]
+_StepFunction = Callable[[Tensor], Tensor]
 """(tokens [n] that are appended to the rows) -> logits [n, V] of the next tokens"""
-LOGIT_TOLERANCE = 2.0**-6
+_LOGIT_TOLERANCE = 2.0**-6
 """The largest error of a graph's logits, as a share of the largest logit; another order of sums makes less."""
 
 
@@ -31,7 +31,7 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self.captured_buffers: tuple[Tensor, ...] = ()
-        self.replay: StepFunction | None = None
+        self.replay: _StepFunction | None = None
 
     def step(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
         """Compute `batch.step_eager` with a graph, except for the first step of a layout.
@@ -51,7 +51,7 @@ class StepGraphs:
             try:
                 self.replay = capture_step(batch.step_eager, tokens)
             except RuntimeError as error:
-                disable_graphs(batch, str(error))
+                _disable_graphs(batch, str(error))
                 return batch.step_eager(tokens)
         return self.replay(tokens)
 
@@ -67,20 +67,20 @@ class StepGraphs:
             fault = f"its logits are off by {error_share:.1g} of the largest"
         except RuntimeError as error:  # CUDA raises it for everything that cannot be captured
             fault = str(error)
-        if error_share < LOGIT_TOLERANCE:
+        if error_share < _LOGIT_TOLERANCE:
             batch.decoder.uses_cuda_graphs = True
         else:
-            disable_graphs(batch, fault)
+            _disable_graphs(batch, fault)
         return expected
 
 
-def disable_graphs(batch: DecodeBatch, fault: str) -> None:
+def _disable_graphs(batch: DecodeBatch, fault: str) -> None:
     """Decode eagerly from now on, and warn why."""
     batch.decoder.uses_cuda_graphs = False
     warnings.warn(f"tokens are decoded without a CUDA graph: {fault}", stacklevel=3)
 
 
-def capture_step(step: StepFunction, tokens: Tensor) -> StepFunction:
+def capture_step(step: _StepFunction, tokens: Tensor) -> _StepFunction:
     """Capture a step for this number of tokens as a graph, and return a function that replays it.
 
     Capturing computes nothing. Each graph has a memory pool of its own: a pool is released with the last graph that

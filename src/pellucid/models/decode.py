@@ -49,19 +49,19 @@ from pellucid.models.score import (
 
 CACHE_GROWTH_TOKENS = 2 * SIMD_LANES
 """Tokens by which a full cache grows."""
-ROTARY_TABLE_STEP = 256
+_ROTARY_TABLE_STEP = 256
 """The rotary table grows by as many positions."""
 
 
 # ---------------------------------------------------------------- the KV cache
 
 
-KeyValue = tuple[Tensor, Tensor]
+_KeyValue = tuple[Tensor, Tensor]
 """Keys and values of one layer."""
 
 
 @dataclass
-class LayerKVCache:
+class _LayerKVCache:
     """The KV cache of one layer. Products use its full capacity: a slice would first be copied on the CPU."""
 
     prompt_keys: Tensor
@@ -81,7 +81,7 @@ class LayerKVCache:
             )
 
 
-def pad_and_concatenate(first: Tensor, second: Tensor) -> Tensor:
+def _pad_and_concatenate(first: Tensor, second: Tensor) -> Tensor:
     """[K, P, S, d] and [K, Q, R, d] -> [K, P + Q, max(S, R), d] in the dtype of the first."""
     length = max(first.shape[2], second.shape[2])
     return torch.cat([F.pad(x.to(first.dtype), (0, 0, 0, length - x.shape[2])) for x in (first, second)], 1)
@@ -113,7 +113,7 @@ class DecodeBatch:
             self.step_weights = self.unpacked_weights = decoder.collect_weights()
         self.rotary_table = decoder.compute_rotary(torch.arange(0, device=decoder.device))
         """cos and sin of the first positions, for fused steps."""
-        self.caches = [LayerKVCache(*(self._allocate(0, 0) for _ in range(4))) for _ in self.step_weights.layers]
+        self.caches = [_LayerKVCache(*(self._allocate(0, 0) for _ in range(4))) for _ in self.step_weights.layers]
         self.prompt_lengths = torch.zeros(0, dtype=torch.long)
         """[P]"""
         self.prompt_ids: list[int] = []
@@ -148,10 +148,13 @@ class DecodeBatch:
             self._prefill_fused(prompts, lengths) if self.uses_fused_prefill() else self._prefill_eager(prompts)
         )
         for cache, (keys, values) in zip(self.caches, layers, strict=True):
-            cache.prompt_keys = pad_and_concatenate(cache.prompt_keys, keys)
-            cache.prompt_values = pad_and_concatenate(cache.prompt_values, values)
+            cache.prompt_keys = _pad_and_concatenate(cache.prompt_keys, keys)
+            cache.prompt_values = _pad_and_concatenate(cache.prompt_values, values)
             empty = keys.new_zeros(len(keys), len(prompts) * copies, 0, keys.shape[-1])
-            cache.keys, cache.values = pad_and_concatenate(cache.keys, empty), pad_and_concatenate(cache.values, empty)
+            cache.keys, cache.values = (
+                _pad_and_concatenate(cache.keys, empty),
+                _pad_and_concatenate(cache.values, empty),
+            )
         new_prompts = torch.arange(len(prompts)) + len(self.prompt_lengths)
         self.prompt_of = torch.cat([self.prompt_of, new_prompts.repeat_interleave(copies)])
         self.prompt_lengths = torch.cat([self.prompt_lengths, lengths])
@@ -166,7 +169,7 @@ class DecodeBatch:
         """Return whether prompts and appended tokens are computed by the fused decoder; in int8 they are not."""
         return self.fused_decoder is not None and not self.fused_decoder.kernel.int8
 
-    def _prefill_fused(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> tuple[list[KeyValue], Tensor]:
+    def _prefill_fused(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> tuple[list[_KeyValue], Tensor]:
         """Return the keys and values [K, P, S, d] of prompts for each layer, and the logits [P, V] that follow."""
         assert self.fused_decoder
         size, count = round_up(int(lengths.max())), len(prompts)
@@ -179,7 +182,7 @@ class DecodeBatch:
         empty = self._allocate(0, 0)
         return layers, self.run_fused(ids, token_positions, [(empty, empty, *pair) for pair in layers])
 
-    def _prefill_eager(self, prompts: Sequence[Sequence[int]]) -> tuple[list[KeyValue], Tensor]:
+    def _prefill_eager(self, prompts: Sequence[Sequence[int]]) -> tuple[list[_KeyValue], Tensor]:
         """The same with PyTorch's operators."""
         rows, lengths = pack_prompts(prompts, self.decoder.dtype, self.decoder.device)
         shape, rotary = self.decoder.shape, self.decoder.compute_rotary(rows.positions)
@@ -239,7 +242,7 @@ class DecodeBatch:
         prompt_keys, _, keys, _ = caches[0]
         positions = prompt_keys.shape[2] + keys.shape[2]
         if len(self.rotary_table[0]) < positions:
-            self.rotary_table = self.decoder.compute_rotary(torch.arange(round_up(positions, ROTARY_TABLE_STEP)))
+            self.rotary_table = self.decoder.compute_rotary(torch.arange(round_up(positions, _ROTARY_TABLE_STEP)))
         return self.fused_decoder.step(self.embed(tokens), self.rotary_table, token_positions, caches)
 
     def _prepack(self, rows: int) -> None:
@@ -344,7 +347,7 @@ class DecodeBatch:
         lengths = torch.stack([self.prompt_lengths[self.prompt_of], self.generated_lengths])
         self.start_positions, self.cached_lengths = lengths.to(self.decoder.device, copy=True)
 
-    def _attend(self, query: Tensor, cache: LayerKVCache, bias: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, cache: _LayerKVCache, bias: Tensor) -> Tensor:
         """Compute attention, [n, H, d] -> [n, H d], with one softmax over prompt and generated tokens.
 
         All rows of a prompt are multiplied with its keys in one product.
@@ -462,13 +465,15 @@ def append_tokens(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[in
     lengths = torch.tensor([len(ids) for ids in tokens])
     while int((batch.generated_lengths[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
         batch.grow_cache()
-    logits = (append_tokens_fused if batch.uses_fused_prefill() else append_tokens_eager)(batch, rows, tokens, lengths)
+    logits = (_append_tokens_fused if batch.uses_fused_prefill() else _append_tokens_eager)(
+        batch, rows, tokens, lengths
+    )
     batch.generated_lengths[rows] += lengths
     batch.copy_lengths_to_device()
     return logits
 
 
-def append_tokens_fused(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
+def _append_tokens_fused(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
     """Compute `append_tokens` with the fused decoder."""
     row_of = rows.repeat_interleave(lengths)
     positions = batch.generated_lengths[row_of] + torch.cat([torch.arange(length) for length in lengths.tolist()])
@@ -477,9 +482,9 @@ def append_tokens_fused(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Seque
     return batch.run_fused(ids, token_positions, batch.list_cache_tensors())
 
 
-def append_tokens_eager(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
+def _append_tokens_eager(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
     """Compute `append_tokens` with PyTorch's operators."""
-    shape, (new, sliding_bias, columns) = batch.decoder.shape, build_appended_rows(batch, rows, tokens, lengths)
+    shape, (new, sliding_bias, columns) = batch.decoder.shape, _build_appended_rows(batch, rows, tokens, lengths)
     rotary, size = batch.decoder.compute_rotary(new.positions), batch.caches[0].prompt_keys.shape[2]
     device = new.ids.device
     index = slice(None), rows.repeat_interleave(lengths).to(device), columns
@@ -499,7 +504,7 @@ def append_tokens_eager(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Seque
     return batch.compute_logits(stream.add_pending()[last_tokens], batch.unpacked_weights.head)
 
 
-def build_appended_rows(
+def _build_appended_rows(
     batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor
 ) -> tuple[PackedRows, Tensor, Tensor]:
     """Pack appended tokens, whose keys are those of their prompt, then those of their row.
@@ -528,8 +533,8 @@ class EvictedRow:
     """The KV cache of a row that was moved out of the batch, for each layer."""
 
     prompt_id: int
-    prompt_cache: list[KeyValue]
-    row_cache: list[KeyValue]
+    prompt_cache: list[_KeyValue]
+    row_cache: list[_KeyValue]
 
 
 def evict_rows(batch: DecodeBatch, rows: Sequence[int]) -> list[EvictedRow]:
@@ -537,21 +542,21 @@ def evict_rows(batch: DecodeBatch, rows: Sequence[int]) -> list[EvictedRow]:
     batch.compact()
     prompts = batch.prompt_of.tolist()
     used_prompts = {prompts[row] for row in rows}
-    prompt_caches = {p: copy_prompt_cache(batch, p, int(batch.prompt_lengths[p])) for p in used_prompts}
+    prompt_caches = {p: _copy_prompt_cache(batch, p, int(batch.prompt_lengths[p])) for p in used_prompts}
     return [
-        EvictedRow(batch.prompt_ids[p], prompt_caches[p], copy_row_cache(batch, row))
+        EvictedRow(batch.prompt_ids[p], prompt_caches[p], _copy_row_cache(batch, row))
         for row, p in ((row, prompts[row]) for row in rows)
     ]
 
 
-def copy_prompt_cache(batch: DecodeBatch, prompt: int, length: int) -> list[KeyValue]:
+def _copy_prompt_cache(batch: DecodeBatch, prompt: int, length: int) -> list[_KeyValue]:
     return [
         (cache.prompt_keys[:, prompt, :length].clone(), cache.prompt_values[:, prompt, :length].clone())
         for cache in batch.caches
     ]
 
 
-def copy_row_cache(batch: DecodeBatch, row: int) -> list[KeyValue]:
+def _copy_row_cache(batch: DecodeBatch, row: int) -> list[_KeyValue]:
     length = int(batch.generated_lengths[row])
     return [(cache.keys[:, row, :length].clone(), cache.values[:, row, :length].clone()) for cache in batch.caches]
 
@@ -561,10 +566,10 @@ def restore_rows(batch: DecodeBatch, rows: Sequence[EvictedRow]) -> None:
     batch.compact()
     for row in rows:
         if row.prompt_id not in batch.prompt_ids:
-            restore_prompt(batch, row)
+            _restore_prompt(batch, row)
     for i, cache in enumerate(batch.caches):
-        cache.keys = append_cache_rows(cache.keys, [row.row_cache[i][0] for row in rows])
-        cache.values = append_cache_rows(cache.values, [row.row_cache[i][1] for row in rows])
+        cache.keys = _append_cache_rows(cache.keys, [row.row_cache[i][0] for row in rows])
+        cache.values = _append_cache_rows(cache.values, [row.row_cache[i][1] for row in rows])
     prompts = batch.prompt_of.new_tensor([batch.prompt_ids.index(row.prompt_id) for row in rows])
     lengths = batch.generated_lengths.new_tensor([row.row_cache[0][0].shape[1] for row in rows])
     batch.prompt_of = torch.cat([batch.prompt_of, prompts])
@@ -573,17 +578,17 @@ def restore_rows(batch: DecodeBatch, rows: Sequence[EvictedRow]) -> None:
     batch.index_rows_by_prompt()
 
 
-def restore_prompt(batch: DecodeBatch, row: EvictedRow) -> None:
+def _restore_prompt(batch: DecodeBatch, row: EvictedRow) -> None:
     length = row.prompt_cache[0][0].shape[1]
     batch.prompt_ids.append(row.prompt_id)
     batch.prompt_lengths = torch.cat([batch.prompt_lengths, batch.prompt_lengths.new_tensor([length])])
     for cache, (keys, values) in zip(batch.caches, row.prompt_cache, strict=True):
         padding = (0, 0, 0, round_up(length) - length)
-        cache.prompt_keys = pad_and_concatenate(cache.prompt_keys, F.pad(keys[:, None], padding))
-        cache.prompt_values = pad_and_concatenate(cache.prompt_values, F.pad(values[:, None], padding))
+        cache.prompt_keys = _pad_and_concatenate(cache.prompt_keys, F.pad(keys[:, None], padding))
+        cache.prompt_values = _pad_and_concatenate(cache.prompt_values, F.pad(values[:, None], padding))
 
 
-def append_cache_rows(cache: Tensor, rows: Sequence[Tensor]) -> Tensor:
+def _append_cache_rows(cache: Tensor, rows: Sequence[Tensor]) -> Tensor:
     """[K, n, T, d] and rows of [K, t, d] each -> [K, n + len(rows), T', d], padded with 0."""
     capacity = max(cache.shape[2], *(round_up(x.shape[1], CACHE_GROWTH_TOKENS) for x in rows))
     new = [F.pad(x, (0, 0, 0, capacity - x.shape[1]))[:, None] for x in rows]

@@ -34,8 +34,8 @@ from pellucid.models.ops import promote_to_fp32
 
 # ---------------------------------------------------------------- configuration
 
-SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-SUPPORTED_ROTARY_SCALINGS = ("default", "linear", "llama3")
+_SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_SUPPORTED_ROTARY_SCALINGS = ("default", "linear", "llama3")
 
 
 class ModelShape(NamedTuple):
@@ -54,7 +54,7 @@ class ModelShape(NamedTuple):
     window: int
 
 
-def get_model_shape(config: Any) -> ModelShape:
+def _get_model_shape(config: Any) -> ModelShape:
     return ModelShape(
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
@@ -69,12 +69,12 @@ def get_model_shape(config: Any) -> ModelShape:
 
 def find_fallback_reason(config: Any) -> str:
     """Return why this decoder cannot compute a model, from its configuration; empty if it can."""
-    if config.model_type not in SUPPORTED_ARCHITECTURES:
+    if config.model_type not in _SUPPORTED_ARCHITECTURES:
         return f"architecture {config.model_type}"
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
     reasons = {
         f"activation {config.hidden_act}": config.hidden_act != "silu",
-        f"rotary scaling {rope.get('rope_type')}": rope.get("rope_type") not in SUPPORTED_ROTARY_SCALINGS
+        f"rotary scaling {rope.get('rope_type')}": rope.get("rope_type") not in _SUPPORTED_ROTARY_SCALINGS
         or "rope_theta" not in rope,
         "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "other layers than attention": not _has_only_attention(config),
@@ -151,7 +151,7 @@ class DecoderWeights(NamedTuple):
     head: VocabularyMatrix
 
 
-CHECKPOINT_PARAMETERS = {
+_CHECKPOINT_PARAMETERS = {
     "attention_norm": ("input_layernorm.weight",),
     "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "attention_out": ("self_attn.o_proj.weight",),
@@ -168,7 +168,7 @@ CHECKPOINT_PARAMETERS = {
 """The parameters of a Hugging Face checkpoint that make up each weight of a layer."""
 
 
-def locate_parameters(block: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
+def _locate_parameters(block: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
     """Return the module of each parameter and its name there."""
     return [(block.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)]
 
@@ -178,7 +178,7 @@ def locate_parameters(block: nn.Module, names: Sequence[str]) -> list[tuple[nn.M
 
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 """Queries [N, H, d], keys and values [N, K, d] of N tokens."""
-CosSin = tuple[Tensor, Tensor]
+_CosSin = tuple[Tensor, Tensor]
 """cos and sin, [N, 1, d] each, the first half of sin negated."""
 
 
@@ -195,7 +195,7 @@ class ResidualStream(NamedTuple):
 
 
 def compute_qkv(
-    layer: LayerWeights, stream: ResidualStream, rotary: CosSin, shape: ModelShape
+    layer: LayerWeights, stream: ResidualStream, rotary: _CosSin, shape: ModelShape
 ) -> tuple[Tensor, QueryKeyValue]:
     """Compute the part of a layer before attention: the residual stream [N, D], and queries, keys and values."""
     hidden, x = add_and_rms_norm(*stream, layer.attention_norm, shape.eps, layer.attention_out.dtype)
@@ -250,7 +250,7 @@ def compile_layer_functions(backend: str = "inductor") -> LayerFunctions:
     return LayerFunctions(torch.compile(compute_qkv, **options), torch.compile(compute_layer_output, **options))
 
 
-class DecoderLayer(nn.Module):
+class _DecoderLayer(nn.Module):
     """A layer. It looks up the parameters of `block` in each call."""
 
     def __init__(self, block: nn.Module, shape: ModelShape, dtype: torch.dtype) -> None:
@@ -258,8 +258,8 @@ class DecoderLayer(nn.Module):
         self.block, self.shape = block, shape
         known = dict(block.named_parameters())
         parts = {
-            name: locate_parameters(block, sources)
-            for name, sources in CHECKPOINT_PARAMETERS.items()
+            name: _locate_parameters(block, sources)
+            for name, sources in _CHECKPOINT_PARAMETERS.items()
             if sources[0] in known
         }
         # Norms are not cast: the residual stream is not in the compute dtype.
@@ -277,7 +277,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         stream: ResidualStream,
-        rotary: CosSin,
+        rotary: _CosSin,
         attention: Callable[[QueryKeyValue], Tensor],
         functions: LayerFunctions,
         recompute: bool,
@@ -302,7 +302,7 @@ class DecoderLayer(nn.Module):
     def _compute(
         self,
         stream: ResidualStream,
-        rotary: CosSin,
+        rotary: _CosSin,
         attention: Callable[[QueryKeyValue], Tensor],
         functions: LayerFunctions,
     ) -> ResidualStream:
@@ -322,7 +322,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: Any, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.shape, self.dtype = get_model_shape(config), dtype
+        self.shape, self.dtype = _get_model_shape(config), dtype
         body = model.get_submodule("model")
         self.embed_tokens, self.final_norm = body.get_submodule("embed_tokens"), body.get_submodule("norm")
         # A tied head is not used. It is here for engines, which must find the parameter under both of its names.
@@ -330,8 +330,8 @@ class Decoder(nn.Module):
             getattr(model, "lm_head", self.embed_tokens) if self.shape.tied else model.get_submodule("lm_head")
         )
         blocks = [body.get_submodule(f"layers.{i}") for i in range(self.shape.layers)]
-        self.layers: Sequence[DecoderLayer] = cast(
-            Any, nn.ModuleList(DecoderLayer(block, self.shape, dtype) for block in blocks)
+        self.layers: Sequence[_DecoderLayer] = cast(
+            Any, nn.ModuleList(_DecoderLayer(block, self.shape, dtype) for block in blocks)
         )
         self.embedding = CastWeights([(self.embed_tokens, "weight")], dtype)
         self.head = self.embedding if self.shape.tied else CastWeights([(self.lm_head, "weight")], dtype)
@@ -368,7 +368,7 @@ class Decoder(nn.Module):
         embedding, norm, head = self.collect_outer_weights()
         return DecoderWeights(embedding, [layer.collect_weights() for layer in self.layers], norm, head)
 
-    def compute_rotary(self, positions: Tensor) -> CosSin:
+    def compute_rotary(self, positions: Tensor) -> _CosSin:
         """Return cos and sin of positions [N]."""
         angles = (positions[:, None] * self.frequencies)[:, None]
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)

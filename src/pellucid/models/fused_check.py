@@ -30,11 +30,11 @@ SELF_CHECK_CONFIG = LlamaConfig(
     attention_bias=True,
     mlp_bias=True,
 )
-SELF_CHECK_PROMPTS = ([[5, 3, 7], [11] * 17], [list(range(30))])
+_SELF_CHECK_PROMPTS = ([[5, 3, 7], [11] * 17], [list(range(30))])
 """Prompts by prefill, of up to 32 tokens: for so few the order of sums of oneDNN is known with AMX as well."""
-SELF_CHECK_APPENDED_TOKENS = list(range(7, 38))
+_SELF_CHECK_APPENDED_TOKENS = list(range(7, 38))
 """Tokens appended to a row, so that it has more tokens of its own than AMX sums in one block."""
-SELF_CHECK_STEPS = 3
+_SELF_CHECK_STEPS = 3
 
 
 def select_fused_decoder(
@@ -68,8 +68,8 @@ def can_use_cuda_graphs(device: torch.device) -> bool:
     """Return whether a small model can be decoded with CUDA graphs on this GPU; if not, a warning says why."""
     decoder = build_self_check_decoder(device)
     batch = DecodeBatch(decoder, 4)
-    batch.admit(SELF_CHECK_PROMPTS[0], 2)
-    for _ in range(SELF_CHECK_STEPS):  # the first without a graph, the second compares, the third replays
+    batch.admit(_SELF_CHECK_PROMPTS[0], 2)
+    for _ in range(_SELF_CHECK_STEPS):  # the first without a graph, the second compares, the third replays
         batch.step(torch.arange(4, device=device))
     return decoder.uses_cuda_graphs is True
 
@@ -93,10 +93,10 @@ def compare_fused_steps(kernel: FusedKernel) -> Iterable[tuple[str, Any, Any]]:
         raise KernelUnavailableError("torch without bfloat16 for this CPU")
     eager, fused = DecodeBatch(decoder, 6), DecodeBatch(decoder, 6, functools.partial(FusedDecoder, kernel))
     calls: list[Callable[[DecodeBatch], Tensor]] = [
-        *(lambda batch, prompts=prompts: batch.admit(prompts, 2) for prompts in SELF_CHECK_PROMPTS),
+        *(lambda batch, prompts=prompts: batch.admit(prompts, 2) for prompts in _SELF_CHECK_PROMPTS),
         lambda batch: batch.step(torch.arange(6)),
-        lambda batch: append_tokens(batch, torch.tensor([3]), [SELF_CHECK_APPENDED_TOKENS]),
-        *[lambda batch: batch.step(torch.arange(6) + 50)] * SELF_CHECK_STEPS,
+        lambda batch: append_tokens(batch, torch.tensor([3]), [_SELF_CHECK_APPENDED_TOKENS]),
+        *[lambda batch: batch.step(torch.arange(6) + 50)] * _SELF_CHECK_STEPS,
     ]
     for call in calls:
         yield "fused steps", call(fused), call(eager)
@@ -122,11 +122,11 @@ def find_int8_kernel_fault(kernel: FusedKernel) -> str:
 
 def multiply_int8(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [n, K] and weight [N, K] to [n, N] in fp32, as cpp/bytes.h does, in PyTorch."""
-    (rows, row_scales), (outputs, output_scales) = map(quantize_rows, (x, weight))
+    (rows, row_scales), (outputs, output_scales) = map(_quantize_rows, (x, weight))
     return (rows.long() @ outputs.long().T).float() * row_scales * (output_scales.T / INT8_INPUT_BLOCK)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows [n, K] in int8 and their scales [n, 1].
 
     K is padded to a multiple of INT8_INPUT_BLOCK. A Hadamard transform of each block spreads large values over it. The

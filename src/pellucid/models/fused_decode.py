@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from pellucid.models.decoder import DecoderWeights, LayerWeights, ModelShape
 from pellucid.models.native import KERNEL_HEAD_SIZES, OperationCounter, call_kernel
 
-OUTPUT_BLOCK = 32
+_OUTPUT_BLOCK = 32
 """Outputs of a matrix that are stored together; widths must be multiples of it."""
 INT8_INPUT_BLOCK = 64
 """The inputs of int8 matrices are padded to a multiple of it."""
@@ -64,12 +64,12 @@ class TokenPositions(NamedTuple):
 
 def find_fused_fault(weights: DecoderWeights, shape: ModelShape) -> str:
     """Return why the C++ cannot compute a model; empty if it can."""
-    width, inner = require_tensor(weights.layers[0].down).shape
+    width, inner = _require_tensor(weights.layers[0].down).shape
     if shape.head_size not in KERNEL_HEAD_SIZES:
         return f"heads of {shape.head_size}"
     if weights.norm.dtype != torch.float32:
         return f"norms in {weights.norm.dtype}"
-    return f"width {width} or {inner}" if width % OUTPUT_BLOCK or inner % OUTPUT_BLOCK else ""
+    return f"width {width} or {inner}" if width % _OUTPUT_BLOCK or inner % _OUTPUT_BLOCK else ""
 
 
 class FusedKernel(NamedTuple):
@@ -92,12 +92,12 @@ def pack_matrix(library: Any, weight: Tensor, interleaved: bool = False, int8: b
         int8: Whether to quantize the matrix to int8 with scales.
     """
     (outputs, width), weight = weight.shape, weight.contiguous()
-    blocks = -(-outputs // OUTPUT_BLOCK)
+    blocks = -(-outputs // _OUTPUT_BLOCK)
     if int8:
         padded_width = -(-width // INT8_INPUT_BLOCK) * INT8_INPUT_BLOCK
-        packed, pack = torch.empty(blocks, OUTPUT_BLOCK * (padded_width + 8), dtype=torch.int8), library.pack_bytes
+        packed, pack = torch.empty(blocks, _OUTPUT_BLOCK * (padded_width + 8), dtype=torch.int8), library.pack_bytes
     else:
-        packed, pack = torch.empty(blocks * OUTPUT_BLOCK, width, dtype=weight.dtype), library.pack
+        packed, pack = torch.empty(blocks * _OUTPUT_BLOCK, width, dtype=weight.dtype), library.pack
     call_kernel(pack, weight, outputs, width, interleaved, packed, torch.get_num_threads())
     return packed
 
@@ -108,13 +108,13 @@ class FusedDecoder:
     def __init__(self, kernel: FusedKernel, weights: DecoderWeights, shape: ModelShape) -> None:
         self.kernel = kernel
         self.weights, self.threads = weights, torch.get_num_threads()
-        (width, inner), self.vocabulary = require_tensor(weights.layers[0].down).shape, len(weights.head.tensor)
+        (width, inner), self.vocabulary = _require_tensor(weights.layers[0].down).shape, len(weights.head.tensor)
         padding = -self.vocabulary % 16
         head = F.pad(weights.head.tensor, (0, 0, 0, padding)) if padding else weights.head.tensor
         self.packed_head = pack_matrix(kernel.library, head)
         self.layers = [self._pack_layer(layer) for layer in weights.layers]
         matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
-        self.matrix_elements = sum(require_tensor(x).numel() for x in matrices)
+        self.matrix_elements = sum(_require_tensor(x).numel() for x in matrices)
         windows = [shape.window if slides else 0 for slides in shape.is_sliding]
         self.layer_table = torch.tensor(
             [
@@ -146,7 +146,7 @@ class FusedDecoder:
         return [None if x is None else x.contiguous() for x in tensors]
 
     def _pack(self, weight: Any, interleaved: bool = False) -> Tensor:
-        return pack_matrix(self.kernel.library, require_tensor(weight), interleaved, self.kernel.int8)
+        return pack_matrix(self.kernel.library, _require_tensor(weight), interleaved, self.kernel.int8)
 
     def step(
         self,
@@ -185,6 +185,6 @@ class FusedDecoder:
         return logits
 
 
-def require_tensor(x: Any) -> Tensor:
+def _require_tensor(x: Any) -> Tensor:
     assert isinstance(x, Tensor)  # without gradient no weight is a TrainedMatrix or MatrixParts
     return x

@@ -92,13 +92,13 @@ class FallbackDecodeBatch:
 # kernels do so with AMX, and not with AVX-512. Nothing else that is computed here depends on other rows.
 
 
-INVARIANCE_PROMPT_LENGTHS = (3, 17, 40)
+_INVARIANCE_PROMPT_LENGTHS = (3, 17, 40)
 """Lengths of the prompts of the check, in tokens: below and above the multiples to which caches are padded."""
-INVARIANCE_STEPS = 4
+_INVARIANCE_STEPS = 4
 """Decode steps after each prompt."""
 
 
-def make_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
+def _make_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
     """Return prompts of these lengths, of arbitrary tokens."""
     vocabulary = model.config.get_text_config().vocab_size
     return [[(7 * i + length) % vocabulary for i in range(length)] for length in lengths]
@@ -127,23 +127,23 @@ def is_batch_invariant(policy: Policy, rows: int) -> bool:
 
     This tests the weights and kernels that will be used, on the machine where they will be; it proves nothing.
     """
-    prompts = make_prompts(policy.model, INVARIANCE_PROMPT_LENGTHS)
-    expected = [compute_step_logits(policy, [prompt], 1)[:, 0] for prompt in prompts]
+    prompts = _make_prompts(policy.model, _INVARIANCE_PROMPT_LENGTHS)
+    expected = [_compute_step_logits(policy, [prompt], 1)[:, 0] for prompt in prompts]
     repeats = max(1, rows // len(prompts))
     return all(
         torch.equal(row, expected[i // copies % len(prompts)])
         for times, copies in ((1, 1), (2, 1), (repeats, 1), (1, repeats))
-        for i, row in enumerate(compute_step_logits(policy, prompts * times, copies).unbind(1))
+        for i, row in enumerate(_compute_step_logits(policy, prompts * times, copies).unbind(1))
     )
 
 
 @torch.no_grad()
-def compute_step_logits(policy: Policy, prompts: list[list[int]], copies: int) -> Tensor:
+def _compute_step_logits(policy: Policy, prompts: list[list[int]], copies: int) -> Tensor:
     """Return logits [INVARIANCE_STEPS + 1, len(prompts) * copies, V] after the prompts and after each of the steps."""
     rows = len(prompts) * copies
     batch = policy.create_decode_batch(rows)
     first_logits = batch.admit(prompts, copies)
-    tokens = (torch.full((rows,), token, device=policy.device) for token in range(INVARIANCE_STEPS))
+    tokens = (torch.full((rows,), token, device=policy.device) for token in range(_INVARIANCE_STEPS))
     return torch.stack([first_logits, *(batch.step(token) for token in tokens)])
 
 
@@ -154,9 +154,9 @@ def compute_step_logits(policy: Policy, prompts: list[list[int]], copies: int) -
 
 MODEL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What libraries raise if a model and its cache do not fit each other."""
-TRIAL_PROMPT_LENGTHS = (7, 2)
+_TRIAL_PROMPT_LENGTHS = (7, 2)
 """Lengths of the prompts of the check, in tokens: one needs padding, one is longer than a convolution of four."""
-TRIAL_COPIES = 2
+_TRIAL_COPIES = 2
 LOGIT_TOLERANCES = {torch.float32: 1e-2, torch.float64: 1e-2}
 """The largest difference from logits without a cache, as `measure_relative_difference` measures it."""
 HALF_PRECISION_TOLERANCE = 0.2
@@ -164,7 +164,7 @@ HALF_PRECISION_TOLERANCE = 0.2
 
 
 def make_trial_prompts(model: PreTrainedModel) -> list[list[int]]:
-    return make_prompts(model, TRIAL_PROMPT_LENGTHS)
+    return _make_prompts(model, _TRIAL_PROMPT_LENGTHS)
 
 
 @torch.no_grad()
@@ -172,9 +172,9 @@ def find_cache_fault(model: PreTrainedModel) -> str:
     """Return why rows of this model cannot be decoded with transformers' cache; empty if they can."""
     try:
         prompts = make_trial_prompts(model)
-        rows = [row for row in prompts for _ in range(TRIAL_COPIES)]
+        rows = [row for row in prompts for _ in range(_TRIAL_COPIES)]
         batch = FallbackDecodeBatch(model, len(rows))
-        fault = describe_logit_difference(model, rows, batch.admit(prompts, TRIAL_COPIES))
+        fault = describe_logit_difference(model, rows, batch.admit(prompts, _TRIAL_COPIES))
         for remaining in ([0, 1, 2, 3], [1, 2], [1]):
             batch.keep_rows(torch.tensor(remaining, device=model.device))
             tokens = list(range(len(remaining)))
@@ -188,7 +188,7 @@ def find_cache_fault(model: PreTrainedModel) -> str:
 
 def describe_logit_difference(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor) -> str:
     """Return how far logits [n, V] are from those of each row alone without a cache; empty if within tolerance."""
-    expected = torch.stack([compute_uncached_logits(model, row) for row in rows])
+    expected = torch.stack([_compute_uncached_logits(model, row) for row in rows])
     share = measure_relative_difference(logits.float(), expected)
     if share <= LOGIT_TOLERANCES.get(model.dtype, HALF_PRECISION_TOLERANCE):
         return ""
@@ -201,7 +201,7 @@ def measure_relative_difference(x: Tensor, expected: Tensor) -> float:
     return float(((x - expected).norm(dim=-1) / spread).max())
 
 
-def compute_uncached_logits(model: PreTrainedModel, row: Sequence[int]) -> Tensor:
+def _compute_uncached_logits(model: PreTrainedModel, row: Sequence[int]) -> Tensor:
     """Return the logits [V] after a row, computed without a cache."""
     ids = torch.tensor([list(row)], device=model.device)
     return model(input_ids=ids, use_cache=False).logits[0, -1].float()

@@ -97,19 +97,19 @@ class CastWeights:
         if self.is_uncached:
             cast = [m.to(self.dtype) for m in masters]
             are_trained_parts = len(cast) > 1 and cast[0].ndim > 1 and torch.is_grad_enabled()
-            return MatrixParts(tuple(cast)) if are_trained_parts else concatenate_masters(cast)
+            return MatrixParts(tuple(cast)) if are_trained_parts else _concatenate_masters(cast)
         if masters[0].ndim > 1 and torch.is_grad_enabled() and any(m.requires_grad for m in masters):
             return TrainedMatrix(self.get_cast_copy(), tuple(masters))
-        return CastFunction.apply(self.get_cast_copy(), *masters)  # pyright: ignore[reportReturnType]
+        return _CastFunction.apply(self.get_cast_copy(), *masters)  # pyright: ignore[reportReturnType]
 
     def get_cast_copy(self) -> Tensor:
         """Return the cast weights without gradient; they are cast again only if the masters have changed."""
         masters = self.get_masters()
         if self.is_uncached or (len(masters) == 1 and masters[0].dtype == self.dtype):
-            return concatenate_masters(masters).detach().to(self.dtype)
+            return _concatenate_masters(masters).detach().to(self.dtype)
         if self.cast_copy is None:
             self.cast_copy = masters[0].new_empty(sum(map(len, masters)), *masters[0].shape[1:], dtype=self.dtype)
-        if self.copied_version != (version := get_masters_version(masters)):
+        if self.copied_version != (version := _get_masters_version(masters)):
             for part, master in zip(self.cast_copy.split([len(m) for m in masters]), masters, strict=True):
                 part.copy_(master.detach())
             self.copied_version = version
@@ -124,7 +124,7 @@ class CastWeights:
 
     def mark_as_cast(self) -> None:
         """Note that the caller has cast all masters into the copy."""
-        self.copied_version = get_masters_version(self.get_masters())
+        self.copied_version = _get_masters_version(self.get_masters())
 
 
 class JoinedLinear(torch.autograd.Function):
@@ -163,17 +163,17 @@ class TrainedLinear(torch.autograd.Function):
         return x_grad, bias_grad, None, *master_grads
 
 
-def concatenate_masters(masters: Sequence[Tensor]) -> Tensor:
+def _concatenate_masters(masters: Sequence[Tensor]) -> Tensor:
     return masters[0] if len(masters) == 1 else torch.cat(list(masters))
 
 
-def get_masters_version(masters: Sequence[Tensor]) -> tuple[int, ...]:
+def _get_masters_version(masters: Sequence[Tensor]) -> tuple[int, ...]:
     """Return a value that changes whenever the masters do: their versions and, if trained, the optimizer steps."""
     trained = any(m.requires_grad for m in masters)
     return _optimizer_steps if trained else 0, *(m._version for m in masters)
 
 
-class CastFunction(torch.autograd.Function):
+class _CastFunction(torch.autograd.Function):
     """The cast copy as a function of its masters: the forward pass casts nothing, and gradients go to the masters."""
 
     @staticmethod
@@ -197,10 +197,10 @@ def look_up_embeddings(ids: Tensor, embedding: VocabularyMatrix, sparse: bool = 
     """
     if not torch.is_grad_enabled():  # EmbeddingLookup has no forward-mode gradient
         return F.embedding(ids, embedding.master).to(embedding.tensor.dtype)
-    return EmbeddingLookup.apply(ids, *embedding, sparse)  # pyright: ignore[reportReturnType]
+    return _EmbeddingLookup.apply(ids, *embedding, sparse)  # pyright: ignore[reportReturnType]
 
 
-class EmbeddingLookup(torch.autograd.Function):
+class _EmbeddingLookup(torch.autograd.Function):
     """F.embedding whose gradient is summed in fp32 at least: a bf16 sum stops growing at 256 times its terms."""
 
     @staticmethod
@@ -254,7 +254,7 @@ def copy_to_cpu(x: Tensor, device: torch.device | None = None) -> Tensor:
 
 GEMM_BLOCK = 32
 """The AMX kernels take matrices whose inputs and outputs are multiples of it, and products of at least as many rows."""
-MAX_INPUT_GRADIENT_OUTPUTS = 2**14
+_MAX_INPUT_GRADIENT_OUTPUTS = 2**14
 """oneDNN computes gradients of inputs faster for matrices with more outputs, as a head has."""
 GEMM_PROFILER_NAME = "multiply_rows"
 WEIGHT_GRADIENT_PROFILER_NAME = "sum_over_tokens"
@@ -262,11 +262,11 @@ WEIGHT_GRADIENT_PROFILER_NAME = "sum_over_tokens"
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear of x [n, K], a weight [N, K] and a bias [N]. Raises MemoryError."""
-    if not (kernel := find_gemm_kernel(x, weight)):
+    if not (kernel := _find_gemm_kernel(x, weight)):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         return LinearFunction.apply(x, weight, bias, kernel)  # pyright: ignore[reportReturnType]
-    return multiply_with_amx(kernel, x, weight, bias, transposed=False)
+    return _multiply_with_amx(kernel, x, weight, bias, transposed=False)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -275,7 +275,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: CheckedLibrary) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return multiply_with_amx(kernel, x, weight, bias, transposed=False)
+        return _multiply_with_amx(kernel, x, weight, bias, transposed=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -291,11 +291,11 @@ class LinearFunction(torch.autograd.Function):
 
 def compute_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """Compute the gradient [n, K] of a product's inputs from that of its outputs [n, N]. Raises MemoryError."""
-    kernel = find_gemm_kernel(grad, weight) if len(weight) <= MAX_INPUT_GRADIENT_OUTPUTS else None
-    return multiply_with_amx(kernel, grad, weight, None, transposed=True) if kernel else grad @ weight
+    kernel = _find_gemm_kernel(grad, weight) if len(weight) <= _MAX_INPUT_GRADIENT_OUTPUTS else None
+    return _multiply_with_amx(kernel, grad, weight, None, transposed=True) if kernel else grad @ weight
 
 
-def find_gemm_kernel(x: Tensor, weight: Tensor) -> CheckedLibrary | None:
+def _find_gemm_kernel(x: Tensor, weight: Tensor) -> CheckedLibrary | None:
     """Return the kernel that multiplies x by a matrix; None if PyTorch's operators do."""
     has_gemm_shape = x.ndim == 2 and len(x) >= GEMM_BLOCK and not any(size % GEMM_BLOCK for size in weight.shape)
     if not has_gemm_shape or not weight.is_contiguous():
@@ -304,7 +304,7 @@ def find_gemm_kernel(x: Tensor, weight: Tensor) -> CheckedLibrary | None:
     return load_gemm_kernel()[0] if takes_both else None
 
 
-def multiply_with_amx(
+def _multiply_with_amx(
     kernel: CheckedLibrary, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -319,7 +319,7 @@ def multiply_with_amx(
     return y
 
 
-def list_gemm_kernels() -> list[CheckedLibrary]:
+def _list_gemm_kernels() -> list[CheckedLibrary]:
     """Return the kernel of attention if it uses AMX."""
     kernel, reason = attention.load_checked_library()
     if not kernel:
@@ -327,16 +327,16 @@ def list_gemm_kernels() -> list[CheckedLibrary]:
     return [kernel] if kernel.uses_amx else []
 
 
-def compare_gemm(kernel: CheckedLibrary) -> Iterable[tuple[str, Any, Any]]:
+def _compare_gemm(kernel: CheckedLibrary) -> Iterable[tuple[str, Any, Any]]:
     """Multiply as few rows as oneDNN sums in a known order; see `add_self_check`."""
     numbers = torch.randn(GEMM_BLOCK + 65, 1536, generator=torch.Generator().manual_seed(1)).bfloat16()
     x, weight, bias = numbers[:GEMM_BLOCK], numbers[GEMM_BLOCK:-1], numbers[-1, :64]
-    yield "products", multiply_with_amx(kernel, x, weight, bias, transposed=False), F.linear(x, weight, bias)
+    yield "products", _multiply_with_amx(kernel, x, weight, bias, transposed=False), F.linear(x, weight, bias)
     x = x[:, :64]
-    yield "transposed products", multiply_with_amx(kernel, x, weight, None, transposed=True), x @ weight
+    yield "transposed products", _multiply_with_amx(kernel, x, weight, None, transposed=True), x @ weight
 
 
-load_gemm_kernel = add_self_check("products", list_gemm_kernels, compare_gemm)
+load_gemm_kernel = add_self_check("products", _list_gemm_kernels, _compare_gemm)
 """Return the kernel of matrix products, or None and the reason why there is none."""
 
 

@@ -30,7 +30,7 @@ from pellucid.models import ops
 from pellucid.models.ops import compute_exponent_factor
 
 CPP_FOLDER = Path(__file__).with_name("cpp")
-COMPILER_FLAGS = (
+_COMPILER_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-mfma"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
     *("-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # executed only on processors that have them
@@ -68,36 +68,36 @@ def compile_library() -> Any:
     libraries = Path(torch.__file__).parent / "lib"
     links = [libraries / "libtorch_cpu.so", *libraries.glob("libgomp*")]  # one thread pool: torch's
     sources = sorted(CPP_FOLDER.iterdir())
-    key = repr(([path.read_text() for path in sources], COMPILER_FLAGS, compiler, torch.__version__, links))
+    key = repr(([path.read_text() for path in sources], _COMPILER_FLAGS, compiler, torch.__version__, links))
     name = f"fused-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    command = [*shlex.split(compiler), *COMPILER_FLAGS]
+    command = [*shlex.split(compiler), *_COMPILER_FLAGS]
     try:
-        return open_library(cache / "pellucid" / name, command, links)
+        return _open_library(cache / "pellucid" / name, command, links)
     except OSError:  # the cache is not writable, or nothing may be executed there
         with tempfile.TemporaryDirectory() as folder:  # the library stays loaded when its file is gone
-            return open_library(Path(folder) / name, command, links)
+            return _open_library(Path(folder) / name, command, links)
 
 
-def open_library(path: Path, command: Sequence[str], links: Sequence[Path]) -> Any:
+def _open_library(path: Path, command: Sequence[str], links: Sequence[Path]) -> Any:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
-            build_library(built, command, links)
+            _build_library(built, command, links)
             built.replace(path)  # atomic: other processes may be looking for it
     return ctypes.CDLL(str(path))
 
 
-def build_library(output: Path, command: Sequence[str], links: Sequence[Path]) -> None:
+def _build_library(output: Path, command: Sequence[str], links: Sequence[Path]) -> None:
     """Compile the sources in parallel, one compiler per core, and link them."""
     objects = {path: output.with_name(f"{path.stem}.o") for path in sorted(CPP_FOLDER.glob("*.cpp"))}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source: run_compiler([*command, "-c", source, "-o", objects[source]]), objects))
-    run_compiler([*command, "-shared", *objects.values(), *links, "-o", output])
+        list(pool.map(lambda source: _run_compiler([*command, "-c", source, "-o", objects[source]]), objects))
+    _run_compiler([*command, "-shared", *objects.values(), *links, "-o", output])
 
 
-def run_compiler(command: Sequence[str | Path]) -> None:
+def _run_compiler(command: Sequence[str | Path]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise KernelUnavailableError(" ".join(f"{command[0]} fails: {result.stderr}".split())[:200])
@@ -133,10 +133,10 @@ def call_kernel(function: Any, *arguments: Any) -> int:
         The function's status, 0 for success. It is undefined for a function that returns void.
     """
     call_counts[function.__name__] += 1
-    return function(*map(convert_argument, arguments))
+    return function(*map(_convert_argument, arguments))
 
 
-def convert_argument(x: Any) -> Any:
+def _convert_argument(x: Any) -> Any:
     if isinstance(x, Tensor):
         return ctypes.c_void_p(x.data_ptr())
     if isinstance(x, ctypes.Structure | ctypes.Array):
@@ -199,7 +199,7 @@ def find_difference(results: Iterable[tuple[str, Any, Any]]) -> str:
 # `ops` has the same functions in PyTorch. Shapes are as in `ops`; V vocabulary.
 
 
-VECTOR_WIDTH = 16
+_VECTOR_WIDTH = 16
 """Elements of a vector register: the kernels take widths that are multiples of it."""
 KERNEL_HEAD_SIZES = range(64, 257, 64)
 """Head sizes that the attention kernels take."""
@@ -220,7 +220,7 @@ def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
         dtype: The dtype to compute in.
         widths: Row lengths, which must be multiples of VECTOR_WIDTH.
     """
-    if x.device.type != "cpu" or dtype != torch.bfloat16 or any(width % VECTOR_WIDTH for width in widths):
+    if x.device.type != "cpu" or dtype != torch.bfloat16 or any(width % _VECTOR_WIDTH for width in widths):
         return None
     if torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None:
         return None
@@ -267,7 +267,7 @@ class Kernels:
     def norm_forward(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         """x and weight in fp32; the width is a multiple of 2 * VECTOR_WIDTH."""
         y, x = torch.empty(x.shape, dtype=dtype), x.contiguous()
-        self._call("norm_forward", x, None, weight, *count_rows_and_columns(x), eps, None, y)
+        self._call("norm_forward", x, None, weight, *_count_rows_and_columns(x), eps, None, y)
         return y
 
     def norm_backward(self, x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ class Kernels:
         """x and weight in fp32."""
         x, more = x.contiguous(), more.contiguous()
         total, y = torch.empty_like(x), torch.empty_like(more)
-        self._call("norm_forward", x, more, weight, *count_rows_and_columns(x), eps, total, y)
+        self._call("norm_forward", x, more, weight, *_count_rows_and_columns(x), eps, total, y)
         return total, y
 
     def add_norm_backward(
@@ -291,9 +291,9 @@ class Kernels:
         self, x: Tensor, weight: Tensor, eps: float, grad: Tensor, sum_grad: Tensor | None, more_grad: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
-        n, width = count_rows_and_columns(x)
+        n, width = _count_rows_and_columns(x)
         x_grad, weight_grad = torch.empty_like(x), torch.empty_like(weight)
-        partial_sums = weight.new_empty(-(-n // VECTOR_WIDTH), width)
+        partial_sums = weight.new_empty(-(-n // _VECTOR_WIDTH), width)
         outputs = x_grad, more_grad, weight_grad, partial_sums
         self._call("norm_backward", x, weight, grad.contiguous(), sum_grad, n, width, eps, *outputs)
         return x_grad, weight_grad
@@ -313,22 +313,22 @@ class Kernels:
     def swiglu_forward(self, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        self._call("gate_forward", gate_up, *count_rows_and_columns(y), y)
+        self._call("gate_forward", gate_up, *_count_rows_and_columns(y), y)
         return y
 
     def swiglu_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
         gate_up_grad = torch.empty_like(gate_up)
-        self._call("gate_backward", gate_up, grad.contiguous(), *count_rows_and_columns(grad), gate_up_grad)
+        self._call("gate_backward", gate_up, grad.contiguous(), *_count_rows_and_columns(grad), gate_up_grad)
         return gate_up_grad
 
     def softmax(self, scores: Tensor, bias: Tensor) -> Tensor:
-        self._call("softmax_rows", scores, bias.contiguous(), *get_score_sizes(scores, bias))
+        self._call("softmax_rows", scores, bias.contiguous(), *_get_score_sizes(scores, bias))
         return scores
 
     def softmax_backward(self, scores: Tensor, bias: Tensor, probs_grad: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """scores in fp32."""
         probs, scores_grad = torch.empty_like(probs_grad), torch.empty_like(probs_grad)
-        sizes = get_score_sizes(scores, bias)
+        sizes = _get_score_sizes(scores, bias)
         self._call("softmax_backward", scores, bias.contiguous(), probs_grad, *sizes, scale, probs, scores_grad)
         return probs, scores_grad
 
@@ -341,7 +341,9 @@ class Kernels:
             other: [n, V], the logits of the policy from which the KL divergence is measured; None for no KL.
         """
         statistics = LogitStatistics(*torch.empty(4, len(tokens)))
-        self._call("read_rows", make_logits_struct(logits), make_logits_struct(other), tokens, len(tokens), *statistics)
+        self._call(
+            "read_rows", _make_logits_struct(logits), _make_logits_struct(other), tokens, len(tokens), *statistics
+        )
         return statistics
 
     def compute_product_gradient(
@@ -358,7 +360,7 @@ class Kernels:
         exp(l) (-g_logprobs - g_entropy (l + H) + g_kl (l - l' - KL)), plus g_logprobs at the token.
         """
         inputs = [None if x is None else x.contiguous() for x in (*gradients, *statistics[1:])]
-        self._call("of_product", make_logits_struct(logits), make_logits_struct(other), tokens, len(tokens), *inputs)
+        self._call("of_product", _make_logits_struct(logits), _make_logits_struct(other), tokens, len(tokens), *inputs)
 
     def sample_with_masses(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         token = torch.empty(len(logits), dtype=torch.long)
@@ -371,22 +373,22 @@ class Kernels:
         call_kernel(getattr(self.library, name), *arguments, torch.get_num_threads())
 
 
-class LogitsStruct(ctypes.Structure):
+class _LogitsStruct(ctypes.Structure):
     """The struct of the same fields in cpp/update.cpp."""
 
     _fields_ = (("product", ctypes.c_void_p), ("vocabulary", ctypes.c_int64), ("factor", ctypes.c_float))
 
 
-def make_logits_struct(logits: ScaledLogits | None) -> LogitsStruct | None:
-    return logits and LogitsStruct(logits.product.data_ptr(), logits.product.shape[-1], logits.factor)
+def _make_logits_struct(logits: ScaledLogits | None) -> _LogitsStruct | None:
+    return logits and _LogitsStruct(logits.product.data_ptr(), logits.product.shape[-1], logits.factor)
 
 
-def count_rows_and_columns(x: Tensor) -> tuple[int, int]:
+def _count_rows_and_columns(x: Tensor) -> tuple[int, int]:
     """Return the number of rows of x and their length."""
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-def get_score_sizes(scores: Tensor, bias: Tensor) -> tuple[int, int, int, int]:
+def _get_score_sizes(scores: Tensor, bias: Tensor) -> tuple[int, int, int, int]:
     """Return B, C, T and S of scores [B, K, C / K * T, S]."""
     rows, _, queries, keys = bias.shape
     return rows, scores.numel() // (rows * queries * keys), queries, keys
@@ -420,11 +422,11 @@ def compare_kernels(kernels: Kernels) -> Iterable[tuple[str, Any, Any]]:
         ("softmax_backward", (scores.float(), bias, noise(2, 3, 10, 112), scale)),
     ]
     for name, arguments in calls:
-        ours, theirs = (getattr(module, name)(*clone_tensors(arguments)) for module in (kernels, ops))
+        ours, theirs = (getattr(module, name)(*_clone_tensors(arguments)) for module in (kernels, ops))
         yield name, ours, theirs
 
 
-def clone_tensors(arguments: tuple[Any, ...]) -> list[Any]:
+def _clone_tensors(arguments: tuple[Any, ...]) -> list[Any]:
     """Clone the tensors among arguments: softmax overwrites its scores."""
     return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
 

@@ -71,14 +71,14 @@ def add_norm_backward(
 
 def rotate_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the rotary embedding of x [N, H, d]; cos and sin are [N, 1, d], the first half of sin negated."""
-    return torch.addcmul(x * cos, swap_halves(x), sin)
+    return torch.addcmul(x * cos, _swap_halves(x), sin)
 
 
 def rotate_backward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate_forward(x, cos, -sin)
 
 
-def swap_halves(x: Tensor) -> Tensor:
+def _swap_halves(x: Tensor) -> Tensor:
     """Exchange the halves of the last dimension."""
     first, second = x.chunk(2, -1)
     return torch.cat([second, first], -1)
@@ -103,7 +103,7 @@ def softmax_in_fp32(scores: Tensor) -> Tensor:
 
 def softmax(scores: Tensor, bias: Tensor) -> Tensor:
     """Return softmax(scores + bias) of scores [B, K, C / K * T, S], which are overwritten, and bias [B, 1, T, S]."""
-    return softmax_in_fp32(add_bias(scores, bias))
+    return softmax_in_fp32(_add_bias(scores, bias))
 
 
 def softmax_backward(scores: Tensor, bias: Tensor, probs_grad: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -115,13 +115,13 @@ def softmax_backward(scores: Tensor, bias: Tensor, probs_grad: Tensor, scale: fl
         probs_grad: The gradient of the probabilities.
         scale: The factor that made the scores of products of queries and keys.
     """
-    probs, dtype = add_bias(scores, bias).softmax(-1), probs_grad.dtype
+    probs, dtype = _add_bias(scores, bias).softmax(-1), probs_grad.dtype
     probs_grad = probs_grad.to(probs.dtype)
     scores_grad = probs * (probs_grad - (probs * probs_grad).sum(-1, keepdim=True)) * scale
     return probs.to(dtype), scores_grad.to(dtype)
 
 
-def add_bias(scores: Tensor, bias: Tensor) -> Tensor:
+def _add_bias(scores: Tensor, bias: Tensor) -> Tensor:
     return scores.unflatten(2, (-1, bias.shape[2])).add_(bias[:, :, None]).flatten(2, 3)
 
 
@@ -186,14 +186,14 @@ def invert_cdf(masses: Tensor, uniforms: Tensor) -> Tensor:
     blocks = padded.unflatten(-1, (-1, CDF_BLOCK_TOKENS))  # [n, V / CDF_BLOCK_TOKENS, CDF_BLOCK_TOKENS]
     block_ends = blocks.sum(-1).to(uniforms.device).cumsum(-1, dtype=torch.float64)
     target = uniforms * block_ends[:, -1:]
-    block = find_first_above(block_ends, target)
+    block = _find_first_above(block_ends, target)
     block_start = F.pad(block_ends, (1, 0)).gather(-1, block)
     masses = blocks.take_along_dim(block[..., None].to(blocks.device), 1)[:, 0]  # [n, CDF_BLOCK_TOKENS]
     token_ends = masses.to(uniforms.device).double().cumsum(-1)
-    return (block * CDF_BLOCK_TOKENS + find_first_above(token_ends, target - block_start))[:, 0].to(blocks.device)
+    return (block * CDF_BLOCK_TOKENS + _find_first_above(token_ends, target - block_start))[:, 0].to(blocks.device)
 
 
-def find_first_above(ends: Tensor, target: Tensor) -> Tensor:
+def _find_first_above(ends: Tensor, target: Tensor) -> Tensor:
     """Return the index of the first cumulative sum above the target, at most that of the last one with mass.
 
     Rounding may move the target past it.

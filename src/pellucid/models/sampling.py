@@ -87,14 +87,14 @@ def truncate_masses(masses: Tensor, truncation: Truncation, sum_device: torch.de
         masses = masses.masked_fill(masses < masses.topk(truncation.top_k).values[:, -1:], 0.0)
     if truncation.top_p < 1.0:
         masses = masses.masked_fill(
-            masses < find_top_p_threshold(masses, truncation.top_p, sum_device or masses.device), 0.0
+            masses < _find_top_p_threshold(masses, truncation.top_p, sum_device or masses.device), 0.0
         )
     if truncation.min_p > 0.0:
         masses = masses.masked_fill(masses < truncation.min_p * masses.amax(-1, keepdim=True), 0.0)
     return masses
 
 
-def find_top_p_threshold(masses: Tensor, top_p: float, sum_device: torch.device) -> Tensor:
+def _find_top_p_threshold(masses: Tensor, top_p: float, sum_device: torch.device) -> Tensor:
     """Return [B, 1] the mass of the last of the most probable tokens that together reach top_p.
 
     Sorting all tokens would take four times as long as the model. Tokens below (1 - top_p) / V have together less than

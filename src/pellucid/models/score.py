@@ -112,10 +112,10 @@ def unpad_rows(attended: Tensor, rows: PackedRows) -> Tensor:
     tokens = attended.transpose(1, 2).flatten(2).flatten(0, 1)
     if not torch.is_grad_enabled():
         return tokens.index_select(0, rows.padded_indices)
-    return SelectRows.apply(tokens, rows.padded_indices)  # pyright: ignore[reportReturnType]
+    return _SelectRows.apply(tokens, rows.padded_indices)  # pyright: ignore[reportReturnType]
 
 
-class SelectRows(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """x[indices] for distinct indices; autograd's own backward pass would add the rows one by one."""
 
     @staticmethod
@@ -155,7 +155,7 @@ def mask_beyond_window(bias: Tensor, queries: Tensor, keys: Tensor, window: int)
 # ---------------------------------------------------------------- the layout of a batch
 
 
-class BatchLayout(NamedTuple):
+class _BatchLayout(NamedTuple):
     """The tokens of a batch, packed: first prompts with shared prefixes, then the rest of each response."""
 
     prompts: PackedRows
@@ -176,18 +176,18 @@ class BatchLayout(NamedTuple):
     """The token that predicts each scored token, in the order of batch.scored_mask."""
 
 
-def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> BatchLayout:
+def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> _BatchLayout:
     used_prompts, prompt_of = batch.prompt_indices.unique(return_inverse=True)
-    prefixes = find_shared_prefixes(batch, prompt_of, len(used_prompts))
+    prefixes = _find_shared_prefixes(batch, prompt_of, len(used_prompts))
     contexts = [(*batch.prompt_ids[p], *ids) for p, ids in zip(used_prompts.tolist(), prefixes, strict=True)]
     prompts, lengths = pack_prompts(contexts, dtype, device)
     prefix_lengths = torch.tensor([len(ids) for ids in prefixes])[prompt_of, None]  # [B, 1]
-    mask, own_ids = shift_rows(batch.response_mask, prefix_lengths), shift_rows(batch.response_ids, prefix_lengths)
+    mask, own_ids = _shift_rows(batch.response_mask, prefix_lengths), _shift_rows(batch.response_ids, prefix_lengths)
     is_input = mask[:, 1:]  # token t is an input if there is a token t + 1
     starts, capacity = lengths[prompt_of], prompts.padded_shape[1]
     starts_on_device = starts.to(device)
     positions = (starts[:, None] + torch.arange(is_input.shape[1]))[is_input]
-    make_bias = partial(compute_response_bias, starts_on_device, capacity, is_input.shape[1], dtype)
+    make_bias = partial(_compute_response_bias, starts_on_device, capacity, is_input.shape[1], dtype)
     responses = pack_rows(own_ids[:, :-1][is_input], positions, is_input, device, make_bias)
     row_lengths = is_input.sum(-1)
     last_prompt_token = (lengths.cumsum(0) - 1)[prompt_of, None]
@@ -195,7 +195,7 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> Batc
     offsets = torch.arange(batch.response_mask.shape[1]) - prefix_lengths  # from the first token of a row's own
     sources = torch.where(offsets <= 0, last_prompt_token + offsets, first_own_token + offsets - 1)[batch.scored_mask]
     sequences = PackedSequences(torch.cat([lengths, row_lengths]).cumsum(0), prompt_of)
-    return BatchLayout(
+    return _BatchLayout(
         prompts=prompts,
         responses=responses,
         prompt_of=prompt_of.to(device),
@@ -207,7 +207,7 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> Batc
     )
 
 
-def compute_response_bias(starts: Tensor, capacity: int, width: int, dtype: torch.dtype) -> Tensor:
+def _compute_response_bias(starts: Tensor, capacity: int, width: int, dtype: torch.dtype) -> Tensor:
     """Compute the bias of rows that attend to their prompt and to themselves, [B, 1, width, keys].
 
     Args:
@@ -223,28 +223,28 @@ def compute_response_bias(starts: Tensor, capacity: int, width: int, dtype: torc
     return make_attention_bias(torch.cat(visible, -1), dtype)
 
 
-def find_shared_prefixes(batch: Batch, prompt_of: Tensor, prompts: int) -> list[list[int]]:
+def _find_shared_prefixes(batch: Batch, prompt_of: Tensor, prompts: int) -> list[list[int]]:
     """Return for each prompt the tokens of the prefix that all its rows begin with."""
-    first_rows = reduce_min_by_prompt(torch.arange(len(batch), device=prompt_of.device), prompt_of, prompts)
+    first_rows = _reduce_min_by_prompt(torch.arange(len(batch), device=prompt_of.device), prompt_of, prompts)
     is_prefix, ids = batch.response_mask & ~batch.action_mask, batch.response_ids
     is_shared = is_prefix & is_prefix[first_rows][prompt_of] & (ids == ids[first_rows][prompt_of])
-    lengths = reduce_min_by_prompt(is_shared.long().cumprod(-1).sum(-1), prompt_of, prompts)
+    lengths = _reduce_min_by_prompt(is_shared.long().cumprod(-1).sum(-1), prompt_of, prompts)
     return [ids[row, :length].tolist() for row, length in zip(first_rows.tolist(), lengths.tolist(), strict=True)]
 
 
-def reduce_min_by_prompt(x: Tensor, prompt_of: Tensor, prompts: int) -> Tensor:
+def _reduce_min_by_prompt(x: Tensor, prompt_of: Tensor, prompts: int) -> Tensor:
     """[B] -> [P]: the lowest value among the rows of each prompt."""
     return x.new_zeros(prompts).scatter_reduce(0, prompt_of, x, "amin", include_self=False)
 
 
-def shift_rows(x: Tensor, offsets: Tensor) -> Tensor:
+def _shift_rows(x: Tensor, offsets: Tensor) -> Tensor:
     """[B, T] -> [B, T - min(offsets)]: drop the first tokens of each row, as many as offsets [B, 1]; pad with 0."""
     indices = torch.arange(x.shape[1] - int(offsets.min()), device=x.device) + offsets
     is_inside = indices < x.shape[1]
     return x.gather(1, indices.clamp(max=x.shape[1] - 1)).masked_fill(~is_inside, 0)
 
 
-def apply_sliding_window(layout: BatchLayout, window: int) -> BatchLayout:
+def apply_sliding_window(layout: _BatchLayout, window: int) -> _BatchLayout:
     """Return the layout for a layer with a sliding window."""
     prompts, responses, starts = layout.prompts, layout.responses, layout.prompt_lengths[:, None]
     steps = torch.arange(layout.prompt_capacity, device=starts.device)[None]
@@ -294,7 +294,7 @@ def compute_hidden_states(
     return apply_rms_norm(hidden, last_norm, shape.eps, decoder.dtype), head
 
 
-def attend_groups(heads: QueryKeyValue, layout: BatchLayout) -> Tensor:
+def attend_groups(heads: QueryKeyValue, layout: _BatchLayout) -> Tensor:
     """Compute attention, [N, H d]: prompts attend to themselves, responses to their prompt and to themselves."""
     if kernel := find_attention_kernel(heads[0]):
         return attend_packed(*heads, layout.sequences, kernel)
@@ -308,13 +308,13 @@ def attend_groups(heads: QueryKeyValue, layout: BatchLayout) -> Tensor:
     attended = [unpad_rows(attend(query, key, value, prompts.bias), prompts)]
     if len(responses.ids):
         query, own_key, own_value = (pad_rows(x[count:], responses) for x in heads)
-        key, value = concatenate_keys(key, own_key, layout), concatenate_keys(value, own_value, layout)
+        key, value = _concatenate_keys(key, own_key, layout), _concatenate_keys(value, own_value, layout)
         out = attend(query, key, value, responses.bias, shared_length=layout.prompt_capacity)
         attended.append(unpad_rows(out, responses))
     return torch.cat(attended)
 
 
-def concatenate_keys(prompt_keys: Tensor, own: Tensor, layout: BatchLayout) -> Tensor:
+def _concatenate_keys(prompt_keys: Tensor, own: Tensor, layout: _BatchLayout) -> Tensor:
     """[P, K, S, d] and [B, K, T, d] -> [B, K, keys, d], padded with 0."""
     padding = layout.responses.bias.shape[-1] - prompt_keys.shape[2] - own.shape[2]
     prompt_keys = prompt_keys.index_select(0, layout.prompt_of)

@@ -19,18 +19,18 @@ from transformers import PreTrainedTokenizerBase
 from pellucid.types import Message, Prompt, UserError
 from pellucid.utils.text import describe_searched_folders
 
-TemplateValue = bool | int | float | str
-TemplateTools = list[Any] | None
+_TemplateValue = bool | int | float | str
+_TemplateTools = list[Any] | None
 """Tools for `apply_chat_template`."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 """What templates raise for what they do not support."""
 RENDER_ERRORS = (*TEMPLATE_ERRORS, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What templates raise for messages that they cannot render."""
-PROBE_QUESTION = {"role": "user", "content": "?"}
+_PROBE_QUESTION = {"role": "user", "content": "?"}
 MAX_ERROR_CHARACTERS = 200
 """The most characters of an error that are shown."""
 PROBE = "probed"
-PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+_PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
 
 
 class ChatTemplate(NamedTuple):
@@ -38,7 +38,7 @@ class ChatTemplate(NamedTuple):
 
     file: str = ""
     """A file with a chat template in Jinja; empty is the template of the checkpoint."""
-    variables: Mapping[str, TemplateValue] = {}
+    variables: Mapping[str, _TemplateValue] = {}
     """Values of its variables, such as enable_thinking."""
 
     def apply_to_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -49,7 +49,7 @@ class ChatTemplate(NamedTuple):
         """
         if not self.file and not self.variables:
             return
-        text = read_template(self.file) if self.file else tokenizer.chat_template
+        text = _read_template(self.file) if self.file else tokenizer.chat_template
         if not isinstance(text, str):
             raise UserError(
                 "policy.template_kwargs: this tokenizer has no chat template of its own: give policy.template"
@@ -61,7 +61,7 @@ class ChatTemplate(NamedTuple):
         tokenizer.chat_template = (
             "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.variables.items()) + text
         )
-        check_template(tokenizer, self.file or "the checkpoint's own")
+        _check_template(tokenizer, self.file or "the checkpoint's own")
 
 
 def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
@@ -76,10 +76,10 @@ def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple
         [ids] = encode_prompt_texts(tokenizer, [render_question(tokenizer, prompt)])
         return ids
     messages, tools = prepare_messages(tokenizer, prompt.text, prompt.tools)
-    before = () if tokenizer.chat_template else get_leading_ids(tokenizer)
+    before = () if tokenizer.chat_template else _get_leading_ids(tokenizer)
     return (
         *before,
-        *encode_messages_literally(tokenizer, lambda marked: render_prompt(tokenizer, marked, tools), messages),
+        *encode_messages_literally(tokenizer, lambda marked: _render_prompt(tokenizer, marked, tools), messages),
     )
 
 
@@ -99,7 +99,7 @@ def render_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Promp
             raise UserError(f"prompt {prompt.id} has tools, and its text is a string: give messages, or no tools")
         return PromptText(prompt.text, has_special_tokens=False)
     messages, tools = prepare_messages(tokenizer, prompt.text, prompt.tools)
-    return PromptText(render_prompt(tokenizer, messages, tools), has_special_tokens=bool(tokenizer.chat_template))
+    return PromptText(_render_prompt(tokenizer, messages, tools), has_special_tokens=bool(tokenizer.chat_template))
 
 
 def encode_prompt_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[PromptText]) -> list[tuple[int, ...]]:
@@ -111,14 +111,14 @@ def encode_prompt_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Prom
     if not texts:
         return []
     encoded = tokenizer([each.text for each in texts], add_special_tokens=False)["input_ids"]
-    before = () if all(each.has_special_tokens for each in texts) else get_leading_ids(tokenizer)
+    before = () if all(each.has_special_tokens for each in texts) else _get_leading_ids(tokenizer)
     return [
         tuple(ids) if each.has_special_tokens or tuple(ids[: len(before)]) == before else (*before, *ids)
         for each, ids in zip(texts, encoded, strict=True)
     ]
 
 
-def get_leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _get_leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that the tokenizer puts before a text."""
     probe = "a"
     whole, bare = (tuple(tokenizer(probe, add_special_tokens=special)["input_ids"]) for special in (True, False))
@@ -126,7 +126,9 @@ def get_leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return whole[: next(starts, 0)]
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: TemplateTools = None) -> str:
+def _render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: _TemplateTools = None
+) -> str:
     """Return the text of messages, from `prepare_messages`, up to where the answer begins."""
     if not tokenizer.chat_template:
         return "".join(message["content"] + "\n" for message in messages)
@@ -136,29 +138,29 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 def prepare_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[list[dict[str, Any]], TemplateTools]:
+) -> tuple[list[dict[str, Any]], _TemplateTools]:
     """Return messages and tools for the chat template. If it has no tools, they are in the text of the messages."""
     copies = [dict(message) for message in messages]
     if not tools and not any(message["role"] == "tool" or message.get("tool_calls") for message in copies):
         return copies, None
-    if is_probe_rendered(tokenizer, [PROBE_QUESTION], [{"type": "function", "function": PROBE_TOOL}]):
+    if _is_probe_rendered(tokenizer, [_PROBE_QUESTION], [{"type": "function", "function": _PROBE_TOOL}]):
         return copies, [dict(tool) for tool in tools] or None
-    plain = convert_to_plain_messages(copies)
-    has_system_role = is_probe_rendered(tokenizer, [{"role": "system", "content": PROBE}, PROBE_QUESTION])
-    return add_system_text(plain, describe_tools(tools), has_system_role) if tools else plain, None
+    plain = _convert_to_plain_messages(copies)
+    has_system_role = _is_probe_rendered(tokenizer, [{"role": "system", "content": PROBE}, _PROBE_QUESTION])
+    return _add_system_text(plain, _describe_tools(tools), has_system_role) if tools else plain, None
 
 
-def is_probe_rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: TemplateTools = None
+def _is_probe_rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: _TemplateTools = None
 ) -> bool:
     """Return whether the chat template shows the word PROBE, which messages or tools contain."""
     try:
-        return PROBE in render_prompt(tokenizer, messages, tools)
+        return PROBE in _render_prompt(tokenizer, messages, tools)
     except TEMPLATE_ERRORS:
         return False
 
 
-def read_template(file: str) -> str:
+def _read_template(file: str) -> str:
     try:
         return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -168,10 +170,10 @@ def read_template(file: str) -> str:
         ) from error
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+def _check_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """Raise UserError if the template does not render a question."""
     try:
-        text = render_prompt(tokenizer, [PROBE_QUESTION])
+        text = _render_prompt(tokenizer, [_PROBE_QUESTION])
     except TEMPLATE_ERRORS as error:
         line = getattr(error, "lineno", None)
         raise UserError(
@@ -203,9 +205,9 @@ def encode_prefix(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
 # ---------------------------------------------------------------- special tokens that are written in messages
 
 
-MARK_START, MARK_END = "\ue000", "\ue001"
+_MARK_START, _MARK_END = "\ue000", "\ue001"
 """Characters for private use, around the number that replaces a special token while a template is rendered."""
-SEPARATOR = "\n"
+_SEPARATOR = "\n"
 """Put before a text that is tokenized by itself, since some tokenizers put a space before every text."""
 
 
@@ -218,11 +220,11 @@ def encode_messages_literally(
     """
     special = get_special_tokens(tokenizer)
     found: list[str] = []
-    marked = _mark_special_tokens(messages, _compile_alternatives((*special, MARK_START, MARK_END)), found)
+    marked = _mark_special_tokens(messages, _compile_alternatives((*special, _MARK_START, _MARK_END)), found)
     if special.isdisjoint(found):
-        return encode_text(tokenizer, render(messages))
-    first, *pieces = re.split(f"{MARK_START}(\\d+){MARK_END}", render(marked))
-    ids = encode_text(tokenizer, first)
+        return _encode_text(tokenizer, render(messages))
+    first, *pieces = re.split(f"{_MARK_START}(\\d+){_MARK_END}", render(marked))
+    ids = _encode_text(tokenizer, first)
     for i, piece in enumerate(pieces):
         ids += _encode_continuation(tokenizer, piece) if i % 2 else _encode_as_characters(tokenizer, found[int(piece)])
     return ids
@@ -234,7 +236,7 @@ def get_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {*tokenizer.all_special_tokens, *(str(token.content) for token in added if token.special)} - {""}
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = False) -> list[int]:
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = False) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=literal)["input_ids"])
 
 
@@ -247,7 +249,7 @@ def _mark_special_tokens(value: Any, special: re.Pattern[str], found: list[str])
 
     def mark(match: re.Match[str]) -> str:
         found.append(match[0])
-        return f"{MARK_START}{len(found) - 1}{MARK_END}"
+        return f"{_MARK_START}{len(found) - 1}{_MARK_END}"
 
     if isinstance(value, str):
         return special.sub(mark, value)
@@ -260,9 +262,9 @@ def _mark_special_tokens(value: Any, special: re.Pattern[str], found: list[str])
 
 def _encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = False) -> list[int]:
     """Return the token ids of a text that does not stand at the beginning."""
-    before = encode_text(tokenizer, SEPARATOR)
-    both = encode_text(tokenizer, SEPARATOR + text, literal)
-    return both[len(before) :] if both[: len(before)] == before else encode_text(tokenizer, text, literal)
+    before = _encode_text(tokenizer, _SEPARATOR)
+    both = _encode_text(tokenizer, _SEPARATOR + text, literal)
+    return both[len(before) :] if both[: len(before)] == before else _encode_text(tokenizer, text, literal)
 
 
 def _encode_as_characters(tokenizer: PreTrainedTokenizerBase, token: str) -> list[int]:
@@ -277,7 +279,7 @@ def _encode_as_characters(tokenizer: PreTrainedTokenizerBase, token: str) -> lis
 # This is the format of Hermes, for chat templates without tools.
 
 
-TOOLS_PROMPT = """\
+_TOOLS_PROMPT = """\
 You can call tools. Each line describes one of them:
 {tools}
 To call one, write its name and its arguments in one JSON object, as in
@@ -285,16 +287,16 @@ To call one, write its name and its arguments in one JSON object, as in
 You may call several, one behind the other. What they answer stands between <tool_response> and </tool_response>."""
 
 
-def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     """Return a system message that describes tools."""
-    return TOOLS_PROMPT.format(tools="\n".join(map(dump_json, tools)))
+    return _TOOLS_PROMPT.format(tools="\n".join(map(_dump_json, tools)))
 
 
-def dump_json(value: Any) -> str:
+def _dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages of system, user and assistant only, with tool calls and responses in their texts.
 
     The responses to the calls of one message are one message of the user, since some templates require that roles
@@ -303,28 +305,28 @@ def convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, Any
     out: list[dict[str, Any]] = []
     for are_responses, group in groupby(messages, lambda message: message["role"] == "tool"):
         if are_responses:
-            out.append({"role": "user", "content": format_tool_responses(group)})
+            out.append({"role": "user", "content": _format_tool_responses(group)})
         else:
-            out += map(inline_calls, group)
+            out += map(_inline_calls, group)
     return out
 
 
-def format_tool_responses(messages: Iterable[Message]) -> str:
+def _format_tool_responses(messages: Iterable[Message]) -> str:
     return "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)
 
 
-def inline_calls(message: Message) -> dict[str, Any]:
-    calls = [f"<tool_call>{dump_json(extract_call(call))}</tool_call>" for call in message.get("tool_calls") or ()]
+def _inline_calls(message: Message) -> dict[str, Any]:
+    calls = [f"<tool_call>{_dump_json(_extract_call(call))}</tool_call>" for call in message.get("tool_calls") or ()]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return plain | {"content": "\n".join(filter(None, [message.get("content"), *calls]))} if calls else plain
 
 
-def extract_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _extract_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {"name": function["name"], "arguments": function["arguments"]}
 
 
-def add_system_text(messages: Sequence[Message], text: str, has_system_role: bool) -> list[dict[str, Any]]:
+def _add_system_text(messages: Sequence[Message], text: str, has_system_role: bool) -> list[dict[str, Any]]:
     """Append a text to the system message, or add one with it.
 
     has_system_role: whether the template has system messages; else the text is put before the first message's.
@@ -343,12 +345,12 @@ def add_system_text(messages: Sequence[Message], text: str, has_system_role: boo
 # conversation with the same messages, so that its cost does not depend on the length of the conversation.
 
 
-ASSISTANT_MARKER = "a7c1"
+_ASSISTANT_MARKER = "a7c1"
 """The turn of the policy in the short conversation."""
-OBSERVATION_MARKER = "b2d9"
+_OBSERVATION_MARKER = "b2d9"
 
 
-class BridgeTokens(NamedTuple):
+class _BridgeTokens(NamedTuple):
     """Token ids between two turns of the policy."""
 
     end: tuple[int, ...]
@@ -358,7 +360,7 @@ class BridgeTokens(NamedTuple):
 
 def encode_bridge(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]
-) -> BridgeTokens:
+) -> _BridgeTokens:
     """Return the bridge tokens between two turns of the policy.
 
     Args:
@@ -371,49 +373,49 @@ def encode_bridge(
     """
     if not tokenizer.chat_template:
         text = "\n" + "".join(f"{message['content']}\n" for message in messages)
-        return BridgeTokens((), tuple(encode_text(tokenizer, text, literal=True)))
+        return _BridgeTokens((), tuple(_encode_text(tokenizer, text, literal=True)))
     messages, _ = prepare_messages(tokenizer, messages)
 
     def render(marked: Sequence[Message]) -> str:
         # The preceding call has the marked name, too: the name of a tool may contain the end of a turn.
         try:
-            return render_after_turn(tokenizer, build_preceding_conversation(marked), marked, eos_ids)
+            return _render_after_turn(tokenizer, _build_preceding_conversation(marked), marked, eos_ids)
         except TEMPLATE_ERRORS as error:
             raise UserError(f"policy.template: {' '.join(str(error).split())}") from error
 
     ids = tuple(encode_messages_literally(tokenizer, render, messages))
-    return BridgeTokens(ids[:1], ids[1:]) if ids[0] in eos_ids else BridgeTokens((), ids)
+    return _BridgeTokens(ids[:1], ids[1:]) if ids[0] in eos_ids else _BridgeTokens((), ids)
 
 
-def render_after_turn(
+def _render_after_turn(
     tokenizer: PreTrainedTokenizerBase,
     preceding: Sequence[Message],
     messages: Sequence[Message],
     eos_ids: Sequence[int],
 ) -> str:
     """Return what the template writes after the last turn of `preceding`, from the EOS token on."""
-    text = render_chat(tokenizer, [*preceding, *messages], True)
-    turn_start = text.find(ASSISTANT_MARKER)
+    text = _render_chat(tokenizer, [*preceding, *messages], True)
+    turn_start = text.find(_ASSISTANT_MARKER)
     eos_texts = [str(tokenizer.decode([token])) for token in eos_ids]
     if ends := [end for eos in eos_texts if (end := text.find(eos, turn_start)) >= 0]:
         return text[min(ends) :]
-    start = render_chat(tokenizer, preceding, False)
+    start = _render_chat(tokenizer, preceding, False)
     if not text.startswith(start):
         raise ValueError("the chat template writes no end of a turn, and writes it anew when something follows")
     return text[len(start) :]
 
 
-def build_preceding_conversation(messages: Sequence[Message]) -> list[Message]:
+def _build_preceding_conversation(messages: Sequence[Message]) -> list[Message]:
     """Return a short conversation that these messages can follow, with a tool call before responses of tools."""
     names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
     calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in names[:1]]
     return [
-        PROBE_QUESTION,
-        {"role": "assistant", "content": ASSISTANT_MARKER, **({"tool_calls": calls} if calls else {})},
+        _PROBE_QUESTION,
+        {"role": "assistant", "content": _ASSISTANT_MARKER, **({"tool_calls": calls} if calls else {})},
     ]
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool) -> str:
     conversation: Any = [dict(message) for message in messages]
     return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, tokenize=False))
 
@@ -427,21 +429,21 @@ def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> 
     if not tokenizer.chat_template:
         return ""
     for observation in (
-        {"role": "user", "content": OBSERVATION_MARKER},
-        {"role": "tool", "name": "f", "content": OBSERVATION_MARKER},
+        {"role": "user", "content": _OBSERVATION_MARKER},
+        {"role": "tool", "name": "f", "content": _OBSERVATION_MARKER},
     ):
         bridge = encode_bridge(tokenizer, [observation], eos_ids)
-        if OBSERVATION_MARKER not in str(tokenizer.decode([*bridge.end, *bridge.rest])):
+        if _OBSERVATION_MARKER not in str(tokenizer.decode([*bridge.end, *bridge.rest])):
             raise UserError(f"policy.template: the chat template leaves out what the role {observation['role']} says")
     before = [
-        PROBE_QUESTION,
-        {"role": "assistant", "content": f"<think>\n{OBSERVATION_MARKER}\n</think>\n\n{ASSISTANT_MARKER}"},
+        _PROBE_QUESTION,
+        {"role": "assistant", "content": f"<think>\n{_OBSERVATION_MARKER}\n</think>\n\n{_ASSISTANT_MARKER}"},
     ]
     start, text = (
-        render_chat(tokenizer, messages, False)
-        for messages in (before, [*before, {**PROBE_QUESTION, "content": OBSERVATION_MARKER}])
+        _render_chat(tokenizer, messages, False)
+        for messages in (before, [*before, {**_PROBE_QUESTION, "content": _OBSERVATION_MARKER}])
     )
-    if text.startswith(start[: start.find(ASSISTANT_MARKER) + len(ASSISTANT_MARKER)]):
+    if text.startswith(start[: start.find(_ASSISTANT_MARKER) + len(_ASSISTANT_MARKER)]):
         return ""
     return (
         "policy.template: the chat template writes earlier turns anew when something follows, as without their"

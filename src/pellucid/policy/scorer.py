@@ -25,7 +25,7 @@ from pellucid.policy.token_stats import TokenStatistics, compute_token_statistic
 from pellucid.types import UserError
 
 T = TypeVar("T")
-ScoreHook = Callable[[Batch, Scores, Tensor, ScoreContext], None]
+_ScoreHook = Callable[[Batch, Scores, Tensor, ScoreContext], None]
 """Called with a micro-batch, its scores, the hidden states [N, D] of its N scored tokens, all without gradient, and the
 context that they were scored with."""
 
@@ -64,7 +64,7 @@ class Scorer(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.pieces = pieces
         self.reference: HiddenStateModel | None = None
-        self.score_hook: ScoreHook | None = None
+        self.score_hook: _ScoreHook | None = None
         if gradient_checkpointing:
             # transformers 6 will rename it.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -82,7 +82,7 @@ class Scorer(nn.Module):
             hidden, head, tokens, self.temperature, self.entropy_grad, reference, sampling_mask
         )
         # One copy to the CPU: nothing that is computed from them, to the last metric, waits for the device again.
-        scores = Scores(*(scatter_to_mask(x, mask) for x in torch.stack(flat).to(mask.device)))
+        scores = Scores(*(_scatter_to_mask(x, mask) for x in torch.stack(flat).to(mask.device)))
         if self.score_hook and batch.token_weights is not None and torch.is_grad_enabled():
             context = ScoreContext(
                 head, self.temperature, self.entropy_grad, *(reference or (None, None)), sampling_mask
@@ -146,7 +146,7 @@ class Scorer(nn.Module):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
 
 
-def scatter_to_mask(flat: Tensor, mask: Tensor) -> Tensor:
+def _scatter_to_mask(flat: Tensor, mask: Tensor) -> Tensor:
     """Put values [N] where a mask [B, T] is true, and 0 elsewhere."""
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 

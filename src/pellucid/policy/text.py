@@ -47,11 +47,11 @@ class TokenTexts:
         text, ends = self.decode(ids), [0]
         for count in range(1, len(ids)):
             beginning = self.decode(ids[:count]).rstrip(REPLACEMENT)
-            ends.append(max(ends[-1], count_common_characters(beginning, text)))
+            ends.append(max(ends[-1], _count_common_characters(beginning, text)))
         return [text[start:end] for start, end in zip(ends, [*ends[1:], len(text)], strict=True)]
 
 
-def count_common_characters(first: str, second: str) -> int:
+def _count_common_characters(first: str, second: str) -> int:
     """Return how many characters two texts have in common at the start."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
@@ -62,16 +62,16 @@ def count_common_characters(first: str, second: str) -> int:
 # fallback are supported.
 
 
-BYTE_FALLBACK_PATTERN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BYTE_FALLBACK_PATTERN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """The spelling of a byte in SentencePiece vocabularies."""
-PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """The bytes that byte-level BPE writes as the Latin-1 character of the same number."""
-UNPRINTABLE_BYTES = (byte for byte in range(256) if byte not in PRINTABLE_BYTES)
-CHARACTER_BYTES = {chr(byte): byte for byte in PRINTABLE_BYTES} | {
-    chr(0x100 + i): byte for i, byte in enumerate(UNPRINTABLE_BYTES)
+_UNPRINTABLE_BYTES = (byte for byte in range(256) if byte not in _PRINTABLE_BYTES)
+_CHARACTER_BYTES = {chr(byte): byte for byte in _PRINTABLE_BYTES} | {
+    chr(0x100 + i): byte for i, byte in enumerate(_UNPRINTABLE_BYTES)
 }
 """The bytes that the characters of a byte-level vocabulary stand for, as GPT-2 numbered them."""
-ANCHOR_TEXTS = ("a", "1", ".")
+_ANCHOR_TEXTS = ("a", "1", ".")
 """Texts after which tokens are decoded, since the first token of a text may lose its space."""
 
 
@@ -103,7 +103,7 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
     def _find_anchor(self) -> tuple[list[int], str]:
-        for text in ANCHOR_TEXTS:
+        for text in _ANCHOR_TEXTS:
             ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             decoded = self._decode(ids)
             if decoded.strip() == text:
@@ -119,8 +119,8 @@ class TokenBytes:
         piece = self.tokenizer.convert_ids_to_tokens(token) if REPLACEMENT in text else None
         if not isinstance(piece, str):
             return text.encode()
-        if fallback := BYTE_FALLBACK_PATTERN.fullmatch(piece):
+        if fallback := _BYTE_FALLBACK_PATTERN.fullmatch(piece):
             return bytes([int(fallback[1], 16)])
-        if all(character in CHARACTER_BYTES for character in piece):
-            return bytes(CHARACTER_BYTES[character] for character in piece)
+        if all(character in _CHARACTER_BYTES for character in piece):
+            return bytes(_CHARACTER_BYTES[character] for character in piece)
         return text.encode()

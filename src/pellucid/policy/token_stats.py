@@ -18,7 +18,7 @@ from pellucid.policy.logprobs import (
     write_product_gradients,
 )
 
-TOP_TOKEN_COUNT = 5
+_TOP_TOKEN_COUNT = 5
 """How many of the likeliest tokens are listed."""
 
 
@@ -62,7 +62,7 @@ def compute_token_statistics(
         count_chunk_rows(context.head.weight, MAX_ELEMENTWISE_LOGITS)
     ):
         row_gradients = None if gradients is None else LossGradients(*(x[rows] for x in gradients))
-        parts.append(compute_chunk_statistics(hidden[rows], tokens[rows], select_rows(context, rows), row_gradients))
+        parts.append(_compute_chunk_statistics(hidden[rows], tokens[rows], select_rows(context, rows), row_gradients))
     return TokenStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -73,7 +73,7 @@ def select_rows(context: ScoreContext, rows: Tensor) -> ScoreContext:
     return context._replace(ref_hidden=ref_hidden, sampling_mask=mask)
 
 
-def compute_chunk_statistics(
+def _compute_chunk_statistics(
     hidden: Tensor, tokens: Tensor, context: ScoreContext, gradients: LossGradients | None
 ) -> TokenStatistics:
     every = torch.arange(len(tokens), device=tokens.device)
@@ -83,7 +83,7 @@ def compute_chunk_statistics(
     indices = tokens if candidates is None else candidates.find_indices(tokens)
     z = context.compute_logits(product if gradients is None else product.clone(), candidates)
     logprobs, entropy, kl, log_normalizer = score_logits(z, indices, context.compute_ref_logprobs(every, candidates))
-    highest, ids = z.topk(min(TOP_TOKEN_COUNT, z.shape[-1]))
+    highest, ids = z.topk(min(_TOP_TOKEN_COUNT, z.shape[-1]))
     top_ids = ids if candidates is None else candidates.ids.gather(-1, ids)
     top_logprobs = highest - log_normalizer[:, None]
     top_logprobs = (
@@ -91,7 +91,7 @@ def compute_chunk_statistics(
         if candidates is None
         else top_logprobs.masked_fill(~candidates.is_valid.gather(-1, ids), -torch.inf)
     )
-    lacking = TOP_TOKEN_COUNT - top_logprobs.shape[1]
+    lacking = _TOP_TOKEN_COUNT - top_logprobs.shape[1]
     top_ids, top_logprobs = (
         torch.nn.functional.pad(x, (0, lacking), value=value) for x, value in ((top_ids, 0), (top_logprobs, -torch.inf))
     )

@@ -19,14 +19,14 @@ from pellucid.policy.chat_template import get_special_tokens
 from pellucid.policy.text import strip_eos
 from pellucid.types import Message, PolicyTurn
 
-ToolSchemas = Sequence[Mapping[str, Any]]
+_ToolSchemas = Sequence[Mapping[str, Any]]
 
 
 def parse_turn(
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     context: Sequence[int],
-    tools: ToolSchemas,
+    tools: _ToolSchemas,
     eos_ids: Collection[int] = (),
     cut_characters: int = 0,
 ) -> PolicyTurn:
@@ -41,31 +41,31 @@ def parse_turn(
         cut_characters: how many characters to omit at the end: a stop string, and what its last token has after it.
     """
     all_ids, ids = ids, strip_eos(ids, eos_ids)
-    content = strip_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
+    content = _strip_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
     if not tools:
         return PolicyTurn({"role": "assistant", "content": content})
-    turn, fault = parse_by_response_template(tokenizer, all_ids, context, tools, eos_ids, cut_characters)
+    turn, fault = _parse_by_response_template(tokenizer, all_ids, context, tools, eos_ids, cut_characters)
     if turn:
         return turn
     names = {str(tool.get("function", tool).get("name")) for tool in tools}
-    if found := find_calls(
-        strip_tail(decode_with_call_markers(tokenizer, ids), cut_characters),
-        ends_with_think_tag(tokenizer, context),
+    if found := _find_calls(
+        _strip_tail(_decode_with_call_markers(tokenizer, ids), cut_characters),
+        _ends_with_think_tag(tokenizer, context),
         names,
     ):
-        return build_turn({"role": "assistant", "content": found.text}, found.calls, found.faults)
+        return _build_turn({"role": "assistant", "content": found.text}, found.calls, found.faults)
     return PolicyTurn({"role": "assistant", "content": content}, (fault,) if fault else ())
 
 
-def strip_tail(text: str, characters: int) -> str:
+def _strip_tail(text: str, characters: int) -> str:
     return text[: len(text) - characters] if characters else text
 
 
-def parse_by_response_template(
+def _parse_by_response_template(
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     context: Sequence[int],
-    tools: ToolSchemas,
+    tools: _ToolSchemas,
     eos_ids: Collection[int] = (),
     cut_characters: int = 0,
 ) -> tuple[PolicyTurn | None, str]:
@@ -74,46 +74,46 @@ def parse_by_response_template(
         return None, ""
     # An answer that is cut ends within a token, so that it is given as text.
     sampled: Any = (
-        strip_tail(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
+        _strip_tail(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
         if cut_characters
         else list(ids)
     )
     try:
         message: Any = tokenizer.parse_response(sampled, prefix=list(context), tools=[dict(tool) for tool in tools])
-    except PARSE_ERRORS as error:
+    except _PARSE_ERRORS as error:
         return None, format_one_line(error)
     calls = message.pop("tool_calls", None) or ()
     content = (message.get("content") or "").removesuffix(
-        "" if cut_characters else get_end_text(tokenizer, ids, eos_ids)
+        "" if cut_characters else _get_end_text(tokenizer, ids, eos_ids)
     )
-    return build_turn({**message, "role": "assistant", "content": content}, calls), ""
+    return _build_turn({**message, "role": "assistant", "content": content}, calls), ""
 
 
-def get_end_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos_ids: Collection[int]) -> str:
+def _get_end_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos_ids: Collection[int]) -> str:
     """Return the text of the last token if it is special or an EOS token; else nothing."""
     last = str(tokenizer.decode(list(ids[-1:]), skip_special_tokens=False))
     return last if last in get_special_tokens(tokenizer) or strip_eos(ids, eos_ids) != ids else ""
 
 
-def decode_with_call_markers(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def _decode_with_call_markers(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return the text without special tokens, except those that mark calls."""
-    omitted: Any = tokenizer.convert_tokens_to_ids(list(get_special_tokens(tokenizer) - CALL_MARKERS))
+    omitted: Any = tokenizer.convert_tokens_to_ids(list(get_special_tokens(tokenizer) - _CALL_MARKERS))
     omitted_ids = set(omitted)
     return str(tokenizer.decode([id for id in ids if id not in omitted_ids], skip_special_tokens=False))
 
 
-def ends_with_think_tag(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> bool:
-    return str(tokenizer.decode(list(context[-8:]), skip_special_tokens=False)).rstrip().endswith(THINK_OPEN)
+def _ends_with_think_tag(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> bool:
+    return str(tokenizer.decode(list(context[-8:]), skip_special_tokens=False)).rstrip().endswith(_THINK_OPEN)
 
 
-def build_turn(message: Message, calls: Sequence[Any], faults: Sequence[str] = ()) -> PolicyTurn:
+def _build_turn(message: Message, calls: Sequence[Any], faults: Sequence[str] = ()) -> PolicyTurn:
     """Return the message with those of its calls that can be parsed."""
     readable: list[dict[str, Any]] = []
     unreadable = list(faults)
     for value in calls:
         try:
             readable.append(parse_function(value))
-        except PARSE_ERRORS as error:
+        except _PARSE_ERRORS as error:
             unreadable.append(format_one_line(error))
     numbered = [{"id": f"call_{i}", "type": "function", "function": call} for i, call in enumerate(readable)]
     return PolicyTurn({**message, "tool_calls": numbered} if numbered else message, tuple(unreadable))
@@ -129,15 +129,15 @@ def parse_function(value: Any) -> dict[str, Any]:
         raise ValueError("no name")
     try:
         arguments = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
-        name, arguments = json.loads(dump_strict_json([name, {} if arguments is None else arguments]))
-    except PARSE_ERRORS as error:
+        name, arguments = json.loads(_dump_strict_json([name, {} if arguments is None else arguments]))
+    except _PARSE_ERRORS as error:
         raise ValueError(f"{name}: arguments are not JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise ValueError(f"{name}: arguments are no object: {arguments}")
     return {"name": name, "arguments": arguments}
 
 
-def dump_strict_json(value: Any) -> str:
+def _dump_strict_json(value: Any) -> str:
     """Return JSON. Raise ValueError for numbers that JSON does not have, and for incomplete characters."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
@@ -148,30 +148,30 @@ def dump_strict_json(value: Any) -> str:
 # Formats: Hermes, Llama 3, Mistral, plain JSON, and Python.
 
 
-TOOL_CALL_OPEN, TOOL_CALL_CLOSE, PYTHON_TAG, MISTRAL_TAG = (
+_TOOL_CALL_OPEN, _TOOL_CALL_CLOSE, _PYTHON_TAG, _MISTRAL_TAG = (
     "<tool_call>",
     "</tool_call>",
     "<|python_tag|>",
     "[TOOL_CALLS]",
 )
-CALL_MARKERS = frozenset((TOOL_CALL_OPEN, TOOL_CALL_CLOSE, PYTHON_TAG, MISTRAL_TAG))
-CALL_START_PATTERN = re.compile("|".join(map(re.escape, (TOOL_CALL_OPEN, PYTHON_TAG, MISTRAL_TAG))))
-CALL_END_PATTERN = re.compile(rf"{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|$")
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-CODE_FENCE = "```"
-JSON_VALUE_PATTERN = re.compile(r"[\s;]*(?=[\[{])")
-NAMED_CALL_PATTERN = re.compile(r'[\[\s]*\{.*?"name"\s*:\s*"([^"]*)"', re.DOTALL)
-PYTHONIC_CALL_PATTERN = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
+_CALL_MARKERS = frozenset((_TOOL_CALL_OPEN, _TOOL_CALL_CLOSE, _PYTHON_TAG, _MISTRAL_TAG))
+_CALL_START_PATTERN = re.compile("|".join(map(re.escape, (_TOOL_CALL_OPEN, _PYTHON_TAG, _MISTRAL_TAG))))
+_CALL_END_PATTERN = re.compile(rf"{_TOOL_CALL_CLOSE}|(?={_TOOL_CALL_OPEN})|$")
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+_CODE_FENCE = "```"
+_JSON_VALUE_PATTERN = re.compile(r"[\s;]*(?=[\[{])")
+_NAMED_CALL_PATTERN = re.compile(r'[\[\s]*\{.*?"name"\s*:\s*"([^"]*)"', re.DOTALL)
+_PYTHONIC_CALL_PATTERN = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
 """The beginning of a list of calls in Python."""
-JSON_CONSTANTS = {"true": True, "false": False, "null": None}
-PARSE_ERRORS = (ValueError, TypeError, KeyError, RecursionError)
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
+_PARSE_ERRORS = (ValueError, TypeError, KeyError, RecursionError)
 """What is raised for values that cannot be parsed."""
-JSON_DECODER = json.JSONDecoder()
-MAX_UNREADABLE_CALLS = 100
+_JSON_DECODER = json.JSONDecoder()
+_MAX_UNREADABLE_CALLS = 100
 """After so many unreadable calls the rest of a turn is text, since each one costs a search of all of it."""
 
 
-class ParsedCalls(NamedTuple):
+class _ParsedCalls(NamedTuple):
     """The calls of a text."""
 
     calls: tuple[Any, ...]
@@ -182,7 +182,7 @@ class ParsedCalls(NamedTuple):
     """The rest of the text."""
 
 
-def find_calls(text: str, thinking: bool, names: set[str]) -> ParsedCalls | None:
+def _find_calls(text: str, thinking: bool, names: set[str]) -> _ParsedCalls | None:
     """Return the calls of a text; None if it has none. Calls in thoughts are ignored.
 
     Args:
@@ -191,14 +191,14 @@ def find_calls(text: str, thinking: bool, names: set[str]) -> ParsedCalls | None
         names: the names of the tools.
     """
     thought, answer = "", text
-    if thinking or text.lstrip().startswith(THINK_OPEN):
-        before, end, answer = text.partition(THINK_CLOSE)
+    if thinking or text.lstrip().startswith(_THINK_OPEN):
+        before, end, answer = text.partition(_THINK_CLOSE)
         thought = before + end
-    found = parse_bare_calls(answer.strip(), names) or parse_marked_calls(answer)
-    return found and found._replace(text=join_texts(thought, found.text))
+    found = _parse_bare_calls(answer.strip(), names) or _parse_marked_calls(answer)
+    return found and found._replace(text=_join_texts(thought, found.text))
 
 
-def join_texts(*texts: str) -> str:
+def _join_texts(*texts: str) -> str:
     return "\n".join(filter(None, (text.strip() for text in texts)))
 
 
@@ -207,25 +207,25 @@ def format_one_line(value: Any) -> str:
     return " ".join(str(value)[:1000].split())[:200].encode(errors="backslashreplace").decode()
 
 
-def parse_marked_calls(text: str) -> ParsedCalls | None:
+def _parse_marked_calls(text: str) -> _ParsedCalls | None:
     """Return the calls behind markers; None if there is no marker."""
     texts: list[str] = []
     calls: list[Any] = []
     faults: list[str] = []
     position = 0
-    while len(faults) < MAX_UNREADABLE_CALLS and (marker := CALL_START_PATTERN.search(text, position)):
+    while len(faults) < _MAX_UNREADABLE_CALLS and (marker := _CALL_START_PATTERN.search(text, position)):
         texts.append(text[position : marker.start()])
-        parse = parse_enclosed_calls if marker[0] == TOOL_CALL_OPEN else parse_json_sequence
+        parse = _parse_enclosed_calls if marker[0] == _TOOL_CALL_OPEN else _parse_json_sequence
         values, fault, position = parse(text, marker.end())
         calls += values
         faults += filter(None, [fault])
-    return ParsedCalls(tuple(calls), tuple(faults), join_texts(*texts, text[position:])) if texts else None
+    return _ParsedCalls(tuple(calls), tuple(faults), _join_texts(*texts, text[position:])) if texts else None
 
 
-def parse_enclosed_calls(text: str, start: int) -> tuple[list[Any], str, int]:
+def _parse_enclosed_calls(text: str, start: int) -> tuple[list[Any], str, int]:
     """As `parse_json_sequence`, up to a closing tag. If it is missing, the text goes on behind the JSON."""
-    values, fault, rest = parse_json_sequence(text, start)
-    end = CALL_END_PATTERN.search(text, start if fault else rest)
+    values, fault, rest = _parse_json_sequence(text, start)
+    end = _CALL_END_PATTERN.search(text, start if fault else rest)
     assert end is not None
     if fault:
         return values, fault, end.end()
@@ -234,7 +234,7 @@ def parse_enclosed_calls(text: str, start: int) -> tuple[list[Any], str, int]:
     return values, "", end.end() if end[0] else rest
 
 
-def parse_json_sequence(text: str, start: int) -> tuple[list[Any], str, int]:
+def _parse_json_sequence(text: str, start: int) -> tuple[list[Any], str, int]:
     """Parse JSON values from an index of a text on: in a list or not, with semicolons between them or not.
 
     Returns:
@@ -243,59 +243,59 @@ def parse_json_sequence(text: str, start: int) -> tuple[list[Any], str, int]:
     values: list[Any] = []
     end = start
     try:
-        while begin := JSON_VALUE_PATTERN.match(text, end):
-            value, end = JSON_DECODER.raw_decode(text, begin.end())
+        while begin := _JSON_VALUE_PATTERN.match(text, end):
+            value, end = _JSON_DECODER.raw_decode(text, begin.end())
             values += value if isinstance(value, list) else [value]
-    except PARSE_ERRORS as error:
+    except _PARSE_ERRORS as error:
         return values, f"not JSON: {format_one_line(error)}", len(text)
     if end > start:
         return values, "", end
     return [], f"not JSON: {format_one_line(text[start : start + 1000]) or 'nothing'}", len(text)
 
 
-def parse_bare_calls(text: str, names: set[str]) -> ParsedCalls | None:
+def _parse_bare_calls(text: str, names: set[str]) -> _ParsedCalls | None:
     """Return the calls of a text that has only calls; None if it has something else.
 
     Invalid JSON or Python counts as a call if it begins as a call of a known tool.
     """
-    body = strip_fence(text)
-    if name := find_pythonic_name(body):
-        return parse_pythonic_calls(body, name in names)
+    body = _strip_fence(text)
+    if name := _find_pythonic_name(body):
+        return _parse_pythonic_calls(body, name in names)
     if not body.startswith(("[", "{")):
         return None
-    values, fault, rest = parse_json_sequence(body, 0)
-    calls = [value for value in values if is_call(value, names)]
+    values, fault, rest = _parse_json_sequence(body, 0)
+    calls = [value for value in values if _is_call(value, names)]
     if fault:
-        beginning = NAMED_CALL_PATTERN.match(body)
-        return ParsedCalls(tuple(calls), (fault,)) if beginning and beginning[1] in names else None
-    return ParsedCalls(tuple(values)) if values and not body[rest:].strip() and calls == values else None
+        beginning = _NAMED_CALL_PATTERN.match(body)
+        return _ParsedCalls(tuple(calls), (fault,)) if beginning and beginning[1] in names else None
+    return _ParsedCalls(tuple(values)) if values and not body[rest:].strip() and calls == values else None
 
 
-def strip_fence(text: str) -> str:
+def _strip_fence(text: str) -> str:
     """Return the inside of a code fence, if the whole text is one."""
-    if not (len(text) >= 2 * len(CODE_FENCE) and text.startswith(CODE_FENCE) and text.endswith(CODE_FENCE)):
+    if not (len(text) >= 2 * len(_CODE_FENCE) and text.startswith(_CODE_FENCE) and text.endswith(_CODE_FENCE)):
         return text
-    inside = text[len(CODE_FENCE) : -len(CODE_FENCE)].removeprefix("json")
+    inside = text[len(_CODE_FENCE) : -len(_CODE_FENCE)].removeprefix("json")
     before = inside[: len(inside) - len(inside.lstrip())]
     after = inside[len(inside.rstrip()) :]
     return inside.strip() if "\n" in before and "\n" in after else text
 
 
-def find_pythonic_name(text: str) -> str:
+def _find_pythonic_name(text: str) -> str:
     """Return the name of the first call if a text is a list of calls in Python; else nothing."""
-    beginning = PYTHONIC_CALL_PATTERN.match(text)
+    beginning = _PYTHONIC_CALL_PATTERN.match(text)
     end = text.removesuffix("]").rstrip().removesuffix(",").rstrip()
     return beginning[1] if beginning and text.endswith("]") and end.endswith(")") and len(end) > beginning.end() else ""
 
 
-def is_call(value: Any, names: set[str]) -> bool:
+def _is_call(value: Any, names: set[str]) -> bool:
     """Return whether a JSON value is a call even without a marker."""
     if isinstance(value, dict) and "function" in value:
-        return value.keys() <= {"id", "type", "function"} and is_function(value["function"], names)
-    return is_function(value, names)
+        return value.keys() <= {"id", "type", "function"} and _is_function(value["function"], names)
+    return _is_function(value, names)
 
 
-def is_function(value: Any, names: set[str]) -> bool:
+def _is_function(value: Any, names: set[str]) -> bool:
     """Return whether a JSON value is only a name with arguments. Without arguments, the name must be that of a tool."""
     if not isinstance(value, dict) or "function" in value:
         return False
@@ -307,36 +307,36 @@ def is_function(value: Any, names: set[str]) -> bool:
     return name in names if arguments is None else isinstance(arguments, dict | str)
 
 
-def parse_pythonic_calls(text: str, is_known_tool: bool) -> ParsedCalls | None:
+def _parse_pythonic_calls(text: str, is_known_tool: bool) -> _ParsedCalls | None:
     """Return the calls of a list in Python; if one cannot be parsed, an error, or None if it is no call of a tool."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns of invalid escapes
             tree = ast.parse(text, mode="eval").body
-        return ParsedCalls(tuple(parse_python_call(node) for node in getattr(tree, "elts", ())))
-    except (SyntaxError, MemoryError, *PARSE_ERRORS) as error:
-        return ParsedCalls((), (f"no calls: {format_one_line(error)}",)) if is_known_tool else None
+        return _ParsedCalls(tuple(_parse_python_call(node) for node in getattr(tree, "elts", ())))
+    except (SyntaxError, MemoryError, *_PARSE_ERRORS) as error:
+        return _ParsedCalls((), (f"no calls: {format_one_line(error)}",)) if is_known_tool else None
 
 
-def parse_python_call(node: ast.expr) -> dict[str, Any]:
+def _parse_python_call(node: ast.expr) -> dict[str, Any]:
     """Return a call. Raise ValueError for another node, and for arguments that are not literals with names."""
     if not isinstance(node, ast.Call):
         raise ValueError(f"{ast.unparse(node)} is none")
     if node.args or not all(keyword.arg for keyword in node.keywords):
         raise ValueError(f"{ast.unparse(node)} has arguments without names")
-    arguments = {keyword.arg: evaluate_literal(keyword.value) for keyword in node.keywords}
+    arguments = {keyword.arg: _evaluate_literal(keyword.value) for keyword in node.keywords}
     return {"name": ast.unparse(node.func), "arguments": arguments}
 
 
-def evaluate_literal(node: ast.expr | None) -> Any:
+def _evaluate_literal(node: ast.expr | None) -> Any:
     """Return the value of a literal, which may have the constants of JSON."""
-    if isinstance(node, ast.Name) and node.id in JSON_CONSTANTS:
-        return JSON_CONSTANTS[node.id]
+    if isinstance(node, ast.Name) and node.id in _JSON_CONSTANTS:
+        return _JSON_CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [evaluate_literal(element) for element in node.elts]
+        return [_evaluate_literal(element) for element in node.elts]
     if isinstance(node, ast.Dict):
         return {
-            evaluate_literal(key): evaluate_literal(value) for key, value in zip(node.keys, node.values, strict=True)
+            _evaluate_literal(key): _evaluate_literal(value) for key, value in zip(node.keys, node.values, strict=True)
         }
     if node is None:
         raise ValueError("** takes no arguments apart")

@@ -31,9 +31,9 @@ from pellucid.utils.text import escape_controls
 
 STUDENT_BATCH_ROWS = 64
 """The number of prefixes that a student decodes between two writes to the file."""
-PROGRESS_INTERVAL_SECONDS = 10
+_PROGRESS_INTERVAL_SECONDS = 10
 """Seconds between two lines of progress if the output is no terminal."""
-MIN_VALUES = {
+_MIN_VALUES = {
     "n": 1,
     "per_question": 1,
     "workers": 1,
@@ -44,7 +44,7 @@ MIN_VALUES = {
     "sentences": 1,
     "truncate_tokens": 0,
 }
-PrefixExtractor = Callable[[str], str]
+_PrefixExtractor = Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,20 @@ class Prefixes:
     settings: Suppress[tuple[str, ...]] = ()
 
     def __call__(self) -> int:
-        check_options(self)
+        _check_options(self)
         cfg = config.load_config(config.find_recipe(self.recipe), self.settings)
         self.output.parent.mkdir(parents=True, exist_ok=True)
         lock = hold_lock(self.output.with_name(f".{self.output.name}.lock"), f"writes {self.output}")
         try:
             with lock:
-                return collect_prefixes(cfg, self)
+                return _collect_prefixes(cfg, self)
         except KeyboardInterrupt:
             print(escape_controls(f"stopped; nothing is lost: the same command goes on with {self.output}"), flush=True)
             os._exit(INTERRUPTED_EXIT_STATUS)  # a normal exit would wait for the requests in progress
 
 
-def check_options(options: Prefixes) -> None:
-    for name, minimum in MIN_VALUES.items():
+def _check_options(options: Prefixes) -> None:
+    for name, minimum in _MIN_VALUES.items():
         if not minimum <= getattr(options, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {minimum}")
     if not 0 < options.timeout < float("inf"):
@@ -111,16 +111,16 @@ def check_options(options: Prefixes) -> None:
     check_base_url(options.base_url)
 
 
-def collect_prefixes(cfg: Config, options: Prefixes) -> int:
+def _collect_prefixes(cfg: Config, options: Prefixes) -> int:
     sources = [source for source in PREFIX_SOURCES if getattr(options, source)]
     prompts = sample_questions(with_seed(cfg.task, cfg.algorithm.seed), options.n)
-    journal = Journal(options.output, get_prefix_settings(cfg, options))
+    journal = Journal(options.output, _get_prefix_settings(cfg, options))
     missing = journal.list_missing(prompts, sources, options.per_question)
     if not missing and journal.is_complete:
         message = f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"
         print(escape_controls(message))
         return 0
-    complaints = request_missing_prefixes(cfg, options, prompts, journal, len(missing)) if missing else []
+    complaints = _request_missing_prefixes(cfg, options, prompts, journal, len(missing)) if missing else []
     if missing := journal.list_missing(prompts, sources, options.per_question):
         raise UserError(
             f"{len(missing)} prefixes are missing ({complaints[0]}); {options.output} holds the others: the same"
@@ -131,18 +131,18 @@ def collect_prefixes(cfg: Config, options: Prefixes) -> int:
     return 0
 
 
-def request_missing_prefixes(
+def _request_missing_prefixes(
     cfg: Config, options: Prefixes, prompts: Sequence[Prompt], journal: Journal, missing: int
 ) -> list[str]:
     """Ask for all missing prefixes. Return the reasons why some are still missing."""
-    extract_prefix = make_prefix_extractor(cfg, options)
+    extract_prefix = _make_prefix_extractor(cfg, options)
     # Both are prepared before either is asked, since an error found later would cost the time of the first.
-    teacher = Teacher(make_endpoint(options), extract_prefix) if options.teacher else None
-    student = load_student(cfg, options) if options.student else None
+    teacher = Teacher(_make_endpoint(options), extract_prefix) if options.teacher else None
+    student = _load_student(cfg, options) if options.student else None
     print(f"asks for {missing} prefixes of {len(prompts)} questions, {len(journal.texts)} are there", flush=True)
-    with journal.open(), show_progress(missing) as advance:
-        complaints = ask_teacher(teacher, options, prompts, journal, advance) if teacher else []
-        complaints += ask_student(student, options, prompts, journal, extract_prefix, advance) if student else []
+    with journal.open(), _show_progress(missing) as advance:
+        complaints = _ask_teacher(teacher, options, prompts, journal, advance) if teacher else []
+        complaints += _ask_student(student, options, prompts, journal, extract_prefix, advance) if student else []
     return complaints
 
 
@@ -151,7 +151,7 @@ def sample_questions(task: Any, n: int) -> list[Prompt]:
     return sample_held_out_prompts(with_split(get_innermost_task(task), "train"), n)
 
 
-def get_prefix_settings(cfg: Config, options: Prefixes) -> dict[str, Any]:
+def _get_prefix_settings(cfg: Config, options: Prefixes) -> dict[str, Any]:
     """Return the settings on which the text of a prefix depends.
 
     The number of prefixes and the endpoint's address may change between two runs with the same output.
@@ -163,7 +163,7 @@ def get_prefix_settings(cfg: Config, options: Prefixes) -> dict[str, Any]:
     return {"recipe": str(options.recipe), "task": config.dump_config(cfg)["task"], **settings, **tokenizer}
 
 
-def make_endpoint(options: Prefixes) -> TeacherEndpoint:
+def _make_endpoint(options: Prefixes) -> TeacherEndpoint:
     return TeacherEndpoint(
         base_url=options.base_url,
         model=options.teacher,
@@ -176,7 +176,7 @@ def make_endpoint(options: Prefixes) -> TeacherEndpoint:
     )
 
 
-def make_prefix_extractor(cfg: Config, options: Prefixes) -> PrefixExtractor:
+def _make_prefix_extractor(cfg: Config, options: Prefixes) -> _PrefixExtractor:
     """Return a function that makes a prefix of a model's answer. Its result is empty if the answer has no thinking."""
     if not options.truncate_tokens:
         return lambda text: take_first_sentences(clean_text(extract_thinking(text)), options.sentences)
@@ -190,7 +190,7 @@ def make_prefix_extractor(cfg: Config, options: Prefixes) -> PrefixExtractor:
     return lambda text: take_first_tokens(clean_text(extract_thinking(text)), options.truncate_tokens, tokenizer)
 
 
-def ask_teacher(
+def _ask_teacher(
     teacher: Teacher,
     options: Prefixes,
     prompts: Sequence[Prompt],
@@ -218,19 +218,19 @@ def ask_teacher(
     return complaints
 
 
-def load_student(cfg: Config, options: Prefixes) -> Any:
+def _load_student(cfg: Config, options: Prefixes) -> Any:
     with pause_garbage_collection():
         from pellucid.prefixes import student  # noqa: PLC0415 - it imports torch
 
     return student.load_student_sampler(cfg, options.student)
 
 
-def ask_student(
+def _ask_student(
     student: Any,
     options: Prefixes,
     prompts: Sequence[Prompt],
     journal: Journal,
-    extract_prefix: PrefixExtractor,
+    extract_prefix: _PrefixExtractor,
     advance: Callable[[], None],
 ) -> list[str]:
     """Ask the student for its missing prefixes. Return the reasons why some are still missing.
@@ -239,7 +239,7 @@ def ask_student(
     """
     group_size = options.per_question
     sampling = Sampling(group_size, options.temperature, options.max_tokens)
-    prompts, complaints = select_fitting_prompts(student, prompts, sampling)
+    prompts, complaints = _select_fitting_prompts(student, prompts, sampling)
     batch_size = max(1, STUDENT_BATCH_ROWS // group_size)
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
@@ -259,7 +259,7 @@ def ask_student(
     return complaints
 
 
-def select_fitting_prompts(
+def _select_fitting_prompts(
     student: Any, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Prompt], list[str]]:
     """Return the questions that leave the student room for an answer, and a complaint for each prefix of the others."""
@@ -276,7 +276,7 @@ def select_fitting_prompts(
 
 
 @contextmanager
-def show_progress(total: int) -> Iterator[Callable[[], None]]:
+def _show_progress(total: int) -> Iterator[Callable[[], None]]:
     """Show a bar on a terminal, or a line now and then in a file. Yield the function that counts one prefix."""
     if sys.stdout.isatty():
         with Progress() as bar:
@@ -288,7 +288,7 @@ def show_progress(total: int) -> Iterator[Callable[[], None]]:
     def advance() -> None:
         nonlocal done, shown
         done += 1
-        if time.monotonic() - shown >= PROGRESS_INTERVAL_SECONDS:
+        if time.monotonic() - shown >= _PROGRESS_INTERVAL_SECONDS:
             shown = time.monotonic()
             print(f"{done} of {total}", flush=True)
 

@@ -12,7 +12,7 @@ from pellucid.tasks.prefixed import PREFIX_SOURCES, read_prefix_file
 from pellucid.types import Prompt, UserError
 from pellucid.utils.files import write_file_atomically
 
-PrefixKey = tuple[str, str, int]
+_PrefixKey = tuple[str, str, int]
 """The question, the source, and the number of a prefix."""
 
 
@@ -26,7 +26,7 @@ class Journal:
         self.path, self.settings = path, json.loads(json.dumps(settings))
         self.answers: dict[str, str] = {}
         """The gold answer to each question that has a prefix."""
-        self.texts: dict[PrefixKey, str] = {}
+        self.texts: dict[_PrefixKey, str] = {}
         self.is_complete = False
         self.lock, self.file = threading.Lock(), None
         if path.exists():
@@ -53,10 +53,10 @@ class Journal:
                     " or remove it"
                 )
 
-    def store(self, key: PrefixKey, answer: str, text: str) -> None:
+    def store(self, key: _PrefixKey, answer: str, text: str) -> None:
         self.answers[key[0]], self.texts[key] = answer, text
 
-    def list_missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[PrefixKey]:
+    def list_missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[_PrefixKey]:
         wanted = ((p.key, source, index) for p in prompts for source in sources for index in range(n))
         return [key for key in wanted if key not in self.texts]
 
@@ -67,11 +67,11 @@ class Journal:
         self.file = self.path.open("a", encoding="utf-8")
         return self.file
 
-    def add(self, key: PrefixKey, answer: str, text: str) -> None:
+    def add(self, key: _PrefixKey, answer: str, text: str) -> None:
         with self.lock:
             assert self.file is not None, "open the journal before adding to it"
             self.store(key, answer, text)
-            self.file.write(format_line(self.make_entry(key)))
+            self.file.write(_format_line(self.make_entry(key)))
             self.file.flush()
 
     def finish(self, prompts: Sequence[Prompt]) -> None:
@@ -81,15 +81,15 @@ class Journal:
         keys = sorted(self.texts, key=lambda key: (order[key[0]], PREFIX_SOURCES.index(key[1]), key[2]))
         self.write(keys, is_complete=True)
 
-    def write(self, keys: Iterable[PrefixKey], is_complete: bool) -> None:
+    def write(self, keys: Iterable[_PrefixKey], is_complete: bool) -> None:
         lines = [{"settings": self.settings, "complete": is_complete}, *map(self.make_entry, keys)]
-        write_file_atomically(self.path, "".join(map(format_line, lines)))
+        write_file_atomically(self.path, "".join(map(_format_line, lines)))
 
-    def make_entry(self, key: PrefixKey) -> dict[str, Any]:
+    def make_entry(self, key: _PrefixKey) -> dict[str, Any]:
         question, source, index = key
         answer, text = self.answers[question], self.texts[key]
         return {"question": question, "answer": answer, "source": source, "index": index, "text": text}
 
 
-def format_line(entry: Mapping[str, Any]) -> str:
+def _format_line(entry: Mapping[str, Any]) -> str:
     return json.dumps(entry, ensure_ascii=False) + "\n"

@@ -18,8 +18,8 @@ INSTRUCTION = (
     "Write only the first one or two sentences of your thinking about this question. Do not solve it, do not give the"
     " answer, and write no labels and no headings."
 )
-SETTING_NAMES = SettingNames("--base-url", "--teacher", "--key-env")
-MAX_CLIENT_WAIT_SECONDS = 120
+_SETTING_NAMES = SettingNames("--base-url", "--teacher", "--key-env")
+_MAX_CLIENT_WAIT_SECONDS = 120
 """The longest wait of the official client, which gives up if an endpoint asks for a longer one."""
 MAX_WAIT_SECONDS = 600
 """The longest wait that an endpoint can ask for with Retry-After."""
@@ -52,7 +52,7 @@ class TeacherEndpoint:
 
 
 def check_base_url(base_url: str) -> str:
-    if mistake := endpoints.find_address_mistake(base_url, SETTING_NAMES):
+    if mistake := endpoints.find_address_mistake(base_url, _SETTING_NAMES):
         raise UserError(mistake)
     return base_url
 
@@ -75,9 +75,9 @@ class Teacher:
     def __init__(self, endpoint: TeacherEndpoint, extract_prefix: Callable[[str], str]) -> None:
         self.endpoint, self.extract_prefix, self.key = endpoint, extract_prefix, endpoint.get_key()
         self.openai = import_extra("openai", "teacher", "--teacher")
-        self.rate_limiter = RateLimiter(endpoint.per_minute)
+        self.rate_limiter = _RateLimiter(endpoint.per_minute)
         if endpoint.is_loopback:
-            endpoints.check_reachable(endpoint.base_url, SETTING_NAMES)
+            endpoints.check_reachable(endpoint.base_url, _SETTING_NAMES)
         self.client = self.openai.OpenAI(
             api_key=self.key,
             base_url=endpoint.base_url,
@@ -133,7 +133,7 @@ class Teacher:
         """Return why a request failed, without the key, which endpoints quote. UserError if all requests would fail."""
         endpoint = self.endpoint
         if refusal := endpoints.find_permanent_refusal(
-            error, endpoint.base_url, endpoint.model, endpoint.key_env, SETTING_NAMES
+            error, endpoint.base_url, endpoint.model, endpoint.key_env, _SETTING_NAMES
         ):
             raise UserError(refusal)
         return endpoints.describe_error(error, self.key)
@@ -146,7 +146,7 @@ class Teacher:
             reason = endpoints.redact_and_shorten(str(cause), self.key)
             return UserError(reason) if cause.is_permanent else UnansweredError(reason)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
-            return UserError(describe_unreachable(self.endpoint.base_url, cause, SETTING_NAMES))
+            return UserError(describe_unreachable(self.endpoint.base_url, cause, _SETTING_NAMES))
         return UnansweredError("the connection was dropped")
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Teacher:
         self.client.close()
 
 
-class RateLimiter:
+class _RateLimiter:
     """Space the starts of requests evenly. Once stopped, none starts and none waits."""
 
     def __init__(self, per_minute: float) -> None:
@@ -185,6 +185,6 @@ def parse_retry_after(error: Any, complaint: str) -> float:
         seconds = float(error.response.headers.get("retry-after", "0"))
     except ValueError:  # Retry-After can be a date
         seconds = 0.0
-    if not MAX_CLIENT_WAIT_SECONDS < seconds <= MAX_WAIT_SECONDS:
+    if not _MAX_CLIENT_WAIT_SECONDS < seconds <= MAX_WAIT_SECONDS:
         raise UnansweredError(complaint)
     return seconds

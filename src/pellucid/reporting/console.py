@@ -58,16 +58,16 @@ from pellucid.rewards.answers import split_thought
 from pellucid.types import Completion, Estimate, Evaluation, Group, Reward, rewards_are_verdicts
 from pellucid.utils.text import escape_controls
 
-STAGE_COLORS = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
-WARNING_LABELS = {
+_STAGE_COLORS = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
+_WARNING_LABELS = {
     "reward/failed": "failed rewards",
     "reward/no_term": "completions that no reward is meant for",
     "skipped": "skipped updates",
     "skipped/overflow": "updates too large for fp16 at this loss_scale",
     "idle": "updates without a gradient",
 }
-TREND_STEPS = 40
-BAR_WIDTH_CELLS = 40
+_TREND_STEPS = 40
+_BAR_WIDTH_CELLS = 40
 
 
 def make_screen_logger(total_steps: int, first_step: int = 0) -> ConsoleLogger | PlainLogger:
@@ -75,7 +75,7 @@ def make_screen_logger(total_steps: int, first_step: int = 0) -> ConsoleLogger |
     return ConsoleLogger(total_steps, first_step) if sys.stdout and sys.stdout.isatty() else PlainLogger(total_steps)
 
 
-class ScreenLogger:
+class _ScreenLogger:
     """Base of the loggers that people read.
 
     Once a reward has not said which answers are right (`rewards_are_verdicts`), correctness is no longer shown. The
@@ -92,7 +92,7 @@ class ScreenLogger:
     def adapt_metrics(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the metrics of a step as they are shown, and count their warnings."""
         self.first_error = self.first_error or find_first_error(groups)
-        self.warning_counts.update({name: int(metrics.get(name, 0)) for name in WARNING_LABELS})
+        self.warning_counts.update({name: int(metrics.get(name, 0)) for name in _WARNING_LABELS})
         if not rewards_are_verdicts(reward for group in groups for reward in group.rewards):
             self.has_continuous_rewards = True
         return drop_correctness(metrics) if self.has_continuous_rewards else metrics
@@ -103,15 +103,15 @@ class ScreenLogger:
         return replace(evaluation, has_verdicts=not self.has_continuous_rewards)
 
 
-class PlainLogger(ScreenLogger):
+class PlainLogger(_ScreenLogger):
     """Prints a line for each step and each evaluation."""
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         had_error = bool(self.first_error)
         metrics = self.adapt_metrics(metrics, groups)
         width = len(str(self.total_steps))
-        cells = [f"step {step:{width}}/{self.total_steps}", *format_step_cells(metrics, len(groups))]
-        cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNING_LABELS.items() if metrics.get(name)]
+        cells = [f"step {step:{width}}/{self.total_steps}", *_format_step_cells(metrics, len(groups))]
+        cells += [f"! {what}: {metrics[name]:.0f}" for name, what in _WARNING_LABELS.items() if metrics.get(name)]
         cells += [f"({format_failed_terms(metrics)})"] if format_failed_terms(metrics) else []
         print("  ".join(cells), flush=True)
         if self.first_error and not had_error:
@@ -119,15 +119,15 @@ class PlainLogger(ScreenLogger):
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         evaluation = self.adapt_evaluation(evaluation)
-        estimates = (format_estimate(name, estimate) for name, estimate in label_measures(evaluation).items())
+        estimates = (format_estimate(name, estimate) for name, estimate in _label_measures(evaluation).items())
         few = [f"({TOO_FEW_PROMPTS})"] if describe_intervals(evaluation) == TOO_FEW_PROMPTS else []
-        print("  ".join([f"eval step {step}", *estimates, *few, *describe_uncounted(evaluation)]), flush=True)
+        print("  ".join([f"eval step {step}", *estimates, *few, *_describe_uncounted(evaluation)]), flush=True)
 
     def close(self) -> None:
         pass
 
 
-def format_step_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
+def _format_step_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
     """Return the cells of a line for the metrics of a step, with zero-variance groups as counts."""
     counts = {name: value * groups for name, value in metrics.items() if name.startswith("groups/dead")}
     width = len(str(groups))
@@ -148,7 +148,7 @@ def format_step_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
         "time/step": "{:5.1f} s",
         "speed": "{:5.0f} tok/s",
     }
-    values = {**metrics, **counts, **compute_speed(metrics)}
+    values = {**metrics, **counts, **_compute_speed(metrics)}
     return [form.format(values[name]) for name, form in formats.items() if name in values]
 
 
@@ -158,7 +158,7 @@ def format_failed_terms(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{escape_controls(name)} {share:.0%}" for name, share in shares.items())
 
 
-def compute_speed(metrics: Mapping[str, float]) -> dict[str, float]:
+def _compute_speed(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the sampled tokens per second of a step; empty if one of both is unknown."""
     is_known = "tokens" in metrics and metrics.get("time/step")
     return {"speed": metrics["tokens"] / metrics["time/step"]} if is_known else {}
@@ -175,7 +175,7 @@ def format_error_line(reward: Reward) -> str:
     return escape_controls(reward.error.strip().partition("\n")[0])
 
 
-def label_measures(evaluation: Evaluation, *others: Evaluation) -> dict[str, Estimate]:
+def _label_measures(evaluation: Evaluation, *others: Evaluation) -> dict[str, Estimate]:
     """Return the measures of an evaluation to show beside those of others, by their labels."""
     measures = get_measures(evaluation)
     names = [name for name in select_measures([evaluation, *others]) if name in measures]
@@ -191,7 +191,7 @@ def format_estimate(name: str, estimate: Estimate) -> str:
     return f"{name} {estimate.value:.2f} {format_interval(estimate)}".rstrip()
 
 
-class ConsoleLogger(ScreenLogger):
+class ConsoleLogger(_ScreenLogger):
     """A live display, until `close`.
 
     Args:
@@ -202,12 +202,12 @@ class ConsoleLogger(ScreenLogger):
 
     def __init__(self, total_steps: int, first_step: int = 0, screen: rich.console.Console | None = None):
         super().__init__(total_steps)
-        bar = BarColumn(bar_width=BAR_WIDTH_CELLS, complete_style="cyan", finished_style="cyan")
+        bar = BarColumn(bar_width=_BAR_WIDTH_CELLS, complete_style="cyan", finished_style="cyan")
         columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]left"), TimeRemainingColumn())
         # Steps may take minutes: the default of 30 s may not include two steps to estimate the speed from.
         self.progress = Progress(TextColumn("step"), *columns, auto_refresh=False, speed_estimate_period=3600)
         self.step_task = self.progress.add_task("step", total=total_steps, completed=first_step)
-        self.trend: deque[float] = deque(maxlen=TREND_STEPS)
+        self.trend: deque[float] = deque(maxlen=_TREND_STEPS)
         self.metrics: Mapping[str, float] = {}
         self.evaluations: dict[int, Evaluation] = {}
         self.live = Live(console=screen, get_renderable=self.render_safely, refresh_per_second=4)
@@ -242,7 +242,7 @@ class ConsoleLogger(ScreenLogger):
     def make_rows(self) -> Iterator[tuple[str, str | Text, str | Text]]:
         metrics = self.metrics
         if self.trend:
-            yield "reward", Text(f"{self.trend[-1]:.3f}", "bold"), format_trend(self.trend)
+            yield "reward", Text(f"{self.trend[-1]:.3f}", "bold"), _format_trend(self.trend)
         yield from make_evaluation_rows(self.evaluations)
         if (dead := get_zero_variance_share(metrics)) is not None:
             right, wrong = (metrics.get(f"groups/dead_all_{name}") for name in ("right", "wrong"))
@@ -267,20 +267,20 @@ class ConsoleLogger(ScreenLogger):
         if "kl" in metrics:
             yield "kl", f"{metrics['kl']:.4f}", "nats a token"
         if "time/step" in metrics:
-            yield from make_time_rows(metrics)
+            yield from _make_time_rows(metrics)
 
     def make_warning_lines(self) -> Iterator[Text]:
         for name, count in self.warning_counts.items():
             if count:
                 error = f", the first with {self.first_error}" if name == "reward/failed" and self.first_error else ""
                 yield Text(
-                    f"! {WARNING_LABELS[name]}: {count}{error}", "bold yellow", no_wrap=True, overflow="ellipsis"
+                    f"! {_WARNING_LABELS[name]}: {count}{error}", "bold yellow", no_wrap=True, overflow="ellipsis"
                 )
         if failed := format_failed_terms(self.metrics):
             yield Text(f"! failed in the last step: {failed}", "bold yellow", no_wrap=True, overflow="ellipsis")
 
 
-def format_trend(values: Sequence[float]) -> Text:
+def _format_trend(values: Sequence[float]) -> Text:
     change = f"  {values[-1] - values[0]:+.3f} over {len(values)} steps" if len(values) > 1 else ""
     return Text.assemble((format_sparkline(values), "cyan"), (change, "dim"))
 
@@ -299,11 +299,11 @@ def format_sparkline(values: Sequence[float]) -> str:
 def describe_prompts(evaluation: Evaluation) -> str:
     """Return the number of prompts and whether there are intervals, such as "64 prompts, 95% intervals"."""
     return ", ".join(
-        [format_count(evaluation.n, "prompt"), describe_intervals(evaluation), *describe_uncounted(evaluation)]
+        [format_count(evaluation.n, "prompt"), describe_intervals(evaluation), *_describe_uncounted(evaluation)]
     )
 
 
-def describe_uncounted(evaluation: Evaluation) -> list[str]:
+def _describe_uncounted(evaluation: Evaluation) -> list[str]:
     """Return texts on how many rewards failed and how many prompts count in no accuracy; empty if all count."""
     counts = {
         "! failed rewards": evaluation.failed,
@@ -318,42 +318,42 @@ def make_evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tupl
     if evaluations:
         step, evaluation = list(evaluations.items())[-1]
         before = next(iter(evaluations.values()))
-        first = label_measures(before, evaluation)
+        first = _label_measures(before, evaluation)
         yield "held out", "", Text(f"after step {step}: {describe_prompts(evaluation)}", "dim")
-        for i, (name, estimate) in enumerate(label_measures(evaluation, before).items()):
+        for i, (name, estimate) in enumerate(_label_measures(evaluation, before).items()):
             gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
             value = Text(f"{estimate.value:.2f}", "" if i else "bold")
             yield f"  {name}", value, Text.assemble(format_interval(estimate), (gain, "dim"))
 
 
-def make_time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | Text, str | Text]]:
+def _make_time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | Text, str | Text]]:
     """Yield the rows of the time of a step, with the shares of its stages as a bar and a legend."""
     total = metrics["time/step"]
-    spent = {stage: metrics[f"time/{stage}"] for stage in STAGE_COLORS if f"time/{stage}" in metrics}
+    spent = {stage: metrics[f"time/{stage}"] for stage in _STAGE_COLORS if f"time/{stage}" in metrics}
     spent["other"] = max(0.0, total - sum(spent.values()))
     shares = {stage: seconds / total for stage, seconds in spent.items()} if total else {}
-    rate = compute_speed(metrics)
+    rate = _compute_speed(metrics)
     yield "step", f"{total:.1f} s", f"{rate['speed']:,.0f} tokens a second" if rate else ""
     yield (
         "",
         "",
         Text.assemble(
-            *(("█" * round(share * BAR_WIDTH_CELLS), STAGE_COLORS[stage]) for stage, share in shares.items())
+            *(("█" * round(share * _BAR_WIDTH_CELLS), _STAGE_COLORS[stage]) for stage, share in shares.items())
         ),
     )
-    yield "", "", Text.assemble(*((f"{stage} {share:.0%}  ", STAGE_COLORS[stage]) for stage, share in shares.items()))
+    yield "", "", Text.assemble(*((f"{stage} {share:.0%}  ", _STAGE_COLORS[stage]) for stage, share in shares.items()))
 
 
-def make_titled_table(title: str, *columns: str) -> Table:
+def _make_titled_table(title: str, *columns: str) -> Table:
     return Table(*columns, title=Text(title, "dim"), title_justify="left", box=rich.box.SIMPLE_HEAD)
 
 
 def make_comparison_table(first: Evaluation, last: Evaluation) -> Table:
     """Return a table of the first and the last evaluation. If their intervals overlap, the gain may be chance."""
     title = f"{last.task}, {last.split}: {describe_prompts(last)}"
-    table = make_titled_table(title, "", "before", "after", "gain", "intervals")
-    before = label_measures(first, last)
-    for name, new in label_measures(last, first).items():
+    table = _make_titled_table(title, "", "before", "after", "gain", "intervals")
+    before = _label_measures(first, last)
+    for name, new in _label_measures(last, first).items():
         if old := before.get(name):
             cells = (f"{estimate.value:.3f} {format_interval(estimate)}".rstrip() for estimate in (old, new))
             table.add_row(name, *cells, f"{new.value - old.value:+.3f}", compare_intervals(old, new))
@@ -364,8 +364,8 @@ def make_evaluation_table(model: str, evaluation: Evaluation) -> Table:
     """Return a table of one evaluation, for `pellucid eval`."""
     title = f"{model} on {evaluation.task}, {evaluation.split}: {describe_prompts(evaluation)}"
     rewards = not have_verdicts([evaluation]) or any(name in REWARD_MEASURES for name in select_measures([evaluation]))
-    table = make_titled_table(title, "", "mean" if rewards else "accuracy", "interval")
-    for name, estimate in label_measures(evaluation).items():
+    table = _make_titled_table(title, "", "mean" if rewards else "accuracy", "interval")
+    for name, estimate in _label_measures(evaluation).items():
         table.add_row(name, f"{estimate.value:.3f}", format_interval(estimate))
     return table
 
@@ -395,7 +395,7 @@ def make_verdict_table(group: Group, has_verdicts: bool = True) -> Table:
         *format_completion(completion),
         (
             "verdict",
-            f"{format_grade(reward, has_verdicts)}{right}{cut}{f'; {tool_use}' if completion.messages else ''}",
+            f"{_format_grade(reward, has_verdicts)}{right}{cut}{f'; {tool_use}' if completion.messages else ''}",
         ),
     ]
     for name, text in rows:
@@ -414,7 +414,7 @@ def format_completion(completion: Completion) -> Iterator[tuple[str, str]]:
         yield from (("reasoning", reasoning), ("answer", (answer or "").strip()))
 
 
-def format_grade(reward: Reward, has_verdicts: bool) -> str:
+def _format_grade(reward: Reward, has_verdicts: bool) -> str:
     if reward.failed:
         return f"not graded: {format_error_line(reward) or 'the reward failed'}"
     verdict = f"{'right' if reward.is_correct else 'wrong'}, " if has_verdicts else ""
@@ -424,7 +424,7 @@ def format_grade(reward: Reward, has_verdicts: bool) -> str:
 # ---------------------------------------------------------------- notebooks
 
 
-MIN_REDRAW_SECONDS = 0.5
+_MIN_REDRAW_SECONDS = 0.5
 """The shortest time between two charts, each of which is a message to the browser."""
 
 
@@ -435,7 +435,7 @@ def is_in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class NotebookLogger(ScreenLogger):
+class NotebookLogger(_ScreenLogger):
     """Shows curves of reward and held-out accuracy, and the last step as text, in one output of a notebook.
 
     Args:
@@ -454,8 +454,8 @@ class NotebookLogger(ScreenLogger):
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         metrics = self.adapt_metrics(metrics, groups)
         self.rewards.append({"step": step, "reward/mean": metrics.get("reward/mean")})
-        self.status_line = "  ".join([f"step {step}/{self.total_steps}", *format_step_cells(metrics, len(groups))])
-        if time.monotonic() - self._shown_at > MIN_REDRAW_SECONDS:
+        self.status_line = "  ".join([f"step {step}/{self.total_steps}", *_format_step_cells(metrics, len(groups))])
+        if time.monotonic() - self._shown_at > _MIN_REDRAW_SECONDS:
             self.redraw()
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -479,17 +479,17 @@ class NotebookLogger(ScreenLogger):
 
     def make_bundle(self) -> dict[str, str]:
         """Return the output as HTML, and as text for frontends without HTML."""
-        warnings = [f"! {WARNING_LABELS[name]}: {count}" for name, count in self.warning_counts.items() if count]
+        warnings = [f"! {_WARNING_LABELS[name]}: {count}" for name, count in self.warning_counts.items() if count]
         warnings += [f"! the first failed reward says {self.first_error}"] if self.first_error else []
         charts = [draw_chart("Reward", "mean of a step", make_series(self.rewards, {"reward/mean": "reward"}))]
         charts += [chart for key, rows in self.evaluations.items() for chart in draw_evaluation_charts(*key, rows)]
         charts = list(filter(None, charts))
-        image = make_image_html(join_charts(charts), self.status_line) if charts else ""
+        image = _make_image_html(join_charts(charts), self.status_line) if charts else ""
         text = "\n".join([self.status_line, *warnings])
         return {"text/html": f'{image}<pre style="margin:0">{escape_text(text)}</pre>', "text/plain": text}
 
 
-def make_image_html(svg: str, label: str) -> str:
+def _make_image_html(svg: str, label: str) -> str:
     """Return an image element, so that the styles of the chart and of the notebook do not affect one another."""
     data = b64encode(svg.encode()).decode()
     return f'<img alt="{escape_text(label)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'

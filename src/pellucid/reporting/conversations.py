@@ -14,11 +14,11 @@ from pellucid.reporting.charts import format_count
 from pellucid.types import Completion, Message
 from pellucid.utils.text import escape_controls
 
-FAULT_PREFIX = "{'error': "
+_FAULT_PREFIX = "{'error': "
 """The start of the message of a tool whose call failed, as environments and TRL write it."""
 MAX_TOOL_NAME_CHARACTERS = 40
 """The most characters of a tool name that are shown. The policy may have made it up."""
-MAX_NAMED_FAULTS = 2
+_MAX_NAMED_FAULTS = 2
 """The most kinds of faults that a line names; the others are summed."""
 
 
@@ -38,7 +38,7 @@ def make_conversation_columns(completion: Completion) -> dict[str, Any]:
     if not completion.messages:
         return {}
     outcome = completion.outcome
-    columns: dict[str, Any] = {"messages": copy_messages(completion), "turns": count_turns(completion)}
+    columns: dict[str, Any] = {"messages": _copy_messages(completion), "turns": count_turns(completion)}
     if outcome and outcome.events:
         columns["events"] = dict(outcome.events)
     if outcome and outcome.reward is not None:
@@ -59,11 +59,11 @@ def make_token_columns(completion: Completion) -> dict[str, Any]:
 
 def make_branch_columns(completion: Completion) -> dict[str, Any]:
     """Return the earlier sequences of a conversation whose history was rewritten, as a column."""
-    branches = [{"messages": copy_messages(each), **make_token_columns(each)} for each in completion.branches]
+    branches = [{"messages": _copy_messages(each), **make_token_columns(each)} for each in completion.branches]
     return {"branches": branches} if branches else {}
 
 
-def copy_messages(completion: Completion) -> list[dict[str, Any]]:
+def _copy_messages(completion: Completion) -> list[dict[str, Any]]:
     return [dict(message) for message in completion.messages]
 
 
@@ -71,11 +71,11 @@ def get_speaker(message: Message) -> str:
     """Return who wrote a message: "policy", "environment", "tool NAME" or another role, such as "system"."""
     role = message.get("role")
     if role == "tool":
-        return f"tool {shorten_tool_name(str(message.get('name') or ''))}".rstrip()
+        return f"tool {_shorten_tool_name(str(message.get('name') or ''))}".rstrip()
     return {"assistant": "policy", "user": "environment"}.get(str(role), str(role))
 
 
-def shorten_tool_name(name: str) -> str:
+def _shorten_tool_name(name: str) -> str:
     return name if len(name) <= MAX_TOOL_NAME_CHARACTERS else f"{name[:MAX_TOOL_NAME_CHARACTERS]}…"
 
 
@@ -104,8 +104,8 @@ def list_turn_names(completion: Completion) -> list[list[str]]:
         is_policy = message.get("role") == "assistant"
         if is_policy or not turns or turns[-1][0]:
             turns.append((is_policy, []))
-        turns[-1][1].extend(list_called_tools(message) if is_policy else [get_speaker(message)])
-    sampled = list_sampled_stretches(completion)
+        turns[-1][1].extend(_list_called_tools(message) if is_policy else [get_speaker(message)])
+    sampled = _list_sampled_stretches(completion)
     if sampled and turns and not sampled[0] and turns[0][0]:
         turns.insert(0, (False, []))  # a prefix is given, but is no message
     if len(turns) > len(sampled) and not turns[-1][0]:
@@ -113,13 +113,13 @@ def list_turn_names(completion: Completion) -> list[list[str]]:
     return [names for _, names in turns] if [is_policy for is_policy, _ in turns] == sampled else []
 
 
-def list_called_tools(message: Message) -> list[str]:
+def _list_called_tools(message: Message) -> list[str]:
     """Return the names of the tools that a message calls."""
     names = (str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ())
-    return [shorten_tool_name(name) for name in names]
+    return [_shorten_tool_name(name) for name in names]
 
 
-def list_sampled_stretches(completion: Completion) -> list[bool]:
+def _list_sampled_stretches(completion: Completion) -> list[bool]:
     """Return for each span of the tokens whether it was sampled and not given."""
     given = {t for start, end in completion.given_spans for t in range(start, end)}
     kinds = [t not in given for t in range(len(completion.token_ids))]
@@ -128,7 +128,7 @@ def list_sampled_stretches(completion: Completion) -> list[bool]:
 
 def is_failed_call(message: Message) -> bool:
     """Whether a message says that a tool call failed."""
-    return message.get("role") == "tool" and str(message.get("content")).startswith(FAULT_PREFIX)
+    return message.get("role") == "tool" and str(message.get("content")).startswith(_FAULT_PREFIX)
 
 
 def describe_tool_use(turns: int, events: Mapping[str, int]) -> Iterator[str]:
@@ -145,8 +145,8 @@ def format_fault_shares(metrics: Mapping[str, float]) -> str:
     faults = {name.removeprefix("tools/"): share for name, share in metrics.items() if name.startswith("tools/")}
     faults.pop("calls", None)
     kinds = sorted(faults, key=lambda kind: -faults[kind])
-    named = [f"{faults[kind]:.0%} {escape_controls(kind)}" for kind in kinds[:MAX_NAMED_FAULTS]]
-    rest = sum(faults[kind] for kind in kinds[MAX_NAMED_FAULTS:])
+    named = [f"{faults[kind]:.0%} {escape_controls(kind)}" for kind in kinds[:_MAX_NAMED_FAULTS]]
+    rest = sum(faults[kind] for kind in kinds[_MAX_NAMED_FAULTS:])
     return ", ".join([*named, *([f"{rest:.0%} other"] if rest else [])])
 
 

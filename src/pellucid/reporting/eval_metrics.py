@@ -13,7 +13,7 @@ MIN_INTERVAL_PROMPTS = 12
 of all possible accuracies. Student's interval of two equally likely rewards is a single point, such as [0.80, 0.80],
 in 1 of 4 cases with 3 prompts and in 1 of 2,048 with 12."""
 
-ACCURACY_MEASURES = ("greedy", "mean@k", "pass@k")
+_ACCURACY_MEASURES = ("greedy", "mean@k", "pass@k")
 REWARD_MEASURES = ("reward", "reward@k")
 """The mean reward of the greedy answers, and that of a single sample."""
 
@@ -38,7 +38,7 @@ def have_verdicts(evaluations: Sequence[Evaluation]) -> bool:
     return all(evaluation.has_verdicts for evaluation in evaluations)
 
 
-ZERO_VARIANCE_METRICS = ("groups/dead_all_right", "groups/dead_all_wrong", "groups/dead_equal")
+_ZERO_VARIANCE_METRICS = ("groups/dead_all_right", "groups/dead_all_wrong", "groups/dead_equal")
 """The metrics of groups with equal rewards; a step has the first two, or the last."""
 
 
@@ -54,7 +54,7 @@ def make_metrics_consistent(metrics: Sequence[Mapping[str, Any]]) -> list[Mappin
 
 def drop_correctness(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a step as if its rewards did not say which answers are right."""
-    dropped = ("completion/correct", "completion/length_right", "completion/length_wrong", *ZERO_VARIANCE_METRICS)
+    dropped = ("completion/correct", "completion/length_right", "completion/length_wrong", *_ZERO_VARIANCE_METRICS)
     remaining = {name: value for name, value in metrics.items() if name not in dropped}
     dead = get_zero_variance_share(metrics)
     return remaining if dead is None else {**remaining, "groups/dead_equal": dead}
@@ -62,7 +62,7 @@ def drop_correctness(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def get_zero_variance_share(metrics: Mapping[str, Any]) -> float | None:
     """Return the share of groups of a step with equal rewards; None if it was not logged."""
-    shares = [share for name in ZERO_VARIANCE_METRICS if (share := metrics.get(name)) is not None]
+    shares = [share for name in _ZERO_VARIANCE_METRICS if (share := metrics.get(name)) is not None]
     return sum(shares) if shares else None
 
 
@@ -81,7 +81,7 @@ def select_measures(evaluations: Sequence[Evaluation]) -> list[str]:
         if share in measures and reward in measures
     )
     names = (
-        (*ACCURACY_MEASURES, *(REWARD_MEASURES if differ else ())) if have_verdicts(evaluations) else REWARD_MEASURES
+        (*_ACCURACY_MEASURES, *(REWARD_MEASURES if differ else ())) if have_verdicts(evaluations) else REWARD_MEASURES
     )
     return [name for name in names if name in available]
 

@@ -110,7 +110,7 @@ class JsonlLogger:
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         for group in groups if self.every and (step == 1 or step % self.every == 0) else ():
             self.rollouts_file.writelines(
-                format_json_line({"step": step, **rollout}) for rollout in make_rollout_records(group)
+                format_json_line({"step": step, **rollout}) for rollout in _make_rollout_records(group)
             )
         self.rollouts_file.flush()
         self.metrics_file.write(format_json_line({"step": step, **metrics}))
@@ -131,7 +131,7 @@ def sync_logs(run_dir: Path) -> None:
         files.sync_path(run_dir / name)
 
 
-def make_rollout_records(group: Group) -> list[dict[str, Any]]:
+def _make_rollout_records(group: Group) -> list[dict[str, Any]]:
     """Return a record of each completion of a group, as in rollouts.jsonl. Rewards may be NumPy numbers."""
     return [
         {
@@ -174,7 +174,7 @@ def truncate_logs(run_dir: Path, step: int) -> list[str]:
     """
     warnings = []
     for path in (run_dir / name for name in JsonlLogger.FILE_NAMES):
-        steps, unreadable = truncate_log_file(path, step) if path.exists() else (set(), 0)
+        steps, unreadable = _truncate_log_file(path, step) if path.exists() else (set(), 0)
         if unreadable:
             warnings.append(f"{path}: {unreadable} lines could not be read, and are gone")
         if path.name == "metrics.jsonl" and (missing := [n for n in range(1, step + 1) if n not in steps]):
@@ -182,7 +182,7 @@ def truncate_logs(run_dir: Path, step: int) -> list[str]:
     return warnings
 
 
-def truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
+def _truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
     """Truncate a log. Return the remaining steps, and how many lines between them were unreadable.
 
     Removed lines between others are overwritten with spaces.
@@ -190,7 +190,7 @@ def truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
     removed, steps, start, end = list[tuple[int, int, bool]](), set[int](), 0, 0
     with path.open("r+b") as file:
         for line in file:
-            line_step = parse_step(line)
+            line_step = _parse_step(line)
             if line_step is None or line_step > step:
                 removed.append((start, len(line), line_step is None))
             else:
@@ -207,7 +207,7 @@ def truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
     return steps, sum(is_unreadable for _, _, is_unreadable in gaps)
 
 
-def parse_step(line: bytes) -> int | None:
+def _parse_step(line: bytes) -> int | None:
     """Return the step of a line; None if the line is incomplete or no record."""
     try:
         record = json.loads(line) if line.endswith(b"}\n") else None
@@ -225,7 +225,7 @@ def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
 # ---------------------------------------------------------------- TensorBoard and Weights & Biases
 
 
-FIELD_TAGS = {
+_FIELD_TAGS = {
     "loss": "train/loss",
     "kl": "train/kl_divergence",
     "grad_norm": "train/grad_norm",
@@ -235,9 +235,9 @@ FIELD_TAGS = {
 """The names of metrics in other trainers, for boards that compare runs of several trainers."""
 
 
-def add_field_tags(metrics: Mapping[str, float]) -> dict[str, float]:
+def _add_field_tags(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics under our names, and under those of other trainers."""
-    return {**metrics, **{tag: metrics[name] for name, tag in FIELD_TAGS.items() if name in metrics}}
+    return {**metrics, **{tag: metrics[name] for name, tag in _FIELD_TAGS.items() if name in metrics}}
 
 
 class TensorBoardLogger:
@@ -264,7 +264,7 @@ class TensorBoardLogger:
             self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
 
     def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        self._write_scalars(step, add_field_tags(metrics))
+        self._write_scalars(step, _add_field_tags(metrics))
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         measures = get_measures(evaluation)
@@ -338,7 +338,7 @@ class WandbLogger:
         self.error_class = wandb.errors.Error
 
     def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        self._send({"step": step, **add_field_tags(metrics)})
+        self._send({"step": step, **_add_field_tags(metrics)})
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._send({"step": step, **{f"heldout/{name}": e.value for name, e in get_measures(evaluation).items()}})
@@ -374,7 +374,7 @@ def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0
     values = [reward.value for _, reward in graded]
     inapplicable = sum(not reward.applies for _, reward in pairs)
     return {
-        **compute_logged_means([reward for _, reward in pairs]),
+        **_compute_logged_means([reward for _, reward in pairs]),
         **compute_prefix_length(groups),
         **compute_term_means([reward for _, reward in pairs if not (reward.failed and reward.applies)]),
         "reward/mean": fmean(values) if values else nan,
@@ -383,10 +383,10 @@ def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0
         **({"reward/no_term": float(inapplicable)} if inapplicable else {}),
         **compute_failed_shares([reward for _, reward in pairs]),
         **compute_zero_variance_shares(groups, min_reward_range),
-        **compute_correctness(graded),
+        **_compute_correctness(graded),
         "completion/finished": fmean(completion.finished for completion, _ in pairs),
-        "completion/length_mean": compute_mean_length([completion for completion, _ in pairs]),
-        **compute_turn_metrics([completion for completion, _ in pairs]),
+        "completion/length_mean": _compute_mean_length([completion for completion, _ in pairs]),
+        **_compute_turn_metrics([completion for completion, _ in pairs]),
         "tokens": float(sum(each.length for completion, _ in pairs for each in (completion, *completion.branches))),
     }
 
@@ -403,7 +403,7 @@ def compute_zero_variance_shares(groups: Sequence[Group], min_reward_range: floa
     }
 
 
-def compute_correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
+def _compute_correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
     """Return the share of right answers, and the lengths of right and wrong ones; empty if rewards do not say it."""
     judged = [(completion, reward) for completion, reward in graded if reward.is_judged]
     if not rewards_are_verdicts(reward for _, reward in judged):
@@ -412,7 +412,7 @@ def compute_correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[str
     return {"completion/correct": share, **compute_lengths_by_grade(judged)}
 
 
-def compute_turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+def _compute_turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the mean turns of the policy and tool calls of conversations, and the share of calls with each fault."""
     conversations = [completion for completion in completions if completion.messages]
     if not conversations:
@@ -453,14 +453,14 @@ def compute_failed_shares(rewards: Sequence[Reward]) -> dict[str, float]:
     return {f"failed/{name}": count / len(rewards) for name, count in names.items()}
 
 
-def compute_logged_means(rewards: Sequence[Reward]) -> dict[str, float]:
+def _compute_logged_means(rewards: Sequence[Reward]) -> dict[str, float]:
     """Return the mean of each number that rewards logged, over the completions that have one."""
     names = {name: None for reward in rewards for name in reward.logged}
     logged = {name: [reward.logged[name] for reward in rewards if name in reward.logged] for name in names}
     return {f"logged/{name}": fmean(values) for name, values in logged.items()}
 
 
-def compute_mean_length(completions: Sequence[Completion]) -> float:
+def _compute_mean_length(completions: Sequence[Completion]) -> float:
     return fmean(completion.length for completion in completions)
 
 
@@ -468,7 +468,7 @@ def compute_lengths_by_grade(judged: Sequence[tuple[Completion, Reward]]) -> dic
     right = [completion for completion, reward in judged if reward.is_correct]
     wrong = [completion for completion, reward in judged if not reward.is_correct]
     lengths = {"completion/length_right": right, "completion/length_wrong": wrong}
-    return {name: compute_mean_length(completions) for name, completions in lengths.items() if completions}
+    return {name: _compute_mean_length(completions) for name, completions in lengths.items() if completions}
 
 
 def predict_zero_variance_share(

@@ -57,7 +57,7 @@ SENTENCES = {
     "lede.alike": "there is no interval, as all prompts had the same reward",
 }
 """The first sentence of a report. inspect/page/words.json has the same in Chinese, beside its English."""
-CHANCE_PHRASES = {INTERVALS_APART: "lede.apart", INTERVALS_OVERLAP: "lede.overlap"}
+_CHANCE_PHRASES = {INTERVALS_APART: "lede.apart", INTERVALS_OVERLAP: "lede.overlap"}
 
 
 def write_report(run_dir: Path) -> Path:
@@ -71,15 +71,15 @@ def write_report(run_dir: Path) -> Path:
         make_metrics_consistent(list(read_records(run_dir / "metrics.jsonl"))),
         read_evaluation_records(run_dir),
     )
-    sections = [render_accuracy_section(evals), render_curves_section(metrics, evals)]
-    rollouts = render_rollouts(run_dir / "rollouts.jsonl", get_setting(config, "log.traces") == "by_length")
-    sections += [render_section("What it said", rollouts), render_config_section(config)]
+    sections = [_render_accuracy_section(evals), _render_curves_section(metrics, evals)]
+    rollouts = _render_rollouts(run_dir / "rollouts.jsonl", get_setting(config, "log.traces") == "by_length")
+    sections += [render_section("What it said", rollouts), _render_config_section(config)]
     page = Template(read_asset("report.html")).substitute(
         name=escape_text(run_dir.resolve().name),
         about=escape_text(f"{get_setting(config, 'policy.model', 'a model')} on {format_task_name(config)}"),
         style=PAGE_CSS + read_asset("report.css"),
-        lede=render_lede(metrics, evals),
-        facts=render_facts(config, metrics),
+        lede=_render_lede(metrics, evals),
+        facts=_render_facts(config, metrics),
         sections="\n".join(sections),
     )
     path = run_dir / "report.html"
@@ -118,7 +118,7 @@ def format_task_name(config: Record) -> str:
     return " ".join(names)
 
 
-def format_estimate_html(name: str, estimate: Estimate) -> str:
+def _format_estimate_html(name: str, estimate: Estimate) -> str:
     """Return an accuracy in percent, or a reward, with its interval if it has one."""
     if name.startswith("reward"):
         value, bounds = f"{estimate.value:.3f}", f"[{estimate.low:.3f}, {estimate.high:.3f}]"
@@ -138,7 +138,7 @@ class Lede(NamedTuple):
     """The keys in SENTENCES of its phrases, by name."""
 
 
-def render_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+def _render_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
     """Return the result of the run in English."""
     key, values, phrases = make_lede(metrics, evals)
     texts = {name: SENTENCES[phrase].format(**values) for name, phrase in phrases.items()}
@@ -150,7 +150,7 @@ def make_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequenc
     records = next(iter(evals.values()), [])
     ends = [parse_evaluation(records[0]), parse_evaluation(records[-1])] if len(records) > 1 else []
     if ends and (name := select_headline(ends)):
-        return make_gain_lede(name, *ends, steps=records[-1]["step"] - records[0]["step"])
+        return _make_gain_lede(name, *ends, steps=records[-1]["step"] - records[0]["step"])
     rewards = make_points(metrics, "reward/mean")
     if not rewards:
         return Lede("lede.nothing", {})
@@ -159,16 +159,16 @@ def make_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequenc
     return Lede("lede.reward", values)
 
 
-def make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) -> Lede:
+def _make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) -> Lede:
     """Return the change of the headline over `steps` steps."""
     old, new = get_measures(first)[name], get_measures(last)[name]
     gain = round(new.value - old.value, 9)
-    ends = {"old": format_estimate_html(name, old), "new": format_estimate_html(name, new)}
+    ends = {"old": _format_estimate_html(name, old), "new": _format_estimate_html(name, new)}
     phrases = {
         "steps": "lede.step" if steps == 1 else "lede.steps",
         "measure": f"lede.of_{name}",
         "went": "lede.rose" if gain > 0 else "lede.fell",
-        "chance": CHANCE_PHRASES.get(
+        "chance": _CHANCE_PHRASES.get(
             compare_intervals(old, new), "lede.few" if describe_intervals(last) == TOO_FEW_PROMPTS else "lede.alike"
         ),
     }
@@ -177,7 +177,7 @@ def make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) -
     return Lede("lede.gain" if gain else "lede.same", {**ends, "n": f"{last.n}", "count": f"{steps:,}"}, phrases)
 
 
-def render_facts(config: Record, metrics: Sequence[Record]) -> str:
+def _render_facts(config: Record, metrics: Sequence[Record]) -> str:
     """Render steps, time, tokens and failures."""
     planned = None if get_setting(config, "algorithm.minutes") else get_setting(config, "algorithm.steps")
     steps = metrics[-1]["step"] if metrics else 0
@@ -189,7 +189,7 @@ def render_facts(config: Record, metrics: Sequence[Record]) -> str:
         "Failed rewards": (f"{failed:,}", failed > 0),
         **{
             f"Failed, {escape_text(name)}": (f"{share:.1%}", True)
-            for name, share in compute_failed_term_shares(metrics).items()
+            for name, share in _compute_failed_term_shares(metrics).items()
         },
         "Skipped updates": (f"{skipped:,}", skipped > 0),
         "Updates without a gradient": (f"{idle:,}", idle > 0),
@@ -200,7 +200,7 @@ def render_facts(config: Record, metrics: Sequence[Record]) -> str:
     return render_fact_list(rows)
 
 
-def compute_failed_term_shares(metrics: Sequence[Record]) -> dict[str, float]:
+def _compute_failed_term_shares(metrics: Sequence[Record]) -> dict[str, float]:
     """Return the mean over steps of the share of completions for which each term failed, of the terms that did."""
     names = {name: None for row in metrics for name in row if name.startswith("failed/")}
     return {name.removeprefix("failed/"): sum_metric(metrics, name) / len(metrics) for name in names}
@@ -229,18 +229,18 @@ def render_section(title: str, content: str) -> str:
     return f"<section>\n<h2>{title}</h2>\n{content}\n</section>" if content else ""
 
 
-def render_accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+def _render_accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
     return render_section(
-        "Before and after", "\n".join(render_comparison_table(*key, rows) for key, rows in evals.items())
+        "Before and after", "\n".join(_render_comparison_table(*key, rows) for key, rows in evals.items())
     )
 
 
-def render_comparison_table(task: str, split: str, rows: Sequence[Record]) -> str:
+def _render_comparison_table(task: str, split: str, rows: Sequence[Record]) -> str:
     first, last = parse_evaluation(rows[0]), parse_evaluation(rows[-1])
     caption = f"{escape_text(task)}, {escape_text(split)}: {last.n} prompts, {last.k} samples of each"
     caption += f"; {describe_intervals(last)}"
     heads = ("", f"Step {rows[0]['step']:,}", f"Step {rows[-1]['step']:,}", "Gain, intervals")
-    cells = "".join(render_measure_row(name, first, last) for name in select_measures([first, last]))
+    cells = "".join(_render_measure_row(name, first, last) for name in select_measures([first, last]))
     return (
         f'<div class="wide"><table><caption>{caption}</caption>\n'
         f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead>\n"
@@ -248,7 +248,7 @@ def render_comparison_table(task: str, split: str, rows: Sequence[Record]) -> st
     )
 
 
-def render_measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
+def _render_measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
     before, after = (get_measures(evaluation).get(name) for evaluation in (first, last))
     if not before or not after:
         return ""
@@ -258,20 +258,20 @@ def render_measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
         compare_intervals(before, after), NO_INTERVALS
     )
     cells = (
-        format_estimate_html(name, before),
-        format_estimate_html(name, after),
+        _format_estimate_html(name, before),
+        _format_estimate_html(name, after),
         f"{change} <small>{intervals}</small>",
     )
     label = format_measure_name(name, last.k)
     return f"<tr><th scope=row>{label}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
 
 
-def render_curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+def _render_curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
     charts = "\n".join(draw_run_charts(metrics, evals))
     return render_section("Curves", f'<div class="charts">\n{charts}\n</div>' if charts else "")
 
 
-def render_config_section(config: Record) -> str:
+def _render_config_section(config: Record) -> str:
     rows = "\n".join(
         f"<tr><th scope=row>{escape_text(key)}</th><td>{escape_text(value)}</td></tr>"
         for key, value in flatten_config(config)
@@ -294,12 +294,12 @@ def flatten_config(config: Record, prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 MAX_TEXT_CHARACTERS = 2000
-MAX_STRIP_TOKENS = 400
+_MAX_STRIP_TOKENS = 400
 MAX_MESSAGES = 40
-PICKS_PER_RANK = 2
+_PICKS_PER_RANK = 2
 
 
-def render_rollouts(rollouts: Path, by_length: bool = False) -> str:
+def _render_rollouts(rollouts: Path, by_length: bool = False) -> str:
     """Render the best and the worst rollouts of the first and the last step, or of each third of them by length."""
     steps = [rows for rows in read_end_rollouts(rollouts) if rows]
     scope = "each third of a step's completions by length" if by_length else "a step"
@@ -311,52 +311,52 @@ def render_rollouts(rollouts: Path, by_length: bool = False) -> str:
         f'<p class="soft">The best and the worst of {scope}. Each cell of a strip is a token: the stronger '
         f"its colour, the less likely the policy was to say it.{legend}</p>"
     )
-    cards = "\n".join(f"<h3>Step {rows[0]['step']:,}</h3>\n{render_cards(rows, by_length)}" for rows in steps)
+    cards = "\n".join(f"<h3>Step {rows[0]['step']:,}</h3>\n{_render_cards(rows, by_length)}" for rows in steps)
     return f"{note}\n{cards}" if cards else ""
 
 
-def render_cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
+def _render_cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
     """Render the best and the worst completions without duplicates. A failed reward is worse than any other."""
-    distinct = list({make_rollout_key(rollout): rollout for rollout in rollouts}.values())
+    distinct = list({_make_rollout_key(rollout): rollout for rollout in rollouts}.values())
     if by_length:
-        picked = [pick for third in split_by_length(distinct) for pick in pick_extremes(third, 1)]
+        picked = [pick for third in _split_by_length(distinct) for pick in _pick_extremes(third, 1)]
     else:
-        picked = pick_extremes(distinct, PICKS_PER_RANK)
-    articles = "\n".join(render_card(rank, rollout) for rank, rollout in picked)
+        picked = _pick_extremes(distinct, _PICKS_PER_RANK)
+    articles = "\n".join(_render_card(rank, rollout) for rank, rollout in picked)
     return f'<div class="cards">\n{articles}\n</div>'
 
 
-def make_rollout_key(rollout: Record) -> tuple[str, str, str]:
+def _make_rollout_key(rollout: Record) -> tuple[str, str, str]:
     """Return what duplicates have in common: the whole conversation, not only its last turn."""
     return rollout["prompt"], rollout["completion"], json.dumps(rollout.get("messages"))
 
 
-def pick_extremes(rollouts: Sequence[Record], count: int) -> list[tuple[str, Record]]:
+def _pick_extremes(rollouts: Sequence[Record], count: int) -> list[tuple[str, Record]]:
     ranked = sorted(rollouts, key=lambda rollout: -inf if rollout["reward"] is None else rollout["reward"])
     worst, best = ranked[:-count][:count], ranked[-count:][::-1]
     return [*(("best", rollout) for rollout in best), *(("worst", rollout) for rollout in worst)]
 
 
-def split_by_length(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
+def _split_by_length(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
     """Return the short, the medium and the long rollouts; fewer groups if there are fewer than three rollouts."""
     ordered, n = sorted(rollouts, key=lambda rollout: len(rollout["tokens"])), len(rollouts)
     thirds = [ordered[i * n // 3 : (i + 1) * n // 3] for i in range(3)]
     return [third for third in thirds if third]
 
 
-def render_card(rank: str, rollout: Record) -> str:
+def _render_card(rank: str, rollout: Record) -> str:
     error = f'<p class="warn">{clip_text(rollout["error"])}</p>' if rollout.get("error") else ""
-    answer = f'<pre dir="auto" tabindex="0">{render_prefix(rollout)}{clip_text(rollout["completion"])}</pre>'
+    answer = f'<pre dir="auto" tabindex="0">{_render_prefix(rollout)}{clip_text(rollout["completion"])}</pre>'
     strip = render_token_strip(rollout["logprobs"], rollout.get("given", ()))
     return (
-        f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(describe_rollout(rollout))}</p>{error}\n'
+        f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(_describe_rollout(rollout))}</p>{error}\n'
         f'<pre class="prompt" dir="auto" tabindex="0">{clip_text(rollout["prompt"])}</pre>\n'
-        f"{render_conversation(rollout) if rollout.get('messages') else answer}"
-        f"{render_extras(rollout.get('extra', {}))}{strip}</article>"
+        f"{_render_conversation(rollout) if rollout.get('messages') else answer}"
+        f"{_render_extras(rollout.get('extra', {}))}{strip}</article>"
     )
 
 
-def describe_rollout(rollout: Record) -> Iterator[str]:
+def _describe_rollout(rollout: Record) -> Iterator[str]:
     """Yield the reward, the length and the ending of a rollout."""
     reward, advantage, own = rollout["reward"], rollout["advantage"], rollout.get("environment_reward")
     yield "reward failed" if reward is None else f"reward {reward:.3f}"
@@ -372,46 +372,46 @@ def describe_rollout(rollout: Record) -> Iterator[str]:
     yield "finished" if rollout["finished"] else "cut off"
 
 
-def render_conversation(rollout: Record) -> str:
+def _render_conversation(rollout: Record) -> str:
     """Render the messages of a conversation, with those of earlier branches first."""
     *earlier, last = [*rollout.get("branches", ()), rollout]
     items = (
-        [render_turn("prefix", "given", "given", f"<i>{clip_text(rollout['prefix'])}</i>")]
+        [_render_turn("prefix", "given", "given", f"<i>{clip_text(rollout['prefix'])}</i>")]
         if rollout.get("prefix")
         else []
     )
     for branch in earlier:
-        items += [*render_messages(branch["messages"]), '<li class="cut"><p>the history was rewritten</p></li>']
-    return '<ol class="talk">\n' + "\n".join([*items, *render_messages(last["messages"])]) + "\n</ol>"
+        items += [*_render_messages(branch["messages"]), '<li class="cut"><p>the history was rewritten</p></li>']
+    return '<ol class="talk">\n' + "\n".join([*items, *_render_messages(last["messages"])]) + "\n</ol>"
 
 
-def render_messages(messages: Sequence[Record]) -> list[str]:
+def _render_messages(messages: Sequence[Record]) -> list[str]:
     """Render the messages of a sequence. Of more than MAX_MESSAGES, the middle is left out."""
     left_out = len(messages) - MAX_MESSAGES
     if left_out <= 0:
-        return [render_message(message) for message in messages]
+        return [_render_message(message) for message in messages]
     half = MAX_MESSAGES // 2
     note = f'<li class="cut"><p>{format_count(left_out, "more message")} in rollouts.jsonl</p></li>'
-    return [*map(render_message, messages[:half]), note, *map(render_message, messages[-half:])]
+    return [*map(_render_message, messages[:half]), note, *map(_render_message, messages[-half:])]
 
 
-def render_message(message: Record) -> str:
+def _render_message(message: Record) -> str:
     fault = ', <b class="warn">the call came to nothing</b>' if is_failed_call(message) else ""
     kind = "sampled" if message.get("role") == "assistant" else "given"
-    return render_turn(escape_text(get_speaker(message)), kind, f"{kind}{fault}", clip_text(format_message(message)))
+    return _render_turn(escape_text(get_speaker(message)), kind, f"{kind}{fault}", clip_text(format_message(message)))
 
 
-def render_turn(who: str, kind: str, about: str, text: str) -> str:
+def _render_turn(who: str, kind: str, about: str, text: str) -> str:
     return f'<li class="{kind}"><p><b>{who}</b>, {about}</p><pre dir="auto" tabindex="0">{text}</pre></li>'
 
 
-def render_extras(columns: Record) -> str:
+def _render_extras(columns: Record) -> str:
     """Render what rewards logged beside the completion."""
     rows = (f"<b>{clip_text(name)}</b> {clip_text(str(value))}" for name, value in columns.items())
     return "".join(f"\n<p>{row}</p>" for row in rows)
 
 
-def render_prefix(rollout: Record) -> str:
+def _render_prefix(rollout: Record) -> str:
     """Render the prefix, set apart from the completion."""
     return f"<i>{clip_text(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
 
@@ -428,13 +428,13 @@ def render_token_strip(logprobs: Sequence[float | None], given: Sequence[Sequenc
 
     The cells show the probabilities of the tokens: their text would need the tokenizer.
     """
-    probabilities = [0.0 if logprob is None else exp(logprob) for logprob in logprobs[:MAX_STRIP_TOKENS]]
+    probabilities = [0.0 if logprob is None else exp(logprob) for logprob in logprobs[:_MAX_STRIP_TOKENS]]
     given_indices = {i for start, end in given for i in range(start, min(end, len(probabilities)))}
     sampled = [p for i, p in enumerate(probabilities) if i not in given_indices]
     if not sampled:
         return ""
     cells = "".join(
-        render_given_cell(i) if i in given_indices else render_sampled_cell(i, p) for i, p in enumerate(probabilities)
+        _render_given_cell(i) if i in given_indices else _render_sampled_cell(i, p) for i, p in enumerate(probabilities)
     )
     label = f"the chances of {format_count(len(sampled), 'token')}, the lowest {min(sampled):.1%}"
     return (
@@ -443,9 +443,9 @@ def render_token_strip(logprobs: Sequence[float | None], given: Sequence[Sequenc
     )
 
 
-def render_sampled_cell(i: int, p: float) -> str:
+def _render_sampled_cell(i: int, p: float) -> str:
     return f'<rect x="{i}" width="1" height="1" fill-opacity="{1 - p:.2f}"><title>token {i + 1}: {p:.1%}</title></rect>'
 
 
-def render_given_cell(i: int) -> str:
+def _render_given_cell(i: int) -> str:
     return f'<rect class="given" x="{i}" y="0.4" width="1" height="0.2"><title>token {i + 1}: given</title></rect>'

@@ -13,7 +13,7 @@ from typing import Any
 from pellucid.types import UserError
 
 Record = Mapping[str, Any]
-CHECKPOINT_NAME = re.compile(r"step-(\d+)")
+_CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 
 
 def find_run_dir(name: str) -> Path | None:
@@ -57,14 +57,14 @@ def trusts_remote_code(run_dir: Path) -> bool:
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the completely written checkpoints, oldest first. They may have been damaged since."""
     paths = (run_dir / "checkpoints").glob("step-*")
-    return sorted((path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)), key=get_checkpoint_step)
+    return sorted((path for path in paths if _CHECKPOINT_NAME.fullmatch(path.name)), key=get_checkpoint_step)
 
 
 def get_checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def has_reached_end(run_dir: Path) -> bool:
+def _has_reached_end(run_dir: Path) -> bool:
     """Whether the last step was taken and evaluated."""
     settings, steps = read_config(run_dir), list(read_records(run_dir / "metrics.jsonl"))
     if not steps:
@@ -83,7 +83,7 @@ def is_run_finished(run_dir: Path) -> bool:
 
     A run with a checkpoint but no model was stopped before its end.
     """
-    return has_reached_end(run_dir) and ((run_dir / "model").is_dir() or not list_checkpoints(run_dir))
+    return _has_reached_end(run_dir) and ((run_dir / "model").is_dir() or not list_checkpoints(run_dir))
 
 
 def read_records(path: Path, whole_file: bool = False) -> Iterator[Record]:

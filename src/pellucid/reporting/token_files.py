@@ -19,12 +19,12 @@ from pellucid.reporting.conversations import list_turn_names
 from pellucid.types import Group, UserError
 from pellucid.utils import files
 
-TOKENS_FOLDER = "tokens"
-TOKENS_FILE_NAME = re.compile(r"step-(\d{6,})\.parquet")
+_TOKENS_FOLDER = "tokens"
+_TOKENS_FILE_NAME = re.compile(r"step-(\d{6,})\.parquet")
 METADATA_KEY = b"pellucid"
 """The key of the metadata of a file, a JSON object with the `version` of the format, the `step`, and what else the
 writer adds."""
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 KIND_SAMPLED, KIND_GIVEN, KIND_PROMPT = "sampled", "given", "prompt"
 """The values of the column `kind`."""
 
@@ -74,7 +74,7 @@ TOKEN_SCHEMA = pa.schema(
 
 
 def get_tokens_path(run_dir: Path, step: int) -> Path:
-    return run_dir / TOKENS_FOLDER / f"step-{step:06}.parquet"
+    return run_dir / _TOKENS_FOLDER / f"step-{step:06}.parquet"
 
 
 def write_tokens(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], metadata: Mapping[str, Any]) -> None:
@@ -88,9 +88,9 @@ def write_tokens(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], me
     """
     length = len(next(iter(rows.values())))
     table = pa.table(
-        [make_column(rows.get(field.name), length, field.type) for field in TOKEN_SCHEMA], schema=TOKEN_SCHEMA
+        [_make_column(rows.get(field.name), length, field.type) for field in TOKEN_SCHEMA], schema=TOKEN_SCHEMA
     )
-    facts = json.dumps({"version": FORMAT_VERSION, "step": step, **metadata})
+    facts = json.dumps({"version": _FORMAT_VERSION, "step": step, **metadata})
     path = get_tokens_path(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # readers of the folder ignore names with a dot
@@ -117,7 +117,7 @@ def make_group_metadata(groups: Mapping[int, Group]) -> dict[str, Any]:
     }
 
 
-def make_column(values: Sequence[Any] | None, length: int, kind: pa.DataType) -> pa.Array:
+def _make_column(values: Sequence[Any] | None, length: int, kind: pa.DataType) -> pa.Array:
     """Return an array of these values. Surrogates in texts, which are no Unicode, become question marks."""
     if values is None:
         return pa.nulls(length, kind)
@@ -132,8 +132,8 @@ def list_recorded_steps(run_dir: Path) -> list[int]:
     """Return the recorded steps in ascending order."""
     return sorted(
         int(match[1])
-        for path in (run_dir / TOKENS_FOLDER).glob("*")
-        if (match := TOKENS_FILE_NAME.fullmatch(path.name))
+        for path in (run_dir / _TOKENS_FOLDER).glob("*")
+        if (match := _TOKENS_FILE_NAME.fullmatch(path.name))
     )
 
 
@@ -156,7 +156,7 @@ def read_tokens(run_dir: Path, step: int, columns: Sequence[str] | None = None) 
         version = get_token_metadata(table)["version"]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: delete it, and the other steps can be read") from error
-    if version != FORMAT_VERSION:
+    if version != _FORMAT_VERSION:
         raise UserError(f"{path} was written by another version of Pellucid: read it with that one")
     return table
 
@@ -171,7 +171,7 @@ def delete_tokens(run_dir: Path, after: int) -> None:
     for step in list_recorded_steps(run_dir):
         if step > after:
             get_tokens_path(run_dir, step).unlink()
-    for partial in (run_dir / TOKENS_FOLDER).glob(".step-*.partial"):
+    for partial in (run_dir / _TOKENS_FOLDER).glob(".step-*.partial"):
         partial.unlink()
 
 
@@ -181,4 +181,4 @@ def sync_tokens(run_dir: Path, after: int) -> None:
     for step in later:
         files.sync_path(get_tokens_path(run_dir, step))
     if later:
-        files.sync_path(run_dir / TOKENS_FOLDER)
+        files.sync_path(run_dir / _TOKENS_FOLDER)

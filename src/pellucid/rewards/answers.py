@@ -72,7 +72,7 @@ _FORMATTING = re.compile(
     r"|\\(?:text|mathrm|textbf|mathbf|mbox|boxed|left|right|quad|displaystyle)(?![A-Za-z])"
 )
 _OPERATOR = re.compile(r"[\d\\^_*+=<>|~!\u00b1\u00d7\u00f7√∞π]|(?<![A-Za-z])[/-]|[/-](?![A-Za-z])")
-ONE_LETTER_UNITS = "mgshlLNJWVACFK"
+_ONE_LETTER_UNITS = "mgshlLNJWVACFK"
 
 
 def extract_answer(text: str) -> str:
@@ -130,16 +130,16 @@ def find_last_box(text: str) -> str | None:
     for opened in deque(_BOX.finditer(text), maxlen=1):
         if opened["bare"]:
             return (
-                opened["bare"] + find_brace_arguments(text, opened.end())
+                opened["bare"] + _find_brace_arguments(text, opened.end())
                 if opened["bare"][0] == "\\"
                 else opened["bare"]
             )
-        end = find_closing_brace(text, opened.end())
+        end = _find_closing_brace(text, opened.end())
         return None if end is None else text[opened.end() : end].strip()
     return None
 
 
-def find_closing_brace(text: str, start: int) -> int | None:
+def _find_closing_brace(text: str, start: int) -> int | None:
     """Return the index of the brace that closes the one right before `start`; None if it stays open."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
@@ -149,11 +149,11 @@ def find_closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-def find_brace_arguments(text: str, start: int) -> str:
+def _find_brace_arguments(text: str, start: int) -> str:
     """Return the groups in braces that follow a command directly, such as the {1}{2} of a fraction."""
     end = start
     while text[end : end + 1] == "{":
-        closed = find_closing_brace(text, end + 1)
+        closed = _find_closing_brace(text, end + 1)
         if closed is None:
             break
         end = closed + 1
@@ -185,7 +185,7 @@ def find_last_number(text: str) -> Fraction | None:
     Example: find_last_number("so $1,080.50.") == Fraction(2161, 2)
     """
     plain = normalize_to_ascii(text)
-    found = deque(find_numbers(plain), maxlen=1)
+    found = deque(_find_numbers(plain), maxlen=1)
     return parse_number_match(found[0], plain) if found else None
 
 
@@ -195,13 +195,13 @@ def parse_only_number(text: str) -> Fraction | None:
     Example: parse_only_number("18 dollars") == 18; parse_only_number("3 or 5") is None
     """
     plain = normalize_to_ascii(text)
-    found = list(islice(find_numbers(plain), 2))
+    found = list(islice(_find_numbers(plain), 2))
     if len(found) != 1:
         return None
     (number,) = found
-    beside = remove_unit_powers(plain[: number.start()]) + " " + remove_unit_powers(plain[number.end() :])
+    beside = _remove_unit_powers(plain[: number.start()]) + " " + _remove_unit_powers(plain[number.end() :])
     letters = (word for word in re.findall(r"[A-Za-z]+", beside) if len(word) == 1)
-    if _OPERATOR.search(beside) or any(letter not in ONE_LETTER_UNITS for letter in letters):
+    if _OPERATOR.search(beside) or any(letter not in _ONE_LETTER_UNITS for letter in letters):
         return None
     return parse_number_match(number, plain)
 
@@ -210,11 +210,11 @@ def normalize_to_ascii(text: str) -> str:
     """Return a text with ASCII digits and signs, without negative thin spaces, and repeating decimals as fractions."""
     plain = _FULL_WIDTH_COMMA.sub(",", text).translate(ASCII_FORMS).replace(r"\!", "")
     return (
-        _REPEATING.sub(convert_repeating_decimal, plain) if any(sign in plain for sign in _REPETITION_MARKS) else plain
+        _REPEATING.sub(_convert_repeating_decimal, plain) if any(sign in plain for sign in _REPETITION_MARKS) else plain
     )
 
 
-def convert_repeating_decimal(decimal: re.Match[str]) -> str:
+def _convert_repeating_decimal(decimal: re.Match[str]) -> str:
     """Return the fraction that a repeating decimal stands for: \\frac{1}{3} for 0.\\overline{3}."""
     begin, period = decimal["begin"], decimal["period"] or decimal["digit"] or decimal["bracketed"]
     if decimal["last"]:
@@ -226,11 +226,11 @@ def convert_repeating_decimal(decimal: re.Match[str]) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def find_numbers(plain: str) -> Iterator[regex.Match[str]]:
+def _find_numbers(plain: str) -> Iterator[regex.Match[str]]:
     return (match for match in _NUMBER.finditer(plain) if match["top"] or match["over"])
 
 
-def remove_unit_powers(beside: str) -> str:
+def _remove_unit_powers(beside: str) -> str:
     """Remove powers of units, LaTeX that only changes the looks, and the backslash of escaped signs."""
     return _FORMATTING.sub(" ", _NUMBER.sub(lambda match: match[0] if match["top"] or match["over"] else " ", beside))
 
@@ -242,10 +242,10 @@ def parse_number_match(number: regex.Match[str], plain: str) -> Fraction | None:
     if _LARGER_EXPRESSION.search(plain[max(0, number.start() - 20) : number.start()]):
         return None
     top, bottom = (
-        parse_decimal(part or "1") for part in (number["top"] or number["over"], number["bottom"] or number["under"])
+        _parse_decimal(part or "1") for part in (number["top"] or number["over"], number["bottom"] or number["under"])
     )
-    whole = parse_decimal(number["whole"] or number["count"] or "0")
-    exponent = parse_scale(number["scale"] or "")
+    whole = _parse_decimal(number["whole"] or number["count"] or "0")
+    exponent = _parse_scale(number["scale"] or "")
     if bottom == 0 or abs(exponent) > MAX_NUMBER_CHARACTERS or (whole and top >= bottom):
         return None
     size = (whole + top / bottom) * Fraction(10) ** exponent
@@ -253,7 +253,7 @@ def parse_number_match(number: regex.Match[str], plain: str) -> Fraction | None:
     return -size if negative else size
 
 
-def parse_scale(written: str) -> int:
+def _parse_scale(written: str) -> int:
     """Return the power of ten that a scale stands for: 3 for k, 6 for M, -2 for e-2."""
     if written in ("k", "K", "M"):
         return 6 if written == "M" else 3
@@ -270,7 +270,7 @@ def is_minus_sign(number: regex.Match[str], plain: str) -> bool:
     return _STATING_WORD.search(before[-9:]) is not None
 
 
-def parse_decimal(digits: str) -> Fraction:
+def _parse_decimal(digits: str) -> Fraction:
     return Fraction(re.sub(r"[^\d.-]", "", digits))
 
 

@@ -32,8 +32,8 @@ from pellucid.sandbox.worker import exit_forked_copies
 from pellucid.types import Completion, Progress, Prompt
 from pellucid.utils.plugins import load_function, load_object
 
-RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
-EXTRA_ARGUMENTS = ("completion_ids", "trainer_state", "log_extra", "log_metric")
+_RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
+_EXTRA_ARGUMENTS = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 """What a function is given besides prompts, completions and columns."""
 
 
@@ -62,7 +62,7 @@ class FunctionLog:
             raise InvalidResultError(
                 f"{name} returned {describe_value(rewards)}, where a list with a number for each is needed"
             )
-        values = [unwrap_scalar(reward) for reward in rewards]
+        values = [_unwrap_scalar(reward) for reward in rewards]
         if len(values) != self.completion_count:
             raise InvalidResultError(
                 f"{name} returned {len(values)} rewards for {self.completion_count} completions:"
@@ -99,17 +99,17 @@ def call_function(spec: str, pairs: Sequence[PromptCompletion], state: TrainerSt
         Exception: whatever the function raises.
     """
     log = FunctionLog(len(pairs))
-    output = bind_arguments(spec, pairs, state, log)()
-    return log.build_parts(get_function_name(spec), run_coroutine(output) if inspect.iscoroutine(output) else output)
+    output = _bind_arguments(spec, pairs, state, log)()
+    return log.build_parts(get_function_name(spec), _run_coroutine(output) if inspect.iscoroutine(output) else output)
 
 
 async def call_async_function(spec: str, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[RewardPart]:
     """Return the rewards of an asynchronous function, as `call_function` does."""
     log = FunctionLog(len(pairs))
-    return log.build_parts(get_function_name(spec), await await_user_code(bind_arguments(spec, pairs, state, log)()))
+    return log.build_parts(get_function_name(spec), await _await_user_code(_bind_arguments(spec, pairs, state, log)()))
 
 
-def bind_arguments(
+def _bind_arguments(
     spec: str, pairs: Sequence[PromptCompletion], state: TrainerState, log: FunctionLog
 ) -> Callable[[], Any]:
     """Return the function with its arguments bound. Raises InvalidResultError if it does not take them."""
@@ -143,11 +143,11 @@ def check_signature(spec: str, names: Sequence[str]) -> None:
 
 def list_argument_names(prompts: Sequence[Prompt]) -> list[str]:
     """Return the names of the arguments that a function is given with completions of these prompts."""
-    columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in RESERVED_COLUMNS)
-    return [*(name for name in columns if isinstance(name, str)), "prompts", "completions", *EXTRA_ARGUMENTS]
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in _RESERVED_COLUMNS)
+    return [*(name for name in columns if isinstance(name, str)), "prompts", "completions", *_EXTRA_ARGUMENTS]
 
 
-def unwrap_scalar(reward: Any) -> Any:
+def _unwrap_scalar(reward: Any) -> Any:
     """Return the number in a tensor of one element, which TRL takes; anything else as it is."""
     return reward.item() if hasattr(reward, "numel") and reward.numel() == 1 else reward
 
@@ -158,7 +158,7 @@ def get_function_name(spec: str) -> str:
 
 def collect_columns(pairs: Sequence[PromptCompletion]) -> dict[str, list[Any]]:
     """Return each column with a value for each completion; None if a row lacks it."""
-    names = {name: None for prompt, _ in pairs for name in prompt.columns if name not in RESERVED_COLUMNS}
+    names = {name: None for prompt, _ in pairs for name in prompt.columns if name not in _RESERVED_COLUMNS}
     return {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names if isinstance(name, str)}
 
 
@@ -184,25 +184,25 @@ def unpickle_environment(completion: Completion) -> Any:
 def get_event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of this process's rewards: one for all steps, since what they open in it stays open."""
     created = asyncio.new_event_loop()
-    threading.Thread(target=run_event_loop, args=(created,), name="rewards", daemon=True).start()
+    threading.Thread(target=_run_event_loop, args=(created,), name="rewards", daemon=True).start()
     return created
 
 
-def run_event_loop(event_loop: asyncio.AbstractEventLoop) -> None:
+def _run_event_loop(event_loop: asyncio.AbstractEventLoop) -> None:
     """Run an event loop forever. A task that raises SystemExit ends alone: the loop passes it on to here."""
     while True:
         with suppress(SystemExit, KeyboardInterrupt), exit_forked_copies():
             event_loop.run_forever()
 
 
-async def await_user_code(awaitable: Awaitable[Any]) -> Any:
+async def _await_user_code(awaitable: Awaitable[Any]) -> Any:
     """Await something of the user's code. A copy of this process that it forks ends with it."""
     with exit_forked_copies():
         return await awaitable
 
 
-def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    running = submit_coroutine(await_user_code(coroutine))
+def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    running = submit_coroutine(_await_user_code(coroutine))
     try:
         return running.result()
     finally:
@@ -216,7 +216,7 @@ def submit_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
 # ---------------------------------------------------------------- trainer_state of a reward function
 
 
-TRL_METRIC_NAMES = {"reward": "reward/mean", "reward_std": "reward/std", "learning_rate": "lr"}
+_TRL_METRIC_NAMES = {"reward": "reward/mean", "reward_std": "reward/std", "learning_rate": "lr"}
 """Our metric names by the names of TRL's log."""
 
 
@@ -244,7 +244,7 @@ class TrainerState:
         records = []
         for line in filter(str.strip, lines):
             with suppress(ValueError):  # a crash has cut it
-                records.append(add_trl_names(json.loads(line)))
+                records.append(_add_trl_names(json.loads(line)))
         return records
 
     @property
@@ -267,5 +267,5 @@ def build_trainer_state(progress: Progress, question_count: int | None, metrics_
     return TrainerState(progress.global_step, progress.max_steps, epochs[0], math.ceil(epochs[1]), metrics_file)
 
 
-def add_trl_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {**record, **{theirs: record[ours] for theirs, ours in TRL_METRIC_NAMES.items() if ours in record}}
+def _add_trl_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {**record, **{theirs: record[ours] for theirs, ours in _TRL_METRIC_NAMES.items() if ours in record}}

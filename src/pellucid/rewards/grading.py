@@ -86,7 +86,7 @@ class GradedTask:
                     grader.stop()
                 raise
         columns = [parts[term] for term in sorted(parts)]
-        return [check_reward(self._grading_task.combine_parts(of_one)) for of_one in zip(*columns, strict=True)]
+        return [_check_reward(self._grading_task.combine_parts(of_one)) for of_one in zip(*columns, strict=True)]
 
     @property
     def is_batch_graded(self) -> bool:
@@ -161,7 +161,7 @@ def is_wrapper(task: Any) -> bool:
     return callable(getattr(type(task), "transform_completion", None)) and hasattr(task, "task")
 
 
-def check_reward(reward: Reward) -> Reward:
+def _check_reward(reward: Reward) -> Reward:
     """Return a reward whose value is finite, or that has failed."""
     try:
         return validate_reward(reward)

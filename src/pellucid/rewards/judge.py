@@ -45,14 +45,14 @@ from pellucid.utils.files import is_process_alive
 from pellucid.utils.plugins import did_you_mean, import_extra
 from pellucid.utils.text import escape_controls, fill_placeholders
 
-MAX_LOGGED_CHARACTERS = 500
+_MAX_LOGGED_CHARACTERS = 500
 """The most characters of an answer in rollouts.jsonl."""
 POLL_INTERVAL_SECONDS = (0.02, 0.5)
 """The seconds before the first and the last looks whether another process has an answer."""
 
 
 @dataclass
-class JudgeRequest:
+class _JudgeRequest:
     """A request of a step, and its outcome."""
 
     body: Mapping[str, Any]
@@ -115,9 +115,9 @@ class Judge:
         assert task is not None
         self._cancel = lambda: task.get_loop().call_soon_threadsafe(task.cancel)
         requests = [self._build_request(*pair) for pair in pairs]
-        first: dict[str, JudgeRequest] = {}
+        first: dict[str, _JudgeRequest] = {}
         for each in requests:
-            if isinstance(each, JudgeRequest):
+            if isinstance(each, _JudgeRequest):
                 first.setdefault(each.digest, each)
         async with self._create_client() as client:
             judge_client = JudgeClient(self.settings, self._openai, client)
@@ -142,7 +142,7 @@ class Judge:
             http_client=http,
         )
 
-    def _build_request(self, prompt: Prompt, completion: Completion) -> JudgeRequest | RewardPart:
+    def _build_request(self, prompt: Prompt, completion: Completion) -> _JudgeRequest | RewardPart:
         """Return the request about a completion, or the part that says why there can be none."""
         s = self.settings
         known = {
@@ -153,15 +153,15 @@ class Judge:
         }
         try:
             system, user = (fill_template(text, known, prompt.columns) for text in (s.system, s.template))
-        except UnknownPlaceholderError as error:
+        except _UnknownPlaceholderError as error:
             return RewardPart(error=str(error))
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": user})
         limit = {} if "max_completion_tokens" in s.body else {"max_tokens": s.max_tokens}
         body = {"model": s.model, "messages": messages, "temperature": 0.0, **limit, **s.body}
-        return JudgeRequest(body, compute_request_digest(s.base_url, body))
+        return _JudgeRequest(body, _compute_request_digest(s.base_url, body))
 
-    async def _resolve(self, request: JudgeRequest, judge_client: JudgeClient) -> None:
+    async def _resolve(self, request: _JudgeRequest, judge_client: JudgeClient) -> None:
         """Find the answer to a request, or ask for it, or note why there is none."""
         start = time.monotonic()
         try:
@@ -189,7 +189,7 @@ class Judge:
             interval = min(2 * interval, POLL_INTERVAL_SECONDS[1])
         return self._cache.find(digest)
 
-    def _build_part(self, own: JudgeRequest, first: JudgeRequest) -> RewardPart:
+    def _build_part(self, own: _JudgeRequest, first: _JudgeRequest) -> RewardPart:
         """Return the part of a completion whose request is `own`; of equal requests only `first` was made."""
         answer, repeated = first.answer, own is not first
         cached = float(repeated or first.cached)
@@ -200,9 +200,9 @@ class Judge:
             "judge/retries": 0.0 if repeated else float(min(len(first.faults), self.settings.retries)),
         }
         if answer is None or first.error:
-            return RewardPart(error=first.error, extra=build_extra(first), logged=logged)
+            return RewardPart(error=first.error, extra=_build_extra(first), logged=logged)
         unreadable = self._describe_unreadable(answer) if first.value is None else ""
-        return RewardPart(first.value, unreadable, build_extra(first), logged)
+        return RewardPart(first.value, unreadable, _build_extra(first), logged)
 
     def compute_reward(self, answer: JudgeAnswer) -> float | None:
         """Return the reward that an answer states, or None. Raises SlowPatternError."""
@@ -227,9 +227,9 @@ class Judge:
         return f'{wanted} in "{quote}"{cut}'
 
 
-def build_extra(request: JudgeRequest) -> dict[str, Any]:
+def _build_extra(request: _JudgeRequest) -> dict[str, Any]:
     """Return the columns of rollouts.jsonl: what the judge answered, and what failed before."""
-    answer = {"judge": request.answer.text[:MAX_LOGGED_CHARACTERS]} if request.answer else {}
+    answer = {"judge": request.answer.text[:_MAX_LOGGED_CHARACTERS]} if request.answer else {}
     return answer | ({"judge_failures": request.faults} if request.faults else {})
 
 
@@ -240,11 +240,11 @@ FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0
 """The seconds before the first retry, which double with each one, and the most seconds before a retry."""
 MAX_RETRY_AFTER_SECONDS = 120.0
 """The most seconds that we wait if an endpoint asks for more with Retry-After."""
-TRANSIENT_STATUSES = (408, 409, 425, 429)
+_TRANSIENT_STATUSES = (408, 409, 425, 429)
 """The statuses below 500 after which the same request may succeed."""
 MAX_ANSWER_CHARACTERS = 2**20
 """The most characters of a judge's answer; a longer text is none."""
-MAX_TOKEN_COUNT = 2**53
+_MAX_TOKEN_COUNT = 2**53
 """Numbers of tokens from here on are not exact in float64; nobody sells as many."""
 _JITTER = random.Random()
 """Not the generator of the module `random`, whose numbers belong to the run."""
@@ -340,7 +340,7 @@ class JudgeClient:
         if self._refusal:
             return UnansweredError(self._refusal)
         complaint = describe_error(error, self._client.api_key)
-        if error.status_code in TRANSIENT_STATUSES or error.status_code >= 500:
+        if error.status_code in _TRANSIENT_STATUSES or error.status_code >= 500:
             return TransientError(complaint, parse_retry_after(error.response.headers.get("retry-after", "")))
         return UnansweredError(complaint)
 
@@ -371,7 +371,7 @@ def parse_answer(completion: Any) -> JudgeAnswer:
         raise TransientError("the answer holds no completion") from None
     if len(text) > MAX_ANSWER_CHARACTERS:
         raise TransientError(f"the answer is longer than {MAX_ANSWER_CHARACTERS:,} characters")
-    return JudgeAnswer(text, cut, tokens if isinstance(tokens, int) and 0 <= tokens < MAX_TOKEN_COUNT else 0)
+    return JudgeAnswer(text, cut, tokens if isinstance(tokens, int) and 0 <= tokens < _MAX_TOKEN_COUNT else 0)
 
 
 def parse_retry_after(retry_after: str) -> float | None:
@@ -401,18 +401,18 @@ class JudgeAnswer:
     """What it cost, prompt and answer."""
 
 
-def compute_request_digest(base_url: str, body: Mapping[str, Any]) -> str:
+def _compute_request_digest(base_url: str, body: Mapping[str, Any]) -> str:
     """Return the sha256 of a request, with all that decides its answer, as hexadecimal digits."""
     return hashlib.sha256(json.dumps([base_url, body], sort_keys=True).encode()).hexdigest()
 
 
-CACHE_SCHEMA = """
+_CACHE_SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, text TEXT, cut INTEGER, tokens INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS claims (
     request TEXT PRIMARY KEY, owner TEXT, host TEXT, pid INTEGER, expires REAL
 ) WITHOUT ROWID;
 """
-CLAIM_STATEMENT = """
+_CLAIM_STATEMENT = """
 INSERT INTO claims VALUES (:request, :owner, :host, :pid, :expires)
 ON CONFLICT (request) DO UPDATE
 SET owner = excluded.owner, host = excluded.host, pid = excluded.pid, expires = excluded.expires
@@ -420,7 +420,7 @@ WHERE claims.owner = excluded.owner
     OR claims.expires < :now
     OR (claims.host = excluded.host AND NOT is_alive(claims.pid))
 """
-BUSY_TIMEOUT_SECONDS = 10.0
+_BUSY_TIMEOUT_SECONDS = 10.0
 """Seconds to wait while another process writes to the database."""
 
 
@@ -444,11 +444,11 @@ class JudgeCache:
         """Keep the database open in the block, for the thread that runs it. At its end all claims are released."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
+            self._connection = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None)
             # The system has what a killed process wrote; only a power failure can damage the file.
             self._connection.execute("PRAGMA synchronous = OFF")
             self._connection.create_function("is_alive", 1, lambda pid: os.name == "nt" or is_process_alive(pid))
-            self._connection.executescript(CACHE_SCHEMA)
+            self._connection.executescript(_CACHE_SCHEMA)
         except (OSError, sqlite3.Error) as error:
             self._report(error)
         try:
@@ -478,7 +478,7 @@ class JudgeCache:
         """Claim a request for so many seconds. Returns False if another process, or another judge, has claimed it."""
         owner = {"owner": self._owner, "host": socket.gethostname(), "pid": os.getpid()}
         now = time.time()
-        return self._write(CLAIM_STATEMENT, {"request": digest, **owner, "now": now, "expires": now + seconds}) != 0
+        return self._write(_CLAIM_STATEMENT, {"request": digest, **owner, "now": now, "expires": now + seconds}) != 0
 
     def release(self, digest: str) -> None:
         values = {"request": digest, "owner": self._owner}
@@ -516,7 +516,7 @@ class SlowPatternError(Exception):
     """A pattern took too long on an answer."""
 
 
-class UnknownPlaceholderError(Exception):
+class _UnknownPlaceholderError(Exception):
     """A template names what the prompt does not have."""
 
 
@@ -530,15 +530,15 @@ def fill_template(template: str, values: Mapping[str, str], columns: Mapping[str
         if name in values:
             return values[name]
         if name in columns:
-            return format_column(columns[name])
+            return _format_column(columns[name])
         hint = did_you_mean(name, [*values, *columns])
-        raise UnknownPlaceholderError(f"the template has {{{name}}}, and the row has no such column{hint}")
+        raise _UnknownPlaceholderError(f"the template has {{{name}}}, and the row has no such column{hint}")
 
     # Half a surrogate pair, which JSON can spell, is in no text that can be sent.
     return fill_placeholders(template, get_text).encode(errors="replace").decode()
 
 
-def format_column(value: Any) -> str:
+def _format_column(value: Any) -> str:
     """Return the text of a column: nothing for None, JSON for lists and objects."""
     if isinstance(value, list | Mapping):
         return json.dumps(value, ensure_ascii=False, default=str)

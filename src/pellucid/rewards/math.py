@@ -26,18 +26,18 @@ from pellucid.rewards.answers import (
 )
 from pellucid.utils.plugins import import_extra
 
-MIN_ROUNDED_PLACES = 6
+_MIN_ROUNDED_PLACES = 6
 """With at least this many decimal places, a rounded decimal equals the exact number: 0.333333 for 1/3."""
-MAX_ROUNDING_ERROR = Fraction(1, 10**5)
+_MAX_ROUNDING_ERROR = Fraction(1, 10**5)
 """The largest error of such a decimal, relative to the exact number: 0.0000003 is not 1/3000000."""
-MIN_COMPARED_DIGITS = 100
+_MIN_COMPARED_DIGITS = 100
 """Constants such as \\sqrt{2} are compared to so many digits, and more where exponents are large."""
-MAX_COMPARED_DIGITS = 4000
-SYMPY_ERRORS = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+_MAX_COMPARED_DIGITS = 4000
+_SYMPY_ERRORS = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
 """Errors by which sympy says that it cannot evaluate a formula."""
-MAX_COMPARED_PAIRS = 36
+_MAX_COMPARED_PAIRS = 36
 """The most pairs of pieces of two lists that are compared by math-verify."""
-MAX_SEARCHED_CHARACTERS = 20_000
+_MAX_SEARCHED_CHARACTERS = 20_000
 """How many characters at the end of a completion are searched if no answer is marked."""
 MAX_ANSWER_CHARACTERS = 1000
 """The most characters of an answer."""
@@ -72,15 +72,15 @@ def states_formula(text: str, gold: str) -> bool | None:
     Example: states_formula("So $x = \\\\frac{2}{4}$.", "0.5"); not states_formula("<answer>3x</answer>", "3")
     """
     gold = strip_answer_sentence(extract_gold_answer(gold))
-    marked, behind = extract_marked_answer(text), strip_thought(text)[-MAX_SEARCHED_CHARACTERS:]
+    marked, behind = extract_marked_answer(text), strip_thought(text)[-_MAX_SEARCHED_CHARACTERS:]
     if is_words(gold):
-        return states_words(behind, marked, gold)
+        return _states_words(behind, marked, gold)
     expected = normalize_formula(gold)
-    if parse_plain_number(expected.body) is None and not is_readable(expected.body):
+    if parse_plain_number(expected.body) is None and not _is_readable(expected.body):
         return None
     found = extract_conclusion(behind) if marked is None else marked
     found = strip_answer_sentence(found) if marked is not None and len(found) <= MAX_ANSWER_CHARACTERS else found
-    return len(found) <= MAX_ANSWER_CHARACTERS and are_equal(normalize_formula(found), expected)
+    return len(found) <= MAX_ANSWER_CHARACTERS and _are_equal(normalize_formula(found), expected)
 
 
 @lru_cache(maxsize=1024)
@@ -90,100 +90,100 @@ def strip_answer_sentence(gold: str) -> str:
     return match["answer"] if match else gold
 
 
-def is_readable(body: str) -> bool:
+def _is_readable(body: str) -> bool:
     """Return whether math-verify can read the formula of a gold answer, within a bounded time."""
     stray = "$" in body.replace(r"\$", "")
     return not stray and is_computable(body, allowed=body) and bool(parse_formula(body))
 
 
-def are_equal(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
+def _are_equal(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
     """Return whether two formulas are equal. Either may lack its unit; units that are both there must agree.
 
     A percentage is its amount or a hundredth of it, where only one side has the sign.
     """
     if not found.body:
         return False
-    if (found.has_currency and expected.unit in NON_CURRENCY_UNITS) or (
-        expected.has_currency and found.unit in NON_CURRENCY_UNITS
+    if (found.has_currency and expected.unit in _NON_CURRENCY_UNITS) or (
+        expected.has_currency and found.unit in _NON_CURRENCY_UNITS
     ):
         return False
     if found.unit != expected.unit and found.unit and expected.unit:
         return False
-    if are_equal_without_units(found, expected):
+    if _are_equal_without_units(found, expected):
         return True
     if found.unit == expected.unit or "%" not in (found.unit, expected.unit):
         return False
     one, other = (
-        replace_body(side, divide_by_hundred(side.body)) if side.unit == "%" else side for side in (found, expected)
+        _replace_body(side, _divide_by_hundred(side.body)) if side.unit == "%" else side for side in (found, expected)
     )
-    return are_equal_without_units(one, other)
+    return _are_equal_without_units(one, other)
 
 
-NON_CURRENCY_UNITS = ("%", "degrees")
+_NON_CURRENCY_UNITS = ("%", "degrees")
 """Units that contradict a currency."""
 
 
-def replace_body(side: NormalizedFormula, body: str) -> NormalizedFormula:
+def _replace_body(side: NormalizedFormula, body: str) -> NormalizedFormula:
     return side._replace(body=body, range="", unknown="")
 
 
-def are_equal_without_units(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
+def _are_equal_without_units(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
     """Return whether two formulas without their units are equal."""
     one, other = found.body, expected.body
     if one.split() == other.split():
         return True
-    quick = get_first_verdict(check(one, other) for check in (compare_numbers, compare_in_base))
+    quick = _get_first_verdict(check(one, other) for check in (_compare_numbers, _compare_in_base))
     if quick is not None or not is_computable(one, allowed=other):
         return bool(quick)
-    structured = get_first_verdict(
-        check(found, expected) for check in (compare_approximation, compare_ranges, compare_structures)
+    structured = _get_first_verdict(
+        check(found, expected) for check in (_compare_approximation, _compare_ranges, _compare_structures)
     )
-    return compare_formulas(one, other) if structured is None else structured
+    return _compare_formulas(one, other) if structured is None else structured
 
 
-def get_first_verdict(verdicts: Iterable[bool | None]) -> bool | None:
+def _get_first_verdict(verdicts: Iterable[bool | None]) -> bool | None:
     """Return the first verdict that is not None; None if there is none."""
     return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
-def compare_numbers(found: str, expected: str) -> bool | None:
+def _compare_numbers(found: str, expected: str) -> bool | None:
     """Return whether two plain numbers are equal; None if either is none."""
     x, y = parse_plain_number(found), parse_plain_number(expected)
     if x is None or y is None:
         return None
-    return x == y or is_rounded_ratio(found, x, expected, y) or is_rounded_ratio(expected, y, found, x)
+    return x == y or _is_rounded_ratio(found, x, expected, y) or _is_rounded_ratio(expected, y, found, x)
 
 
-def compare_approximation(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
+def _compare_approximation(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
     """Return whether an answer with an approximation sign states the gold answer; None if there is no such sign."""
     if not _APPROXIMATELY.search(found.body) or _APPROXIMATELY.search(expected.body):
         return None
-    return approximates(found.body, expected)
+    return _approximates(found.body, expected)
 
 
-def compare_structures(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
+def _compare_structures(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
     """Return whether two lists or sets are equal; False for formulas of different kinds, None for other formulas."""
-    return compare_pieces(found.body, expected.body) if are_same_kind(found.body, expected.body) else False
+    return _compare_pieces(found.body, expected.body) if are_same_kind(found.body, expected.body) else False
 
 
-def compare_formulas(found: str, expected: str) -> bool:
-    sides = split_sides(found) if "=" not in expected else [found]
+def _compare_formulas(found: str, expected: str) -> bool:
+    sides = _split_sides(found) if "=" not in expected else [found]
     # The last side of a chain of equations is the answer; a false chain, such as 4 = 3, is none.
     constant = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
-    if not all(verify_formula(side, constant[-1]) for side in constant[:-1]):
+    if not all(_verify_formula(side, constant[-1]) for side in constant[:-1]):
         return False
     if len(sides) > 1 and constant and sides[-1] == constant[-1] and "=" not in expected:
-        return verify_formula(sides[-1], expected)
-    return verify_formula(found, expected)
+        return _verify_formula(sides[-1], expected)
+    return _verify_formula(found, expected)
 
 
-def verify_formula(found: str, expected: str) -> bool:
+def _verify_formula(found: str, expected: str) -> bool:
     """Return whether two formulas are equal: constants exactly, anything else as math-verify compares it."""
     one, other = parse_formula(found), parse_formula(expected)
-    if not are_comparable(one, other):
+    if not _are_comparable(one, other):
         return False
-    digits = count_compared_digits(found, expected)
-    constants = compare_constants(found, one, expected, other, digits)
+    digits = _count_compared_digits(found, expected)
+    constants = _compare_constants(found, one, expected, other, digits)
     if constants is not None:
         return constants
     _, verify = load_math_verify()
@@ -191,26 +191,26 @@ def verify_formula(found: str, expected: str) -> bool:
     return bool(verify(other, one, numeric_precision=digits, timeout_seconds=None))
 
 
-def count_compared_digits(*bodies: str) -> int:
+def _count_compared_digits(*bodies: str) -> int:
     """Return how many digits tell constants apart that have these exponents."""
     exponents = [int(n) for body in bodies for n in re.findall(r"\^\s*\{?\s*-?(\d{1,5})", body)]
-    return min(MAX_COMPARED_DIGITS, MIN_COMPARED_DIGITS + 3 * max(exponents, default=0))
+    return min(_MAX_COMPARED_DIGITS, _MIN_COMPARED_DIGITS + 3 * max(exponents, default=0))
 
 
-def compare_constants(found: str, one: Sequence[Any], expected: str, other: Sequence[Any], digits: int) -> bool | None:
+def _compare_constants(found: str, one: Sequence[Any], expected: str, other: Sequence[Any], digits: int) -> bool | None:
     """Return whether two constants are equal; None if either is no constant.
 
     A plain decimal of `MIN_ROUNDED_PLACES` places equals the number that it is rounded from.
     """
-    x, y = (evaluate_constant(side) for side in (one, other))
+    x, y = (_evaluate_constant(side) for side in (one, other))
     if x is None or y is None:
         return None
     if x.is_Rational and y.is_Rational:
         return bool(x == y)
     for decimal, exact in ((found, y), (expected, x)):
         value = parse_plain_number(decimal)
-        if value is not None and (places := decimal.partition(".")[2]).isdigit() and len(places) >= MIN_ROUNDED_PLACES:
-            return is_rounded_constant(value, exact, len(places))
+        if value is not None and (places := decimal.partition(".")[2]).isdigit() and len(places) >= _MIN_ROUNDED_PLACES:
+            return _is_rounded_constant(value, exact, len(places))
     if x.is_infinite or y.is_infinite:
         return bool(x == y)
     sympy = import_extra("sympy", "data", 'reward "math"')
@@ -218,35 +218,35 @@ def compare_constants(found: str, one: Sequence[Any], expected: str, other: Sequ
         near, far = (sympy.N(side, digits, maxn=2 * digits) for side in (x, y))
         size, difference = max(abs(near), abs(far)), abs(near - far)
         return bool(difference <= size * sympy.Float(10, digits) ** (10 - digits))
-    except SYMPY_ERRORS:
+    except _SYMPY_ERRORS:
         return None
 
 
-def is_rounded_constant(decimal: Fraction, exact: Any, places: int) -> bool:
+def _is_rounded_constant(decimal: Fraction, exact: Any, places: int) -> bool:
     """Return whether a decimal is a constant of sympy rounded at so many places."""
     sympy = import_extra("sympy", "data", 'reward "math"')
     value = sympy.N(exact, places + 30)
     if not value.is_Float:
         return False
     error = abs(Fraction(str(value)) - decimal)
-    return 2 * error <= Fraction(1, 10**places) and error <= MAX_ROUNDING_ERROR * abs(decimal)
+    return 2 * error <= Fraction(1, 10**places) and error <= _MAX_ROUNDING_ERROR * abs(decimal)
 
 
-def evaluate_constant(formula: Sequence[Any]) -> Any:
+def _evaluate_constant(formula: Sequence[Any]) -> Any:
     """Return the evaluated constant of sympy that was parsed; None if it has unknowns or is no expression."""
     sympy = import_extra("sympy", "data", 'reward "math"')
     if not formula or not isinstance(formula[0], sympy.Expr) or formula[0].free_symbols:
         return None
     try:
         value = formula[0].doit()
-    except SYMPY_ERRORS:
+    except _SYMPY_ERRORS:
         return None
     if not isinstance(value, sympy.Expr) or value.has(sympy.nan, sympy.zoo, sympy.core.function.AppliedUndef):
         return None
     return value if value.is_number or value.is_infinite else None
 
 
-def compare_in_base(found: str, expected: str) -> bool | None:
+def _compare_in_base(found: str, expected: str) -> bool | None:
     """Return whether numbers with a base such as 101_2 agree, of which one may lack the base; None if none has one."""
     one, other = (_NUMBER_WITH_BASE.fullmatch("".join(side.split())) for side in (found, expected))
     if one and other:
@@ -264,16 +264,16 @@ def compare_in_base(found: str, expected: str) -> bool | None:
     return None
 
 
-def approximates(found: str, expected: NormalizedFormula) -> bool:
+def _approximates(found: str, expected: NormalizedFormula) -> bool:
     """Return whether "x \\approx 3.14" or "\\pi \\approx 3.14" states the gold answer by a side; both must agree."""
     sides = [side.strip() for side in _APPROXIMATELY.split(found)]
     if len(sides) != 2 or not all(sides):
         return False
     exact, decimal = sides[0].rpartition("=")[2].strip(), parse_plain_number(sides[1])
-    value = evaluate_constant(parse_formula(exact)) if exact else None
+    value = _evaluate_constant(parse_formula(exact)) if exact else None
     if value is None:
-        return re.fullmatch(r"[A-Za-z]|\\[A-Za-z]+", exact) is not None and are_equal_without_units(
-            replace_body(expected, sides[1]), expected
+        return re.fullmatch(r"[A-Za-z]|\\[A-Za-z]+", exact) is not None and _are_equal_without_units(
+            _replace_body(expected, sides[1]), expected
         )
     if decimal is None:
         return False
@@ -283,27 +283,27 @@ def approximates(found: str, expected: NormalizedFormula) -> bool:
         return False
     if 2 * abs(Fraction(str(near)) - decimal) > Fraction(1, 10**places):
         return False
-    return any(are_equal_without_units(replace_body(expected, side), expected) for side in (exact, sides[1]))
+    return any(_are_equal_without_units(_replace_body(expected, side), expected) for side in (exact, sides[1]))
 
 
-def compare_ranges(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
+def _compare_ranges(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
     """Return whether a condition and an interval, or two conditions, hold for the same numbers.
 
     None if this cannot be told: neither is a condition, or a condition that must be solved first differs.
     """
     if found.range and expected.range:
-        same_bounds = found.unknown == expected.unknown and bool(compare_pieces(found.range, expected.range))
+        same_bounds = found.unknown == expected.unknown and bool(_compare_pieces(found.range, expected.range))
         return True if same_bounds else None
     if not (found.range or expected.range):
         return None
     conditional, other = (found, expected) if found.range else (expected, found)
-    interval = parse_intervals(other.body)
+    interval = _parse_intervals(other.body)
     if interval is None:
         return None
-    return bool(compare_pieces(conditional.range, interval))
+    return bool(_compare_pieces(conditional.range, interval))
 
 
-def parse_intervals(body: str) -> str | None:
+def _parse_intervals(body: str) -> str | None:
     """Return the intervals of a set such as (-5,3), "x \\in [0,1]" and \\mathbb{R}; None for anything else."""
     inside = re.sub(r"\A\s*(?:[A-Za-z]|\\[a-z]+)\s*\\in(?![A-Za-z])\s*", "", body).strip()
     reals = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\u211d|\(-\\infty\s*,\s*\+?\\infty\s*\))"
@@ -311,44 +311,44 @@ def parse_intervals(body: str) -> str | None:
         return r"(-\infty,\infty)"
     if left_out := re.fullmatch(reals + r"\s*(?:\\setminus|\\backslash|-|\\)\s*\\\{([^{},]+)\\\}", inside):
         return rf"(-\infty,{left_out[1]})\cup({left_out[1]},\infty)"
-    pieces = split_pieces(inside)
+    pieces = _split_pieces(inside)
     return inside if pieces and all(len(piece.parts) == 2 for piece in pieces[1]) and pieces[0] == "cup" else None
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """A bracketed list, or a part of a list without brackets."""
 
     brackets: str
     parts: tuple[str, ...]
 
 
-def split_pieces(body: str) -> tuple[str, list[Piece]] | None:
+def _split_pieces(body: str) -> tuple[str, list[_Piece]] | None:
     """Return the pieces of a union of intervals, "cup", or of a list, "list"; None if it is neither.
 
     Example: split_pieces("[0,1) \\cup \\{3\\}") == ("cup", [Piece("[)", ("0", "1")), Piece("{}", ("3",))])
     """
     body = body.strip()
     if r"\cup" in body or body.startswith(("(", "[", r"\{")):
-        found = [parse_bracketed(part.strip()) for part in re.split(r"\\cup(?![A-Za-z])", body)]
+        found = [_parse_bracketed(part.strip()) for part in re.split(r"\\cup(?![A-Za-z])", body)]
         pieces = [piece for piece in found if piece is not None]
         if len(pieces) == len(found) and (len(pieces) > 1 or len(pieces[0].parts) > 1 or pieces[0].brackets == "{}"):
             return "cup", pieces
-    parts = split_at_commas(body)
-    return ("list", [Piece("", (part,)) for part in parts]) if len(parts) > 1 else None
+    parts = _split_at_commas(body)
+    return ("list", [_Piece("", (part,)) for part in parts]) if len(parts) > 1 else None
 
 
-def parse_bracketed(part: str) -> Piece | None:
+def _parse_bracketed(part: str) -> _Piece | None:
     """Return the elements of a list in brackets that close at its end; None if they do not."""
     opening, closing = (2 if part.startswith(r"\{") else 1), (2 if part.endswith(r"\}") else 1)
     brackets = part[:opening][-1:] + part[-1:]
     if len(part) < 3 or brackets not in ("()", "[]", "(]", "[)", "{}") or (brackets == "{}" and opening + closing != 4):
         return None
     inside = part[opening:-closing]
-    parts = split_at_commas(inside)
-    return Piece(brackets, tuple(parts)) if all(parts) and has_no_stray_bracket(inside) else None
+    parts = _split_at_commas(inside)
+    return _Piece(brackets, tuple(parts)) if all(parts) and _has_no_stray_bracket(inside) else None
 
 
-def has_no_stray_bracket(body: str) -> bool:
+def _has_no_stray_bracket(body: str) -> bool:
     """Return whether every bracket is closed by one of any kind."""
     level = 0
     for c in body:
@@ -358,7 +358,7 @@ def has_no_stray_bracket(body: str) -> bool:
     return level == 0
 
 
-def split_at_commas(body: str) -> list[str]:
+def _split_at_commas(body: str) -> list[str]:
     """Split at commas outside of brackets. If there are commas with a space, those in 1,000 group thousands."""
     if ", " in body:
         body = _THOUSANDS_COMMA.sub("\0", body)
@@ -371,7 +371,7 @@ def split_at_commas(body: str) -> list[str]:
     return [part.replace("\0", ",").strip() for part in (*parts, body[start:])]
 
 
-def expand_plus_minus(body: str) -> str:
+def _expand_plus_minus(body: str) -> str:
     r"""Return "3, -3" for "\pm 3"; any other text as it is."""
     if body.count(r"\pm") != 1 or "," in body:
         return body
@@ -379,55 +379,55 @@ def expand_plus_minus(body: str) -> str:
     return plus + ", " + body.replace(r"\pm", "-").replace(r"\mp", "+")
 
 
-def compare_pieces(found: str, expected: str) -> bool | None:
+def _compare_pieces(found: str, expected: str) -> bool | None:
     """Return whether two lists, tuples, sets, intervals or unions have equal pieces; None if their kinds differ."""
     if (
         not any(sign in found and sign in expected for sign in (",", ";", r"\{", r"\pm"))
         and r"\pm" not in found + expected
     ):
         return None
-    one, other = (split_pieces(expand_plus_minus(side)) for side in (found, expected))
+    one, other = (_split_pieces(_expand_plus_minus(side)) for side in (found, expected))
     if one is None or other is None:
         return None
     (kind, first), (other_kind, second) = one, other
-    lists = get_elements(first), get_elements(second)
+    lists = _get_elements(first), _get_elements(second)
     if "list" in (kind, other_kind):  # a list without brackets is a set
-        return None if lists[0] is None or lists[1] is None else have_equal_elements(lists[0], lists[1])
+        return None if lists[0] is None or lists[1] is None else _have_equal_elements(lists[0], lists[1])
     if len(first) == len(second) == 1:
-        return are_equal_pieces(first[0], second[0])
-    return len(first) == len(second) and have_perfect_matching(first, second, are_equal_pieces)
+        return _are_equal_pieces(first[0], second[0])
+    return len(first) == len(second) and _have_perfect_matching(first, second, _are_equal_pieces)
 
 
-def get_elements(pieces: Sequence[Piece]) -> tuple[str, ...] | None:
+def _get_elements(pieces: Sequence[_Piece]) -> tuple[str, ...] | None:
     """Return the elements of a set or of a list without brackets; None for anything else."""
     if len(pieces) == 1 and pieces[0].brackets == "{}":
         return pieces[0].parts
     return None if any(piece.brackets for piece in pieces) else tuple(piece.parts[0] for piece in pieces)
 
 
-def are_equal_pieces(one: Piece, other: Piece) -> bool:
+def _are_equal_pieces(one: _Piece, other: _Piece) -> bool:
     """Return whether two bracketed lists are equal: in their order, unless they are sets."""
     if one.brackets != other.brackets or len(one.parts) != len(other.parts):
         return False
     if one.brackets == "{}":
-        return have_equal_elements(one.parts, other.parts)
-    return all(map(are_equal_elements, one.parts, other.parts))
+        return _have_equal_elements(one.parts, other.parts)
+    return all(map(_are_equal_elements, one.parts, other.parts))
 
 
-def have_equal_elements(one: Sequence[str], other: Sequence[str]) -> bool:
+def _have_equal_elements(one: Sequence[str], other: Sequence[str]) -> bool:
     """Return whether two lists have the same elements, in whatever order."""
-    return len(one) == len(other) and have_perfect_matching(one, other, are_equal_elements)
+    return len(one) == len(other) and _have_perfect_matching(one, other, _are_equal_elements)
 
 
-def are_equal_elements(one: str, other: str) -> bool:
-    return are_equal(normalize_formula(one), normalize_formula(other))
+def _are_equal_elements(one: str, other: str) -> bool:
+    return _are_equal(normalize_formula(one), normalize_formula(other))
 
 
-def have_perfect_matching(one: Sequence[Any], other: Sequence[Any], alike: Callable[[Any, Any], bool]) -> bool:
+def _have_perfect_matching(one: Sequence[Any], other: Sequence[Any], alike: Callable[[Any, Any], bool]) -> bool:
     """Return whether each element has its own partner. Equal texts are paired first: comparing formulas is slow."""
     rest = list(other)
     left = [each for each in one if not (each in rest and (rest.remove(each) is None))]
-    if len(left) ** 2 > MAX_COMPARED_PAIRS:
+    if len(left) ** 2 > _MAX_COMPARED_PAIRS:
         return False
     for each in left:
         partner = next((i for i, candidate in enumerate(rest) if alike(each, candidate)), None)
@@ -446,13 +446,13 @@ def are_same_kind(found: str, expected: str) -> bool:
     return alike and not re.search(r"\d\s+\.?\d", found)
 
 
-def is_rounded_ratio(decimal: str, value: Fraction, ratio: str, exact: Fraction) -> bool:
+def _is_rounded_ratio(decimal: str, value: Fraction, ratio: str, exact: Fraction) -> bool:
     """Return whether a decimal of at least `MIN_ROUNDED_PLACES` places is the ratio rounded at its last place."""
     places = decimal.partition(".")[2]
-    if not places.isdigit() or len(places) < MIN_ROUNDED_PLACES or "." in ratio:
+    if not places.isdigit() or len(places) < _MIN_ROUNDED_PLACES or "." in ratio:
         return False
     error = abs(value - exact)
-    return 2 * error <= Fraction(1, 10 ** len(places)) and error <= MAX_ROUNDING_ERROR * abs(exact)
+    return 2 * error <= Fraction(1, 10 ** len(places)) and error <= _MAX_ROUNDING_ERROR * abs(exact)
 
 
 def parse_plain_number(body: str) -> Fraction | None:
@@ -461,26 +461,26 @@ def parse_plain_number(body: str) -> Fraction | None:
     return None if re.search(r"[A-Za-z()\[\]|]", letters) else parse_only_number(body)
 
 
-def split_sides(body: str) -> list[str]:
+def _split_sides(body: str) -> list[str]:
     return [body] if "," in body else re.split(r"(?<![<>!:])=(?!=)", body)
 
 
-def divide_by_hundred(body: str) -> str:
+def _divide_by_hundred(body: str) -> str:
     value = parse_plain_number(body)
     return rf"\frac{{{body}}}{{100}}" if value is None else f"{(value / 100).numerator}/{(value / 100).denominator}"
 
 
-def states_words(text: str, marked: str | None, gold: str) -> bool:
+def _states_words(text: str, marked: str | None, gold: str) -> bool:
     """Return whether a completion states these words: as its marked answer, else as its last line or its end."""
-    expected = normalize_words(strip_to_words(gold))
+    expected = _normalize_words(_strip_to_words(gold))
     if marked is not None:
         named = re.sub(
-            r"^(?:option|choice|answer)\s+", "", strip_to_words(marked[:MAX_ANSWER_CHARACTERS]), flags=re.IGNORECASE
+            r"^(?:option|choice|answer)\s+", "", _strip_to_words(marked[:MAX_ANSWER_CHARACTERS]), flags=re.IGNORECASE
         )
-        return normalize_words(strip_to_words(named)) == expected
+        return _normalize_words(_strip_to_words(named)) == expected
     last = "".join(text.strip().splitlines()[-1:])[-MAX_ANSWER_CHARACTERS:]
     ending = re.split(r"(?:\b(?:is|are|on)\b|[:=])", last)[-1]
-    return expected in (normalize_words(strip_to_words(last)), normalize_words(strip_to_words(ending)))
+    return expected in (_normalize_words(_strip_to_words(last)), _normalize_words(_strip_to_words(ending)))
 
 
 def extract_conclusion(text: str) -> str:
@@ -488,9 +488,9 @@ def extract_conclusion(text: str) -> str:
 
     Example: extract_conclusion("She makes 18 dollars") == "18"; extract_conclusion("It is x^2 + 1.") == "x^2 + 1"
     """
-    text = remove_emphasis(text)
-    start, end, formula = find_last_delimited(text)
-    spoken = find_last_span(text, end)
+    text = _remove_emphasis(text)
+    start, end, formula = _find_last_delimited(text)
+    spoken = _find_last_span(text, end)
     if spoken is not None and (not formula or re.search(r"\d", text[slice(*spoken)])):
         start, formula = spoken[0], text[slice(*spoken)]
         # Alone, 3! is a factorial; at the end of a sentence it is a 3.
@@ -498,18 +498,18 @@ def extract_conclusion(text: str) -> str:
     return "" if _NEGATION.search(text[max(0, start - 60) : start]) else formula
 
 
-def find_last_delimited(text: str) -> tuple[int, int, str]:
+def _find_last_delimited(text: str) -> tuple[int, int, str]:
     """Return start, end and text of the last formula between delimiters. "$1$ and $2$" is one formula: "1, 2"."""
     start, end, formulas = 0, 0, list[str]()
     for match in _DELIMITED_FORMULA.finditer(text):
         if " ".join(text[end : match.start()].split()) not in _CONNECTIVES:
             start, formulas = match.start(), []
-        formulas.append(strip_formatting(match[0]))
+        formulas.append(_strip_formatting(match[0]))
         end = match.end()
     return start, end, ", ".join(formulas)
 
 
-def find_last_span(text: str, begin: int) -> tuple[int, int] | None:
+def _find_last_span(text: str, begin: int) -> tuple[int, int] | None:
     """Return start and end of the last stretch between words that has a digit, else a letter, in it; or None."""
     spans, start = [], begin
     for word in _WORD.finditer(text, begin):
@@ -523,7 +523,7 @@ def find_last_span(text: str, begin: int) -> tuple[int, int] | None:
     return None
 
 
-def are_comparable(found: list[Any], expected: list[Any]) -> bool:
+def _are_comparable(found: list[Any], expected: list[Any]) -> bool:
     """Return whether comparing is safe: with different unknowns they differ, and simplifying them may not end."""
     expression = import_extra("sympy", "data", 'reward "math"').Expr
     pair = (found[:1], expected[:1])
@@ -537,10 +537,10 @@ def are_comparable(found: list[Any], expected: list[Any]) -> bool:
 def parse_formula(body: str) -> list[Any]:
     """Return the formula as math-verify parses it, with exact decimals, and i as the imaginary unit."""
     parse, _ = load_math_verify()
-    return [make_exact(each) for each in parse(rf"\boxed{{{body}}}")]
+    return [_make_exact(each) for each in parse(rf"\boxed{{{body}}}")]
 
 
-def make_exact(formula: Any) -> Any:
+def _make_exact(formula: Any) -> Any:
     """Return a formula of sympy with decimals as ratios and the symbol i as the imaginary unit; other things as is."""
     sympy = import_extra("sympy", "data", 'reward "math"')
     if not isinstance(formula, sympy.Expr | sympy.core.relational.Relational | sympy.MatrixBase):
@@ -549,7 +549,7 @@ def make_exact(formula: Any) -> Any:
     exact |= {symbol: sympy.I for symbol in formula.free_symbols if symbol.name == "i"}
     try:
         return formula.xreplace(exact) if exact else formula
-    except SYMPY_ERRORS:  # such as a relation that does not order complex numbers
+    except _SYMPY_ERRORS:  # such as a relation that does not order complex numbers
         return formula
 
 
@@ -579,7 +579,7 @@ _SIGNS |= {
     "\u2248": r"\approx ",
 }
 _SIGNS |= {"\u00a3": r"\$", "\u20ac": r"\$", "\u00a5": r"\$"}
-LATEX_FORMS = str.maketrans(_SIGNS)
+_LATEX_FORMS = str.maketrans(_SIGNS)
 _FULL_STOP = "\u3002"
 _SUPERSCRIPT_DIGITS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
 _SUPERSCRIPT = re.compile(f"[{_SUPERSCRIPT_DIGITS}]+")
@@ -699,17 +699,17 @@ def normalize_formula(text: str) -> NormalizedFormula:
         lambda match: "^{" + "".join(str(_SUPERSCRIPT_DIGITS.index(c)) for c in match[0]) + "}",
         normalize_to_ascii(text),
     )
-    body = remove_styles(strip_formatting(" ".join(_TAG.sub("", raised).translate(LATEX_FORMS).split())))
+    body = _remove_styles(_strip_formatting(" ".join(_TAG.sub("", raised).translate(_LATEX_FORMS).split())))
     spoken = _SQRT.sub(
         lambda m: rf"\sqrt{{{m[1] or m[2]}}}",
-        convert_code_spelling(_APPROXIMATION_PREFIX.sub("", strip_formatting(body))),
+        _convert_code_spelling(_APPROXIMATION_PREFIX.sub("", _strip_formatting(body))),
     )
     body = _CURRENCY.sub("", spoken)
     in_currency = body != spoken
     body = _SCALED.sub(lambda m: rf" \times 10^{{{_SCALE_EXPONENTS[m[1]]}}}", body)
     body = _ANGLE.sub(r"\1(\\frac{\2\\pi}{180})", body)
-    unknown, range_ = parse_condition(body)
-    body, unit = split_unit(_CONJUNCTION.sub(", ", body).strip())
+    unknown, range_ = _parse_condition(body)
+    body, unit = _split_unit(_CONJUNCTION.sub(", ", body).strip())
     body = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), body)
     body = _SHORT_FRACTION.sub(lambda m: rf"{m[1] or m[4]}{{{m[2] or m[5]}}}{{{m[3] or m[6]}}}", body)
     body = _LOGARITHM.sub(lambda m: rf"\log_{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", body)
@@ -719,7 +719,7 @@ def normalize_formula(text: str) -> NormalizedFormula:
     return NormalizedFormula(body.replace(r"\varnothing", r"\emptyset").strip(), unit, in_currency, range_, unknown)
 
 
-def remove_styles(body: str) -> str:
+def _remove_styles(body: str) -> str:
     """Remove commands that change only the looks, and text boxes around numbers: \\mathbf{5}, \\text{12}."""
     if "\\" not in body:
         return body
@@ -734,7 +734,7 @@ def remove_styles(body: str) -> str:
     return body
 
 
-def convert_code_spelling(body: str) -> str:
+def _convert_code_spelling(body: str) -> str:
     """Replace the spelling of programming languages, such as pi/2, x**2 and sqrt(3), by LaTeX."""
     for pattern, latex in _CODE_SPELLINGS:
         body = pattern.sub(latex, body)
@@ -759,7 +759,7 @@ _SET_BUILDER = re.compile(
 )
 
 
-def parse_condition(body: str) -> tuple[str, str]:
+def _parse_condition(body: str) -> tuple[str, str]:
     """Return the unknown of a condition such as -5 < x < 3 and its intervals; empty if it is none.
 
     Example: parse_condition(r"x < 1 \\text{ or } x \\ge 2") == ("x", r"(-\\infty,1)\\cup[2,\\infty)")
@@ -770,8 +770,8 @@ def parse_condition(body: str) -> tuple[str, str]:
         body = inside[1]
     unknowns, pieces = set[str](), list[str]()
     for alternative in _OR.split(body):
-        bounds = [parse_simple_condition(each) for each in _AND.split(alternative)]
-        found = bounds[0] if len(bounds) == 1 else intersect_bounds(bounds)
+        bounds = [_parse_simple_condition(each) for each in _AND.split(alternative)]
+        found = bounds[0] if len(bounds) == 1 else _intersect_bounds(bounds)
         if found is None:
             return "", ""
         unknowns.add(found[0])
@@ -781,25 +781,25 @@ def parse_condition(body: str) -> tuple[str, str]:
     return unknowns.pop(), r"\cup".join(pieces)
 
 
-ConditionIntervals = tuple[str, list[str]]
+_ConditionIntervals = tuple[str, list[str]]
 
 
-def parse_simple_condition(text: str) -> ConditionIntervals | None:
+def _parse_simple_condition(text: str) -> _ConditionIntervals | None:
     """Return unknown and intervals of one inequality, or of a chain a < x < b; None if it is neither."""
     sides = [side.strip().strip("$").strip() for side in _SIGN.split(text)]
     signs = [_DIRECTIONS[sign[0].lstrip("\\")] for sign in _SIGN.finditer(text)]
     if not all(sides) or "," in text or not 2 <= len(sides) <= 3:
         return None
-    return parse_chain(sides, signs) if len(sides) == 3 else parse_inequality(sides[0], signs[0], sides[1])
+    return _parse_chain(sides, signs) if len(sides) == 3 else _parse_inequality(sides[0], signs[0], sides[1])
 
 
-def parse_chain(sides: list[str], signs: list[str]) -> ConditionIntervals | None:
+def _parse_chain(sides: list[str], signs: list[str]) -> _ConditionIntervals | None:
     """Return unknown and interval of a < x < b or a > x > b; None for another chain."""
     low, unknown, high = sides
     if (
         not _UNKNOWN.fullmatch(unknown)
         or not signs[0][0] == signs[1][0] != "!"
-        or contains_unknown(unknown, low + high)
+        or _contains_unknown(unknown, low + high)
     ):
         return None
     if signs[0][0] == ">":
@@ -808,21 +808,21 @@ def parse_chain(sides: list[str], signs: list[str]) -> ConditionIntervals | None
     return unknown, [f"{opening}{low},{high}{closing}"]
 
 
-def parse_inequality(left: str, sign: str, right: str) -> ConditionIntervals | None:
+def _parse_inequality(left: str, sign: str, right: str) -> _ConditionIntervals | None:
     """Return unknown and intervals of x < a, a < x, x != a or |x| < a; None for anything else."""
-    if not is_unknown(left):
+    if not _is_unknown(left):
         left, right, sign = right, left, _MIRRORED_SIGNS[sign]
-    if not is_unknown(left) or contains_unknown(left.strip("|"), right):
+    if not _is_unknown(left) or _contains_unknown(left.strip("|"), right):
         return None
     if left.startswith("|"):
-        return parse_absolute_value(left.strip("| "), sign, right)
+        return _parse_absolute_value(left.strip("| "), sign, right)
     below, above = rf"(-\infty,{right}{']' if '=' in sign else ')'}", rf"{'[' if '=' in sign else '('}{right},\infty)"
     if sign == "!=":
         return left, [rf"(-\infty,{right})", rf"({right},\infty)"]
     return left, [below if sign[0] == "<" else above]
 
 
-def parse_absolute_value(unknown: str, sign: str, limit: str) -> ConditionIntervals | None:
+def _parse_absolute_value(unknown: str, sign: str, limit: str) -> _ConditionIntervals | None:
     """Return the intervals of |x| < a or |x| > a; None if a may be negative."""
     if sign == "!=" or limit.startswith("-"):
         return None
@@ -832,7 +832,7 @@ def parse_absolute_value(unknown: str, sign: str, limit: str) -> ConditionInterv
     return unknown, [rf"(-\infty,-{limit}{closing}", rf"{opening}{limit},\infty)"]
 
 
-def intersect_bounds(bounds: list[ConditionIntervals | None]) -> ConditionIntervals | None:
+def _intersect_bounds(bounds: list[_ConditionIntervals | None]) -> _ConditionIntervals | None:
     """Return the interval of "x > -5 and x < 3"; None if conditions are not one lower and one upper bound."""
     if len(bounds) != 2 or any(bound is None or len(bound[1]) != 1 for bound in bounds):
         return None
@@ -843,15 +843,15 @@ def intersect_bounds(bounds: list[ConditionIntervals | None]) -> ConditionInterv
     return one, [low.removesuffix(r"\infty)") + high.removeprefix(r"(-\infty,")]
 
 
-def is_unknown(side: str) -> bool:
+def _is_unknown(side: str) -> bool:
     return _UNKNOWN.fullmatch(side.strip("| ") if side.startswith("|") and side.endswith("|") else side) is not None
 
 
-def contains_unknown(unknown: str, text: str) -> bool:
+def _contains_unknown(unknown: str, text: str) -> bool:
     return re.search(rf"(?<![A-Za-z\\]){re.escape(unknown)}(?![A-Za-z])", text) is not None
 
 
-def strip_formatting(text: str) -> str:
+def _strip_formatting(text: str) -> str:
     """Remove math delimiters, emphasis in Markdown and HTML, and punctuation at the end."""
     text = _TAG.sub("", text) if "<" in text else text
     while True:
@@ -863,13 +863,13 @@ def strip_formatting(text: str) -> str:
         text = inside
 
 
-def split_unit(body: str) -> tuple[str, str]:
+def _split_unit(body: str) -> tuple[str, str]:
     """Return a formula without its unit, and the unit; empty if there is none."""
     match = _UNIT.search(body)
     if match is None:
         return body, ""
     words = (match["dressed"] or match["words"] or match["glued"] or "").strip(". ").lower()
-    if set(words.split()) & _NON_UNIT_WORDS or (match["words"] and is_product(words)):
+    if set(words.split()) & _NON_UNIT_WORDS or (match["words"] and _is_product(words)):
         return body, ""
     if match["percent"] or match["degrees"]:
         unit = "%" if match["percent"] else "degrees"
@@ -919,13 +919,13 @@ _FORMULA_WORDS |= {
 _FORMULA_WORDS |= {"inf", "answer", "usd", "eur", "gbp", "rs"}
 
 
-def remove_emphasis(text: str) -> str:
+def _remove_emphasis(text: str) -> str:
     """Remove the marks of emphasis in Markdown and HTML from a text, but no ** that is a power."""
     text = _TAG.sub("", text) if "<" in text else text
     return _EMPHASIS.sub("", text) if "**" in text or "__" in text else text
 
 
-def normalize_words(words: str) -> str:
+def _normalize_words(words: str) -> str:
     """Return words as they are compared: without case, and of dates without commas, order and "th".
 
     Example: normalize_words("20th of June, 2024") == normalize_words("June 20, 2024")
@@ -939,10 +939,10 @@ def normalize_words(words: str) -> str:
 
 def is_sentence(gold: str) -> bool:
     """Return whether a gold answer looks like a sentence from which the answer must be cut: four words or more."""
-    return len(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", strip_formatting(gold))) >= 4
+    return len(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", _strip_formatting(gold))) >= 4
 
 
-def is_name_or_date(bare: str) -> bool:
+def _is_name_or_date(bare: str) -> bool:
     """Return whether a text with numbers is a name or a date, such as June 20 or Route 66, and no formula."""
     if re.search(r"[\\^_={}+*/<>|$%]", bare) or not re.search(r"\d", bare):
         return False
@@ -957,17 +957,17 @@ def is_name_or_date(bare: str) -> bool:
 
 def is_words(gold: str) -> bool:
     """Return whether a gold answer is text: words, or a choice from A to H. A product such as xy is a formula."""
-    bare = strip_to_words(gold)
-    if re.fullmatch(r"[A-H\u2e80-\u9fff\uac00-\ud7af]", bare) or is_name_or_date(bare):
+    bare = _strip_to_words(gold)
+    if re.fullmatch(r"[A-H\u2e80-\u9fff\uac00-\ud7af]", bare) or _is_name_or_date(bare):
         return True
     if len(bare) > 1 and _TEXT.fullmatch(gold.strip(" $.")) and not re.search(r"\d", bare):
         return True
     if not re.fullmatch(r"[^\W\d_]{2,}(?:[\s,'-]+[^\W\d_]+)*", bare) or bare.lower() in ("pi", "infinity"):
         return False
-    return not is_product(bare)
+    return not _is_product(bare)
 
 
-def is_product(word: str) -> bool:
+def _is_product(word: str) -> bool:
     """Return whether letters are a product of unknowns, such as xyz and ab, and not a word or a unit."""
     letters = set(word)
     ordered = letters <= set("wxyz") or list(word) == sorted(letters)
@@ -980,9 +980,9 @@ def is_product(word: str) -> bool:
     )
 
 
-def strip_to_words(text: str) -> str:
+def _strip_to_words(text: str) -> str:
     """Return a text without formatting and quotation marks; of a choice such as (B), the letter."""
-    bare = strip_formatting(_TEXT.sub(r"\1", remove_emphasis(text))).strip("*_`'\"$ ." + _FULL_STOP)
+    bare = _strip_formatting(_TEXT.sub(r"\1", _remove_emphasis(text))).strip("*_`'\"$ ." + _FULL_STOP)
     choice = re.fullmatch(r"\(?([A-Za-z])\)?", bare)
     return choice[1] if choice else " ".join(bare.split())
 
@@ -994,10 +994,10 @@ MAX_FORMULA_SIGNS = 60
 """The most signs of a formula, where a command or a number counts as one; a longer formula is no answer."""
 MAX_BRACKET_DEPTH = 4
 """The deepest nesting of brackets: parsing takes longer with each level."""
-MAX_CHAINED_SIGNS = 4
+_MAX_CHAINED_SIGNS = 4
 """The most of each ambiguous sign: every further one in 1/2/1/2 multiplies the time of parsing."""
-MAX_EXPONENT = 10_000
-MAX_POLYNOMIAL_EXPONENT = 12
+_MAX_EXPONENT = 10_000
+_MAX_POLYNOMIAL_EXPONENT = 12
 """The largest exponent of a bracket that has letters in it."""
 
 _CHAINED_SIGNS = [re.compile(sign) for sign in ("/", ":", r"\|", "%", r"[A-Za-z]\(")]
@@ -1015,16 +1015,18 @@ def is_computable(body: str, allowed: str) -> bool:
         MAX_BRACKET_DEPTH, measure_bracket_depth(allowed)
     ):
         return False
-    if has_balanced_brackets(allowed) and not has_balanced_brackets(body):
+    if _has_balanced_brackets(allowed) and not _has_balanced_brackets(body):
         return False
-    if any(len(sign.findall(body)) > max(MAX_CHAINED_SIGNS, len(sign.findall(allowed))) for sign in _CHAINED_SIGNS):
+    if any(len(sign.findall(body)) > max(_MAX_CHAINED_SIGNS, len(sign.findall(allowed))) for sign in _CHAINED_SIGNS):
         return False
     if (_UNBOUNDED_OPERATOR.search(body) and not _UNBOUNDED_OPERATOR.search(allowed)) or _LARGE_BINOMIAL.search(body):
         return False
-    largest_polynomial = max([MAX_POLYNOMIAL_EXPONENT, *(int(n) for n in re.findall(r"(?<!\d)\d{1,4}(?!\d)", allowed))])
+    largest_polynomial = max(
+        [_MAX_POLYNOMIAL_EXPONENT, *(int(n) for n in re.findall(r"(?<!\d)\d{1,4}(?!\d)", allowed))]
+    )
     # An exclamation mark that is left after removing small factorials belongs to a large one.
     small = "!" not in _SMALL_FACTORIAL.sub("", body.replace("!=", ""))
-    return small and has_computable_powers(body.replace("**", "^"), largest_polynomial)
+    return small and _has_computable_powers(body.replace("**", "^"), largest_polynomial)
 
 
 def count_signs(body: str) -> int:
@@ -1039,20 +1041,20 @@ def measure_bracket_depth(body: str) -> int:
     return deepest
 
 
-def has_balanced_brackets(body: str) -> bool:
+def _has_balanced_brackets(body: str) -> bool:
     """Return whether every bracket is closed by one of any kind, as in [0, 1); so are `\\left.` and `\\right.`."""
-    return has_no_stray_bracket(body.replace(r"\left.", "(").replace(r"\right.", ")"))
+    return _has_no_stray_bracket(body.replace(r"\left.", "(").replace(r"\right.", ")"))
 
 
-def has_computable_powers(body: str, largest_polynomial: int) -> bool:
+def _has_computable_powers(body: str, largest_polynomial: int) -> bool:
     """Return whether each exponent, and the product of those above 9, is small enough to compute."""
     product = 1
     for position in (i for i, c in enumerate(body) if c == "^"):
-        exponent = find_exponent(body, position + 1)
+        exponent = _find_exponent(body, position + 1)
         digits = re.findall(r"\d+", exponent)
         # An exponent may hold the power of a letter, which is not computed: e^{-x^2}.
         tower = re.search(r"(?<![A-Za-z])\s*\^", exponent) or (not re.search("[A-Za-z]", exponent) and "^" in exponent)
-        if tower or "!" in exponent or len("".join(digits)) > len(str(MAX_EXPONENT)):
+        if tower or "!" in exponent or len("".join(digits)) > len(str(_MAX_EXPONENT)):
             return False
         if not digits:
             continue
@@ -1060,13 +1062,13 @@ def has_computable_powers(body: str, largest_polynomial: int) -> bool:
         bracket = body[:position].rstrip()[-1:] in (")", "}", "]") and re.search(
             "[A-Za-z]", _COMMAND.sub("", body[:position])
         )
-        if largest > (largest_polynomial if bracket else MAX_EXPONENT):
+        if largest > (largest_polynomial if bracket else _MAX_EXPONENT):
             return False
         product *= max(1, largest if largest > 9 else 1)
-    return product <= MAX_EXPONENT * 100
+    return product <= _MAX_EXPONENT * 100
 
 
-def find_exponent(body: str, start: int) -> str:
+def _find_exponent(body: str, start: int) -> str:
     """Return what an exponent holds: a group in brackets, or all up to the next sign."""
     rest = body[start:].lstrip()
     if not rest.startswith(("{", "(")):

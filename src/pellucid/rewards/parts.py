@@ -12,19 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
-from pellucid.sandbox.values import (
-    InvalidResultError,
-    describe_value,
-    shorten_to_one_line,
-    validate_number,
-)
+from pellucid.sandbox.values import InvalidResultError, describe_value, shorten_to_one_line, validate_number
 from pellucid.types import Completion, Prompt, Reward
 
-MAX_EXTRA_CHARACTERS = 2_000
+_MAX_EXTRA_CHARACTERS = 2_000
 """The most characters of a value that a reward logs beside a completion."""
-MAX_EXTRA_DEPTH = 50
+_MAX_EXTRA_DEPTH = 50
 """How deep lists and objects in such a value may be nested; what reads rollouts.jsonl has its limits, too."""
-MAX_EXTRAS = 500
+_MAX_EXTRAS = 500
 """The most columns that a reward logs, and the most metrics."""
 TASK_REWARD = -1
 """Stands for the reward of a task that has no terms."""
@@ -83,7 +78,7 @@ def validate_answer(answer: Any) -> Answer:
     """Return a part or a reward as plain data; an invalid one becomes the failure of this completion alone."""
     is_part = isinstance(answer, RewardPart)
     try:
-        return validate_part(answer) if is_part else validate_reward(answer)
+        return _validate_part(answer) if is_part else validate_reward(answer)
     except InvalidResultError as error:
         return RewardPart(error=str(error)) if is_part else Reward(math.nan, error=str(error))
 
@@ -102,15 +97,15 @@ def validate_reward(reward: Any) -> Reward:
     try:
         valid = Reward(
             validate_number(reward.value, "the reward"),
-            validate_numbers(reward.parts, "part"),
-            weights=validate_numbers(reward.weights, "weight"),
-            correct=None if reward.correct is None else validate_correct(reward.correct),
+            _validate_numbers(reward.parts, "part"),
+            weights=_validate_numbers(reward.weights, "weight"),
+            correct=None if reward.correct is None else _validate_correct(reward.correct),
             applies=bool(reward.applies),
             is_decided=bool(reward.is_decided),
             is_continuous=bool(reward.is_continuous),
             failures={str(name): shorten_to_one_line(str(error)) for name, error in reward.failures.items()},
-            extra=validate_extra(reward.extra),
-            logged=validate_numbers(reward.logged, "metric"),
+            extra=_validate_extra(reward.extra),
+            logged=_validate_numbers(reward.logged, "metric"),
         )
     except InvalidResultError as fault:
         raise InvalidResultError(shorten_to_one_line(error) or str(fault)) from fault
@@ -122,25 +117,25 @@ def validate_reward(reward: Any) -> Reward:
     return replace(valid, value=math.nan if error else valid.value, error=shorten_to_one_line(error))
 
 
-def validate_part(part: RewardPart) -> RewardPart:
+def _validate_part(part: RewardPart) -> RewardPart:
     """Return a part whose fields are plain data. Raises InvalidResultError for a value that is no finite number."""
     value = None if part.value is None else validate_number(part.value, "the reward")
     if value is not None and not math.isfinite(value):
         raise InvalidResultError(f"the reward is {value}")
     return RewardPart(
-        value, shorten_to_one_line(part.error), validate_extra(part.extra), validate_numbers(part.logged, "metric")
+        value, shorten_to_one_line(part.error), _validate_extra(part.extra), _validate_numbers(part.logged, "metric")
     )
 
 
-def validate_numbers(values: Any, what: str) -> dict[str, float]:
+def _validate_numbers(values: Any, what: str) -> dict[str, float]:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise InvalidResultError(f"the {what}s are {describe_value(values)}, where names with their numbers are needed")
-    if len(values) > MAX_EXTRAS:
-        raise InvalidResultError(f"there are {len(values)} {what}s; {MAX_EXTRAS} are the most")
+    if len(values) > _MAX_EXTRAS:
+        raise InvalidResultError(f"there are {len(values)} {what}s; {_MAX_EXTRAS} are the most")
     return {str(name): validate_number(value, f'the {what} "{name}"') for name, value in values.items()}
 
 
-def validate_correct(value: Any) -> bool:
+def _validate_correct(value: Any) -> bool:
     needed = "True, False or None"
     number = validate_number(value, "correct", needed)
     if number not in (0.0, 1.0):
@@ -148,30 +143,30 @@ def validate_correct(value: Any) -> bool:
     return bool(number)
 
 
-def validate_extra(columns: Any) -> dict[str, Any]:
-    if not isinstance(columns, Mapping) or len(columns) > MAX_EXTRAS:
+def _validate_extra(columns: Any) -> dict[str, Any]:
+    if not isinstance(columns, Mapping) or len(columns) > _MAX_EXTRAS:
         raise InvalidResultError(
-            f"extra is {describe_value(columns)}, where up to {MAX_EXTRAS} columns by name are needed"
+            f"extra is {describe_value(columns)}, where up to {_MAX_EXTRAS} columns by name are needed"
         )
-    return {str(name): to_json_value(value) for name, value in columns.items()}
+    return {str(name): _to_json_value(value) for name, value in columns.items()}
 
 
-def to_json_value(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Return a value as JSON has it, or its `repr` if it is none, or is too long or nested too deeply."""
     try:
         value = value.item() if hasattr(value, "item") else value
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = value = describe_value(value)
-    if is_nested_too_deeply(value):
+    if _is_nested_too_deeply(value):
         text = value = describe_value(value)
-    return value if len(text) <= MAX_EXTRA_CHARACTERS else f"{str(value)[:MAX_EXTRA_CHARACTERS]}…"
+    return value if len(text) <= _MAX_EXTRA_CHARACTERS else f"{str(value)[:_MAX_EXTRA_CHARACTERS]}…"
 
 
-def is_nested_too_deeply(value: Any) -> bool:
+def _is_nested_too_deeply(value: Any) -> bool:
     """Return whether lists and objects are nested more than `MAX_EXTRA_DEPTH` deep."""
     level = [value]
-    for _ in range(MAX_EXTRA_DEPTH + 1):
+    for _ in range(_MAX_EXTRA_DEPTH + 1):
         containers = [item for item in level if isinstance(item, Mapping | list | tuple)]
         level = [item for each in containers for item in (each.values() if isinstance(each, Mapping) else each)]
     return bool(level)

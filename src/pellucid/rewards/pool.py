@@ -43,12 +43,12 @@ class PoolClosedError(Exception):
     """The pool was closed in another thread while it computed."""
 
 
-class PendingCall:
+class _PendingCall:
     """A call that is being computed: the data to send, and the answers received so far."""
 
     def __init__(self, call: RewardCall) -> None:
         groups = split_into_groups(call.pairs)
-        pickled = [pickle_or_explain((group[0][0], [completion for _, completion in group])) for group in groups]
+        pickled = [_pickle_or_explain((group[0][0], [completion for _, completion in group])) for group in groups]
         outcomes = [(data, len(group)) for data, group in zip(pickled, groups, strict=True)]
         self.groups = [(data, count) for data, count in outcomes if isinstance(data, bytes)]
         """Pickled prompts with their completions, since one of them may be unreadable in a worker, and their counts."""
@@ -100,7 +100,7 @@ class RewardPool:
     def __init__(self, task: Any, cfg: RewardConfig, log: Path | None) -> None:
         self._task, self._cfg = task, cfg
         self._worker_config = build_worker_config(cfg, log)
-        self._workers: list[RewardWorker] = []
+        self._workers: list[_RewardWorker] = []
         self._lock = threading.Lock()
         # End the processes before multiprocessing waits for them at exit, also in those that it started itself.
         Finalize(self, terminate_workers, [self._workers], exitpriority=0)
@@ -114,7 +114,7 @@ class RewardPool:
         """
         with self._lock:
             try:
-                return [pending.answers for pending in self._run_calls(list(map(PendingCall, calls)))]
+                return [pending.answers for pending in self._run_calls(list(map(_PendingCall, calls)))]
             except BaseException:  # such as Ctrl-C: nobody will read the answers that are still to come
                 self.close()
                 raise
@@ -123,12 +123,12 @@ class RewardPool:
         """End the processes, whatever they are doing; the next call starts new ones."""
         terminate_workers(self._workers)
 
-    def _run_calls(self, calls: Sequence[PendingCall]) -> Sequence[PendingCall]:
+    def _run_calls(self, calls: Sequence[_PendingCall]) -> Sequence[_PendingCall]:
         waiting = {
             is_batch: deque(call for call in calls if call.is_batch == is_batch and not call.is_done)
             for is_batch in (False, True)
         }
-        busy: dict[RewardWorker, PendingCall] = {}
+        busy: dict[_RewardWorker, _PendingCall] = {}
         while busy or any(waiting.values()):
             for is_batch, queue in waiting.items():
                 for worker in self._get_idle_workers(is_batch, len(queue)):
@@ -141,7 +141,10 @@ class RewardPool:
         return calls
 
     def _receive(
-        self, worker: RewardWorker, busy: dict[RewardWorker, PendingCall], waiting: Mapping[bool, deque[PendingCall]]
+        self,
+        worker: _RewardWorker,
+        busy: dict[_RewardWorker, _PendingCall],
+        waiting: Mapping[bool, deque[_PendingCall]],
     ) -> None:
         """Take the answers of a process. If it is lost, its current terms have failed; another computes the rest."""
         call = busy[worker]
@@ -162,7 +165,7 @@ class RewardPool:
                 worker.mark_idle()
                 del busy[worker]
 
-    def _get_idle_workers(self, is_batch: bool, count: int) -> list[RewardWorker]:
+    def _get_idle_workers(self, is_batch: bool, count: int) -> list[_RewardWorker]:
         """Return up to `count` idle processes. Replaces ended ones, and starts more if there may be more."""
         for worker in [worker for worker in self._workers if not worker.is_alive and not worker.is_busy]:
             worker.terminate()
@@ -175,16 +178,16 @@ class RewardPool:
             self._wait_until_loaded(worker)
         return [worker for worker in (*workers, *new) if not worker.is_busy][:count]
 
-    def _start_worker(self, is_batch: bool) -> RewardWorker:
-        task = pickle_or_explain(self._task)
+    def _start_worker(self, is_batch: bool) -> _RewardWorker:
+        task = _pickle_or_explain(self._task)
         if isinstance(task, str):
             raise UserError(f"task {type(self._task).__name__} {task}")
-        worker = spawn_worker(RewardWorker, self._worker_config, load_task, task)
+        worker = spawn_worker(_RewardWorker, self._worker_config, load_task, task)
         worker.is_batch = is_batch
         self._workers.append(worker)
         return worker
 
-    def _wait_until_loaded(self, worker: RewardWorker) -> None:
+    def _wait_until_loaded(self, worker: _RewardWorker) -> None:
         name = type(self._task).__name__
         try:
             worker.wait_until_loaded()
@@ -199,7 +202,7 @@ class RewardPool:
             raise UserError(messages[error.reason]) from None
 
 
-class RewardWorker(Worker):
+class _RewardWorker(Worker):
     """A worker process that computes the terms `running_terms` of a call, or is idle.
 
     is_batch: whether it is asked about all completions of a step at once.
@@ -218,7 +221,7 @@ class RewardWorker(Worker):
     def is_busy(self) -> bool:
         return self._call is not None
 
-    def send_call(self, pending: PendingCall) -> None:
+    def send_call(self, pending: _PendingCall) -> None:
         """Send the remaining terms of a call to the process."""
         self._call = call = pending.remaining_call
         self._open_terms = set(call.limits)
@@ -262,7 +265,7 @@ class RewardWorker(Worker):
         return f"the reward ended its process ({self.describe_exit()})"
 
 
-def pickle_or_explain(value: Any) -> bytes | str:
+def _pickle_or_explain(value: Any) -> bytes | str:
     """Return the pickled bytes, or as a string the reason why the record cannot be pickled."""
     try:
         return pickle.dumps(value)

@@ -41,7 +41,7 @@ from pellucid.utils.plugins import check_hub_online, suggest_path
 
 TokenIds = tuple[int, ...]
 """The token ids of a sequence."""
-NO_TEMPLATE_ERROR = (
+_NO_TEMPLATE_ERROR = (
     "its tokenizer has no chat template, and the prompt is a conversation: set chat = false, or put"
     " chat_template.jinja, as the model was trained with it, into its folder"
 )
@@ -64,12 +64,12 @@ class RewardModel:
         self._settings = settings
         device = pick_device(settings.device, "reward_model.device")
         with explain_load_errors(source, settings):
-            config = load_reward_model_config(source, settings)
+            config = _load_reward_model_config(source, settings)
             self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                locate_reward_model(source, settings), **build_load_arguments(settings)
+                _locate_reward_model(source, settings), **_build_load_arguments(settings)
             )
-            self._max_tokens = compute_max_tokens(source, settings, config, self._tokenizer)
-            self._model = load_reward_model(source, settings).to(cast(Any, device)).eval()
+            self._max_tokens = _compute_max_tokens(source, settings, config, self._tokenizer)
+            self._model = _load_reward_model(source, settings).to(cast(Any, device)).eval()
             self._vocabulary_size = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
         text_config = self._model.config.get_text_config()
         text_config.use_cache = False  # nothing is read twice
@@ -98,7 +98,7 @@ class RewardModel:
     def _tokenize(self, prompt: Prompt, completion: Completion) -> TokenIds | RewardPart:
         """Return the tokens that the model reads, or a part with an error if it cannot read the completion."""
         if not isinstance(prompt.text, str) and not self._tokenizer.chat_template:
-            return RewardPart(error=NO_TEMPLATE_ERROR)
+            return RewardPart(error=_NO_TEMPLATE_ERROR)
         try:
             text = self._render_text(prompt, completion)
             ids = tuple[int, ...](self._tokenizer(text, add_special_tokens=isinstance(prompt.text, str))["input_ids"])
@@ -165,35 +165,37 @@ def build_part(logit: float) -> RewardPart:
 # ---------------------------------------------------------------- loading
 
 
-def load_reward_model(source: str, settings: RewardModelSettings) -> PreTrainedModel:
+def _load_reward_model(source: str, settings: RewardModelSettings) -> PreTrainedModel:
     """Return the model on the CPU. Raises UserError if it has no weights for a classifier, which would be random."""
-    arguments: Any = {"dtype": settings.dtype, "output_loading_info": True, **build_load_arguments(settings)}
-    loaded: Any = AutoModelForSequenceClassification.from_pretrained(locate_reward_model(source, settings), **arguments)
+    arguments: Any = {"dtype": settings.dtype, "output_loading_info": True, **_build_load_arguments(settings)}
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+        _locate_reward_model(source, settings), **arguments
+    )
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise UserError(
-            f"{format_term_name(source)} has no weights for {missing[0]}, which {type(model).__name__} needs: give a"
+            f"{_format_term_name(source)} has no weights for {missing[0]}, which {type(model).__name__} needs: give a"
             " model that was trained and saved as one; a language model has no rewards to give"
         )
     return model
 
 
-def load_reward_model_config(source: str, settings: RewardModelSettings) -> PreTrainedConfig:
+def _load_reward_model_config(source: str, settings: RewardModelSettings) -> PreTrainedConfig:
     """Return the configuration. Raises UserError if the model is no classifier, or one without the label."""
-    config = AutoConfig.from_pretrained(locate_reward_model(source, settings), **build_load_arguments(settings))
+    config = AutoConfig.from_pretrained(_locate_reward_model(source, settings), **_build_load_arguments(settings))
     is_own = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_own:
         raise UserError(
-            f"{format_term_name(source)}: transformers has no classifier of the architecture {config.model_type}"
+            f"{_format_term_name(source)}: transformers has no classifier of the architecture {config.model_type}"
         )
     labels = config.id2label or {}
     if settings.label >= len(labels):
         known = ", ".join(f"{i} {name}" for i, name in sorted(labels.items()))
-        raise UserError(f"{format_term_name(source)}: reward_model.label = {settings.label}: its labels are {known}")
+        raise UserError(f"{_format_term_name(source)}: reward_model.label = {settings.label}: its labels are {known}")
     return config
 
 
-def compute_max_tokens(
+def _compute_max_tokens(
     source: str, settings: RewardModelSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> int:
     """Return how many tokens a sequence may have. Raises UserError if the settings ask for more than it reads."""
@@ -201,7 +203,7 @@ def compute_max_tokens(
     most = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
     if settings.max_tokens > most:
         raise UserError(
-            f"{format_term_name(source)}: reward_model.max_tokens = {settings.max_tokens}: it reads {most} at most"
+            f"{_format_term_name(source)}: reward_model.max_tokens = {settings.max_tokens}: it reads {most} at most"
         )
     return settings.max_tokens or most
 
@@ -210,36 +212,36 @@ def compute_max_tokens(
 def compute_weights_gb(source: str, settings: RewardModelSettings) -> float:
     """Return the size of the weights in GB, from the configuration alone. Raises UserError as loading does."""
     with explain_load_errors(source, settings), torch.device("meta"):
-        config = load_reward_model_config(source, settings)
+        config = _load_reward_model_config(source, settings)
         chosen = {} if settings.dtype == "auto" else {"dtype": getattr(torch, settings.dtype)}
         trusted = settings.trust_remote_code
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trusted, **chosen)
     return sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
 
 
-def format_term_name(source: str) -> str:
+def _format_term_name(source: str) -> str:
     return f'reward "{REWARD_MODEL_PREFIX}{source}"'
 
 
-def build_load_arguments(settings: RewardModelSettings) -> dict[str, Any]:
+def _build_load_arguments(settings: RewardModelSettings) -> dict[str, Any]:
     """Return the arguments of each `from_pretrained`, which would ask on the terminal whether code may run."""
     return {"revision": settings.revision or None, "trust_remote_code": settings.trust_remote_code}
 
 
-def locate_reward_model(source: str, settings: RewardModelSettings) -> str:
+def _locate_reward_model(source: str, settings: RewardModelSettings) -> str:
     """Return the folder, or the name itself if it must be an id of the Hub. Raises UserError if it can be neither."""
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"{format_term_name(source)} is a folder without config.json: name that of a saved model")
+            raise UserError(f"{_format_term_name(source)} is a folder without config.json: name that of a saved model")
         if settings.revision:
             raise UserError(
-                f"{format_term_name(source)}: reward_model.revision = {settings.revision!r} is for models of the Hub:"
+                f"{_format_term_name(source)}: reward_model.revision = {settings.revision!r} is for models of the Hub:"
                 " omit it"
             )
         return str(path)
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-        raise UserError(f"{format_term_name(source)}: there is no such folder{suggest_path(path)}")
+        raise UserError(f"{_format_term_name(source)}: there is no such folder{suggest_path(path)}")
     check_hub_online()
     return source
 
@@ -252,7 +254,7 @@ def explain_load_errors(source: str, settings: RewardModelSettings) -> Iterator[
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
         if not settings.trust_remote_code and "trust_remote_code" in str(error):
             raise UserError(
-                f"{format_term_name(source)} is computed by Python code in its own folder, which would run as you,"
+                f"{_format_term_name(source)} is computed by Python code in its own folder, which would run as you,"
                 " with all that you may do: read it, then set reward_model.trust_remote_code"
             ) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -260,4 +262,4 @@ def explain_load_errors(source: str, settings: RewardModelSettings) -> Iterator[
             suggest_path(Path(source))
             or "; give a folder with config.json and safetensors, or a Hub id that is reachable"
         )
-        raise UserError(f"{format_term_name(source)} cannot be loaded ({reason}){mend}") from error
+        raise UserError(f"{_format_term_name(source)} cannot be loaded ({reason}){mend}") from error

@@ -15,7 +15,7 @@ from pellucid.utils.endpoint import SettingNames, find_address_mistake
 from pellucid.utils.text import find_placeholders
 
 ENDPOINT_NAMES = SettingNames("base_url", "model", "key")
-MAX_TIMEOUT_SECONDS = 1e6
+_MAX_TIMEOUT_SECONDS = 1e6
 """The longest time limit in seconds, eleven days: timers of processes take no more."""
 _VARIABLE_NAME = re.compile("[A-Z_][A-Z0-9_]*")
 _NON_COLUMN_SIGN = re.compile("[\"':\n]")
@@ -40,8 +40,8 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "step_timeout"):
-            if not 0 < getattr(self, name) <= MAX_TIMEOUT_SECONDS:
-                seconds = f"a positive number of seconds, at most {MAX_TIMEOUT_SECONDS:.0f}"
+            if not 0 < getattr(self, name) <= _MAX_TIMEOUT_SECONDS:
+                seconds = f"a positive number of seconds, at most {_MAX_TIMEOUT_SECONDS:.0f}"
                 raise ValueError(f"{name} = {getattr(self, name)} must be {seconds}")
         if self.workers < 1:
             raise ValueError(f"workers = {self.workers} must be at least 1")
@@ -95,11 +95,11 @@ class JudgeSettings:
     """Store the answers in the run folder, so that nothing is asked twice."""
 
     def __post_init__(self) -> None:
-        if mistake := next(find_judge_mistakes(self), ""):
+        if mistake := next(_find_judge_mistakes(self), ""):
             raise ValueError(mistake)
 
 
-def find_judge_mistakes(judge: JudgeSettings) -> Iterator[str]:
+def _find_judge_mistakes(judge: JudgeSettings) -> Iterator[str]:
     """Yield the mistakes in the settings of a judge, one line each; no line contains a key."""
     if mistake := find_address_mistake(judge.base_url, ENDPOINT_NAMES):
         yield mistake
@@ -107,9 +107,9 @@ def find_judge_mistakes(judge: JudgeSettings) -> Iterator[str]:
         yield 'model = "" must name the model that judges, as the endpoint knows it'
     if not _VARIABLE_NAME.fullmatch(judge.key):  # the value may be the key itself, so it is not shown
         yield "key must name an environment variable, in capitals, such as OPENAI_API_KEY: the key itself stays there"
-    yield from find_template_mistakes(judge)
-    yield from find_parsing_mistakes(judge)
-    yield from find_body_mistakes(judge)
+    yield from _find_template_mistakes(judge)
+    yield from _find_parsing_mistakes(judge)
+    yield from _find_body_mistakes(judge)
     for name, least in {"max_tokens": 1, "concurrency": 1, "retries": 0}.items():
         if getattr(judge, name) < least:
             yield f"{name} = {getattr(judge, name)} must be at least {least}"
@@ -118,7 +118,7 @@ def find_judge_mistakes(judge: JudgeSettings) -> Iterator[str]:
             yield f"{name} = {getattr(judge, name)} must be a positive number of seconds"
 
 
-def find_body_mistakes(judge: JudgeSettings) -> Iterator[str]:
+def _find_body_mistakes(judge: JudgeSettings) -> Iterator[str]:
     if ours := [name for name in ("model", "messages", "stream") if name in judge.body]:
         yield f"body has {ours[0]}, which is not its to say: leave it out"
     try:
@@ -127,7 +127,7 @@ def find_body_mistakes(judge: JudgeSettings) -> Iterator[str]:
         yield f"body must be what JSON can say: {error}"
 
 
-def find_template_mistakes(judge: JudgeSettings) -> Iterator[str]:
+def _find_template_mistakes(judge: JudgeSettings) -> Iterator[str]:
     shown = find_placeholders(judge.template) | find_placeholders(judge.system)
     for name in sorted(shown):
         if _NON_COLUMN_SIGN.search(name):
@@ -138,7 +138,7 @@ def find_template_mistakes(judge: JudgeSettings) -> Iterator[str]:
         yield f'rubric = "{judge.rubric}": give one where the template has {{rubric}}, and nowhere else'
 
 
-def find_parsing_mistakes(judge: JudgeSettings) -> Iterator[str]:
+def _find_parsing_mistakes(judge: JudgeSettings) -> Iterator[str]:
     low, high = judge.range
     if not -math.inf < low < high < math.inf:
         yield f"range = [{low:g}, {high:g}] must be two numbers, the lowest grade and the highest"

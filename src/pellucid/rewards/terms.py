@@ -99,11 +99,11 @@ def compute_term_parts(term: RewardTerm, pairs: Sequence[PromptCompletion], stat
     if term.name not in BUILTIN_TERMS:
         return [RewardPart(error="it grades within a run, as Graded has it") for _ in pairs]
     if term.name == ENVIRONMENT_TERM:
-        return [build_environment_part(completion) for _, completion in pairs]
+        return [_build_environment_part(completion) for _, completion in pairs]
     return [RewardPart(BUILTIN_TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]
 
 
-def build_environment_part(completion: Completion) -> RewardPart:
+def _build_environment_part(completion: Completion) -> RewardPart:
     """Return the reward that the environment gives; no value if there was no conversation."""
     return RewardPart(get_environment_reward(completion), completion.outcome.error if completion.outcome else "")
 
@@ -160,7 +160,7 @@ def get_environment_reward(completion: Completion) -> float | None:
 
 def grade_exact(text: str, gold: str) -> float:
     """Return 1 if the answers agree up to letter case and white space, else 0."""
-    return float(fold_case(extract_answer(text)) == fold_case(extract_gold_answer(gold)))
+    return float(_fold_case(extract_answer(text)) == _fold_case(extract_gold_answer(gold)))
 
 
 def grade_numeric(text: str, gold: str) -> float:
@@ -226,7 +226,7 @@ def grade_length(tokens: int, limit: int) -> float:
     return max(-1.0, -tokens / limit)
 
 
-def fold_case(text: str) -> str:
+def _fold_case(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 

@@ -77,16 +77,16 @@ def load_task(task: bytes) -> Callable[[Connection], None]:
     for term in get_reward_terms(loaded):
         if is_function_term(term.name):
             load_function(term.name, "reward")
-    return partial(serve_calls, loaded)
+    return partial(_serve_calls, loaded)
 
 
-def serve_calls(task: Any, connection: Connection) -> None:
+def _serve_calls(task: Any, connection: Connection) -> None:
     """Answer calls until the parent closes its end of the connection."""
     while True:
         call: RewardCall
         groups: list[tuple[bytes, int]]
         call, groups = receive_request(connection)
-        pairs, errors = unpickle_groups(groups)
+        pairs, errors = _unpickle_groups(groups)
         for event in run_call(task, call._replace(pairs=pairs), log_error):
             if isinstance(event, TermsStarted):
                 start_watchdog(max(limit or 0.0 for limit in call.limits.values()))
@@ -94,11 +94,11 @@ def serve_calls(task: Any, connection: Connection) -> None:
                 if not event.is_done:
                     continue  # its answers are not those of the first completions: some could not be read
                 event = event._replace(answers=insert_failures(event.term, event.answers, errors))  # noqa: PLW2901
-            connection.send_bytes(encode_event(event))
+            connection.send_bytes(_encode_event(event))
         stop_watchdog()
 
 
-def unpickle_groups(groups: Sequence[tuple[bytes, int]]) -> tuple[list[PromptCompletion], dict[int, str]]:
+def _unpickle_groups(groups: Sequence[tuple[bytes, int]]) -> tuple[list[PromptCompletion], dict[int, str]]:
     """Return the completions of pickled groups, and the errors of those that cannot be read here, by their indices.
 
     groups: a pickled prompt with its completions, and how many these are.
@@ -124,7 +124,7 @@ def insert_failures(term: int, answers: Sequence[Answer], errors: Mapping[int, s
     return [make_failure(term, errors[i]) if i in errors else next(others) for i in range(count)]
 
 
-def encode_event(event: CallEvent) -> bytes:
+def _encode_event(event: CallEvent) -> bytes:
     """Return an event as JSON, which its receiver can read without running code of the user's."""
     if isinstance(event, TermsStarted):
         return json.dumps({"started": event.terms}).encode()
@@ -153,16 +153,16 @@ def run_call(task: Any, call: RewardCall, log_error: ErrorLogger) -> Iterator[Ca
     if not call.pairs:
         yield from (TermAnswered(term, [], is_done=True) for term in call.limits)
         return
-    concurrent = [term for term in call.limits if term != TASK_REWARD and is_async_term(task, term)]
+    concurrent = [term for term in call.limits if term != TASK_REWARD and _is_async_term(task, term)]
     for term in call.limits:
         if term not in concurrent:
-            yield from run_term(task, term, call, log_error)
+            yield from _run_term(task, term, call, log_error)
     if concurrent:
         yield TermsStarted(concurrent)
-        yield from run_async_terms(task, concurrent, call, log_error)
+        yield from _run_async_terms(task, concurrent, call, log_error)
 
 
-def run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
+def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
     answers: list[Answer] = []
     waiting = deque([call.pairs])
     limit = call.limits[term]
@@ -171,34 +171,34 @@ def run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLogger) -> 
     while waiting:
         pairs = waiting.popleft()
         if time.monotonic() < deadline:
-            outcome = try_term(task, term, pairs, call.state)
+            outcome = _try_term(task, term, pairs, call.state)
         else:
             outcome = InvalidResultError(f"no reward within {limit:g} s")
         if isinstance(outcome, BaseException) and may_be_group_error(outcome, pairs):
             waiting += split_into_groups(pairs)
             continue
         if isinstance(outcome, BaseException):
-            outcome = make_failures(term, outcome, len(pairs), log_error)
+            outcome = _make_failures(term, outcome, len(pairs), log_error)
         answers += outcome
         if waiting:  # these answers count even if the next group takes too long
             yield TermAnswered(term, outcome, is_done=False)
     yield TermAnswered(term, answers, is_done=True)
 
 
-def try_term(
+def _try_term(
     task: Any, term: int, pairs: Sequence[PromptCompletion], state: TrainerState
 ) -> list[Answer] | BaseException:
     """Return the answers of a term, or what it raised."""
     try:
         with exit_forked_copies():
-            return compute_answers(task, term, pairs, state)
+            return _compute_answers(task, term, pairs, state)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
         return error
 
 
-def compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[Answer]:
+def _compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[Answer]:
     if term != TASK_REWARD:
         return [validate_answer(part) for part in compute_term_parts(task.rewards[term], pairs, state)]
     if not has_batch_rewards(task):
@@ -210,7 +210,7 @@ def compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], sta
     return [validate_answer(reward) for reward in rewards]
 
 
-def run_async_terms(task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
+def _run_async_terms(task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
     running = {
         functions.submit_coroutine(run_async_term(term, task.rewards[term].name, call, log_error)): term
         for term in terms
@@ -241,13 +241,13 @@ async def run_async_term(term: int, spec: str, call: RewardCall, log_error: Erro
                 raise
             raised = InvalidResultError(f"no reward within {limit:g} s") if clock.expired() else error
         if not (may_split and may_be_group_error(raised, pairs)):
-            return make_failures(term, raised, len(pairs), log_error)
+            return _make_failures(term, raised, len(pairs), log_error)
         return [answer for part in await asyncio.gather(*map(attempt, split_into_groups(pairs))) for answer in part]
 
     return await attempt(call.pairs, may_split=True)
 
 
-def is_async_term(task: Any, term: int) -> bool:
+def _is_async_term(task: Any, term: int) -> bool:
     spec = task.rewards[term].name
     return is_function_term(spec) and functions.is_async_function(spec)
 
@@ -261,7 +261,7 @@ def may_be_group_error(error: BaseException, pairs: Sequence[PromptCompletion]) 
     return len(split_into_groups(pairs)) > 1 and not isinstance(error, InvalidResultError)
 
 
-def make_failures(term: int, error: BaseException, count: int, log_error: ErrorLogger) -> list[Answer]:
+def _make_failures(term: int, error: BaseException, count: int, log_error: ErrorLogger) -> list[Answer]:
     description = describe_error(error)
     if not isinstance(error, InvalidResultError):
         log_error(description, error)

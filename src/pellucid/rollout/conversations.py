@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 REPLY_POLL_SECONDS = 0.5
 """How long to wait for a reply at a time when no row decodes."""
-EMPTY_MASK = torch.empty(0, dtype=torch.int32)
+_EMPTY_MASK = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(eq=False)
@@ -269,7 +269,7 @@ class ConversationBatch:
         row.tokens += ids
         row.logprobs += [0.0] * len(ids)
         if self.sampling.truncates:
-            row.masks += [EMPTY_MASK] * len(ids)
+            row.masks += [_EMPTY_MASK] * len(ids)
         row.turn_start = len(row.tokens)
 
     # ------------------------------------------------------------ completions and groups
@@ -302,7 +302,7 @@ class ConversationBatch:
             for question, _, branches in sequences
             for each in (question, *(of_branch for of_branch, _ in branches))
         ]
-        common = questions[0][: count_shared_tokens(questions)]
+        common = questions[0][: _count_shared_tokens(questions)]
         if not common:
             raise UserError(
                 f"the histories of prompt {prompt.id} have not even their first token in common: give a chat template"
@@ -310,8 +310,8 @@ class ConversationBatch:
             )
         completions = [
             replace(
-                prepend_given(completion, question[len(common) :]),
-                branches=tuple(prepend_given(branch, of_branch[len(common) :]) for of_branch, branch in branches),
+                _prepend_given(completion, question[len(common) :]),
+                branches=tuple(_prepend_given(branch, of_branch[len(common) :]) for of_branch, branch in branches),
             )
             for question, completion, branches in sequences
         ]
@@ -320,13 +320,13 @@ class ConversationBatch:
         return Group(rows[0].first_prompt or prompt, common, tuple(completions), demonstration=demonstration)
 
 
-def count_shared_tokens(rows: Sequence[tuple[int, ...]]) -> int:
+def _count_shared_tokens(rows: Sequence[tuple[int, ...]]) -> int:
     """Return how many tokens all rows begin with."""
     shortest = min(map(len, rows))
     return next((t for t in range(shortest) if len({row[t] for row in rows}) > 1), shortest)
 
 
-def prepend_given(completion: Completion, ids: Sequence[int]) -> Completion:
+def _prepend_given(completion: Completion, ids: Sequence[int]) -> Completion:
     """Return the completion with given tokens before its own."""
     if not ids:
         return completion
@@ -336,5 +336,5 @@ def prepend_given(completion: Completion, ids: Sequence[int]) -> Completion:
         token_ids=(*ids, *completion.token_ids),
         logprobs=(*[0.0] * n, *completion.logprobs),
         given_spans=((0, n), *((start + n, end + n) for start, end in completion.given_spans)),
-        sampling_mask=(*[EMPTY_MASK] * n, *completion.sampling_mask) if completion.sampling_mask else (),
+        sampling_mask=(*[_EMPTY_MASK] * n, *completion.sampling_mask) if completion.sampling_mask else (),
     )

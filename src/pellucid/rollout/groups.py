@@ -86,7 +86,7 @@ def build_groups(
     questions = [context[: len(context) - len(prefix)] for context, prefix in zip(contexts, prefixes, strict=True)]
     thinking = [begins_in_thought(policy, question) for question in questions]
     completions = [
-        build_completion(policy, version, prefixes[row // size], *sampled, thinking=thinking[row // size])
+        _build_completion(policy, version, prefixes[row // size], *sampled, thinking=thinking[row // size])
         for row, sampled in enumerate(zip(tokens, logprobs, masks, strict=True))
     ]
     return [
@@ -100,7 +100,7 @@ def build_groups(
     ]
 
 
-def build_completion(
+def _build_completion(
     policy: Policy,
     version: int,
     prefix: tuple[int, ...],

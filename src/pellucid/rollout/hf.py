@@ -51,7 +51,7 @@ class HuggingFaceSampler:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         rows = [ids for ids in contexts for _ in range(sampling.n)]
         check_prompt_lengths(rows, self.policy.context_length - sampling.max_tokens)
-        with use_seed(self.model.device, compute_row_seed(sampling.seed, prompts[0], 0)):
+        with _use_seed(self.model.device, compute_row_seed(sampling.seed, prompts[0], 0)):
             sampled, scores = run_generate(self.model, rows, self._build_config(sampling))
         # Scores are at the temperature, -inf where cut off.
         logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
@@ -89,7 +89,7 @@ class HuggingFaceSampler:
 
     def _sample_turn(self, conversations: ConversationBatch, rows: Sequence[ConversationRow], turn: int) -> None:
         sampling = replace(conversations.sampling, max_tokens=max(map(conversations.get_turn_limit, rows)))
-        with use_seed(
+        with _use_seed(
             self.model.device, compute_row_seed(f"{sampling.seed}/{turn}", conversations.prompts[0], rows[0].number)
         ):
             sampled, scores = run_generate(self.model, [row.context for row in rows], self._build_config(sampling))
@@ -135,7 +135,7 @@ def run_generate(model: Any, rows: Sequence[Sequence[int]], config: GenerationCo
 
 
 @contextmanager
-def use_seed(device: torch.device, seed: int) -> Iterator[None]:
+def _use_seed(device: torch.device, seed: int) -> Iterator[None]:
     """Seed the global random numbers, and restore their state at the end."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a process has one GPU
         torch.manual_seed(seed)

@@ -82,9 +82,9 @@ class NativeSampler:
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
         """Tokens, log-probs and sampling masks of the P * G rows; masks are empty where nothing is truncated."""
         policy, size = self.policy, sampling.n
-        rows = [CompletionRow(UniformStream(seed)) for seed in seeds]
+        rows = [_CompletionRow(UniformStream(seed)) for seed in seeds]
 
-        def append_tokens(row: CompletionRow, ids: list[int], logprobs: list[float], masks: list[Tensor]) -> RowState:
+        def append_tokens(row: _CompletionRow, ids: list[int], logprobs: list[float], masks: list[Tensor]) -> RowState:
             n = 1 + next((i for i, token in enumerate(ids) if token in policy.eos_ids), len(ids))
             row.tokens += ids[:n]
             row.logprobs += logprobs[:n]
@@ -113,7 +113,7 @@ class NativeSampler:
 
 
 @dataclass(eq=False)
-class CompletionRow:
+class _CompletionRow:
     """A completion that is being decoded."""
 
     uniforms: UniformStream

@@ -23,9 +23,9 @@ from pellucid.utils import hardware
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
-EVICT_AFTER_STEPS = 8
+_EVICT_AFTER_STEPS = 8
 """After how many decode steps the cache of a row that waits for its reply may be moved out of the batch."""
-DECODING_ROWS_PER_EXTENSION = 4
+_DECODING_ROWS_PER_EXTENSION = 4
 """Replies are appended when one row has a reply for so many rows that decode, or when no row decodes: to append one
 token costs about as much as to append many."""
 GATHER_SECONDS = 0.05
@@ -50,10 +50,10 @@ class Row(Protocol):
 
 
 RowT = TypeVar("RowT", bound=Row)
-SampleTokens = Callable[[Sequence[RowT], Tensor, Tensor], tuple[Tensor, Tensor, Sequence[Any]]]
+_SampleTokens = Callable[[Sequence[RowT], Tensor, Tensor], tuple[Tensor, Tensor, Sequence[Any]]]
 """(rows, logits [n, V], uniforms [n]) -> tokens [n], their log-probs [n], and something more for each row, or nothing:
 sampling masks, or the likeliest tokens."""
-AppendTokens = Callable[[RowT, list[int], list[float], list[Any]], RowState]
+_AppendTokens = Callable[[RowT, list[int], list[float], list[Any]], RowState]
 """(row, tokens, log-probs, what `SampleTokens` returned besides) -> what the row does next. Tokens behind the end of a
 row are to be ignored."""
 
@@ -77,8 +77,8 @@ class Scheduler(Generic[RowT]):
         self,
         policy: Policy,
         max_rows: int,
-        sample_tokens: SampleTokens[RowT],
-        append_tokens: AppendTokens[RowT],
+        sample_tokens: _SampleTokens[RowT],
+        append_tokens: _AppendTokens[RowT],
         on_finished: Callable[[list[RowT]], None] | None = None,
         int8: bool = False,
         compacts_at_once: bool = True,
@@ -335,7 +335,7 @@ class ConversationScheduler:
     def _extend_ready(self) -> None:
         """Append their replies to rows, when enough rows have one."""
         ready, scheduler = self.conversations.extend_queue, self.scheduler
-        if not ready or len(ready) * DECODING_ROWS_PER_EXTENSION < len(scheduler.decoding):
+        if not ready or len(ready) * _DECODING_ROWS_PER_EXTENSION < len(scheduler.decoding):
             return
         if self.can_append:
             new_tokens = [row.context[row.cached_length :] for row in ready]
@@ -358,7 +358,7 @@ class ConversationScheduler:
             scheduler.evict(
                 row
                 for row, steps in scheduler.paused.items()
-                if steps > EVICT_AFTER_STEPS and row not in conversations.extend_queue
+                if steps > _EVICT_AFTER_STEPS and row not in conversations.extend_queue
             )
 
     def _sample_tokens(

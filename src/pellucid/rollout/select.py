@@ -26,7 +26,7 @@ from pellucid.types import AsyncEnvironments, UserError
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
-TRIAL_TOKENS = 3
+_TRIAL_TOKENS = 3
 """How many tokens of `generate()` are compared."""
 
 
@@ -74,12 +74,12 @@ def choose_sampler(
             if name == "hf"
             else NativeSampler(rows, environments=environments)
         ), ""
-    sampler, note, fault = try_sampler(name, rows, policy)
+    sampler, note, fault = _try_sampler(name, rows, policy)
     sampler.environments = environments
     if not fault:
         return sampler, note
     other = "hf" if name == "native" else "native"
-    second, note, also = try_sampler(other, rows, policy)
+    second, note, also = _try_sampler(other, rows, policy)
     second.environments = environments
     if also:
         kind = type(policy.model).__name__
@@ -101,37 +101,37 @@ def find_policy_int8_fault(policy: Policy) -> str:
     return fused_check.find_int8_fault(policy.decoder)
 
 
-def try_sampler(name: str, rows: int, policy: Policy) -> tuple[NativeSampler | HuggingFaceSampler, str, str]:
+def _try_sampler(name: str, rows: int, policy: Policy) -> tuple[NativeSampler | HuggingFaceSampler, str, str]:
     """Return the sampler of that name, a notice about it, and why it cannot be used; both may be empty."""
     if name == "native":
         return NativeSampler(rows), "", find_decode_fault(policy)
-    model = pick_trial_model(policy)
+    model = _pick_trial_model(policy)
     prompts = make_trial_prompts(model)
-    if not (fault := find_generate_fault(model, prompts)):
+    if not (fault := _find_generate_fault(model, prompts)):
         return HuggingFaceSampler(), "", ""
-    alone = next(filter(None, (find_generate_fault(model, [prompt]) for prompt in prompts)), "")
+    alone = next(filter(None, (_find_generate_fault(model, [prompt]) for prompt in prompts)), "")
     return HuggingFaceSampler(one_by_one=True), f"hf, one prompt after the other ({fault})", alone
 
 
 def find_decode_fault(policy: Policy) -> str:
     """Return why `policy.create_decode_batch` cannot decode this policy; empty if it can."""
-    return "" if policy.decoder else find_cache_fault(pick_trial_model(policy))
+    return "" if policy.decoder else find_cache_fault(_pick_trial_model(policy))
 
 
-def pick_trial_model(policy: Policy) -> Any:
+def _pick_trial_model(policy: Policy) -> Any:
     """Return the model if it is in fp32, so that rounding does not matter; else the one that is sampled from."""
     is_fp32 = all(p.dtype == torch.float32 for p in policy.model.parameters())
     return policy.model if is_fp32 else policy.get_inference_model()
 
 
 @torch.no_grad()
-def find_generate_fault(model: Any, prompts: Sequence[Sequence[int]]) -> str:
+def _find_generate_fault(model: Any, prompts: Sequence[Sequence[int]]) -> str:
     """Return why `generate()` does not continue a batch of these prompts as the model does; empty if it does."""
-    greedy = GenerationConfig(max_new_tokens=TRIAL_TOKENS, do_sample=False, pad_token_id=0)
+    greedy = GenerationConfig(max_new_tokens=_TRIAL_TOKENS, do_sample=False, pad_token_id=0)
     rows = [list(row) for row in prompts for _ in range(2)]
     try:
         tokens, scores = run_generate(model, rows, greedy)
-        for t in range(TRIAL_TOKENS):
+        for t in range(_TRIAL_TOKENS):
             if fault := describe_logit_difference(model, rows, scores[:, t]):
                 return fault
             rows = [[*row, token] for row, token in zip(rows, tokens[:, t].tolist(), strict=True)]

@@ -33,7 +33,7 @@ from pellucid.utils.text import escape_controls
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
-CHECK_TEXT = (
+_CHECK_TEXT = (
     "On the 3rd of May, at half past seven, the old mill by the river began to turn again. Two boys had mended its"
     ' wheel: 17 boards, 42 nails, and a rope of 9 yards. "Will it hold?" asked the miller. Nobody knew; it held.\n'
 )
@@ -44,7 +44,7 @@ TRUNCATION_ERROR = (
 )
 
 
-class TextLimits(Protocol):
+class _TextLimits(Protocol):
     """The limits of an engine that scores a text."""
 
     max_length: int
@@ -53,7 +53,7 @@ class TextLimits(Protocol):
     """Tokens of a block of the KV cache."""
 
 
-class SamplingEngine(Protocol):
+class _SamplingEngine(Protocol):
     """An engine in this process, or a pool of servers."""
 
     @property
@@ -103,7 +103,7 @@ class VLLMSampler:
             self.engine, self.weight_check = self._create_engine(policy), WeightCheck()
         ids = encode_check_text(policy, get_text_length(self.engine))
         weights = self._get_base_weights(policy, self.weight_check) | self._get_pushed_weights(policy)
-        with preserve_rng_state():
+        with _preserve_rng_state():
             self.engine.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
             self.engine.push(weights)
             self.weight_check.check(self.engine, weights, ids, score_text(policy, ids), policy.dtype)
@@ -125,7 +125,7 @@ class VLLMSampler:
         if sampling.truncates:
             raise UserError(TRUNCATION_ERROR)
         try:
-            with preserve_rng_state():
+            with _preserve_rng_state():
                 if self.environments:
                     return self._generate_conversations(
                         ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
@@ -159,7 +159,7 @@ class VLLMSampler:
         return copy_adapter_weights(policy) if self._get_adapter_shape(policy) else get_push_weights(policy, copy)
 
     @property
-    def _engine(self) -> SamplingEngine:
+    def _engine(self) -> _SamplingEngine:
         assert self.engine
         return self.engine
 
@@ -228,14 +228,14 @@ def get_push_weights(policy: Policy, copy: bool = False) -> dict[str, Tensor]:
     return {name: p.detach().to(dtype, copy=copy) for name, p in model.named_parameters()}
 
 
-def get_text_length(engine: TextLimits) -> int:
+def get_text_length(engine: _TextLimits) -> int:
     """Return the length of the fixed text: more than two blocks of the KV cache, if the context is long enough."""
     return min(2 * engine.block_size + 1, engine.max_length - 1)
 
 
 def encode_check_text(policy: Policy, length: int) -> list[int]:
     """Return the first `length` token ids of the fixed text, which is repeated if it is shorter."""
-    ids = list(policy.tokenizer(CHECK_TEXT)["input_ids"])
+    ids = list(policy.tokenizer(_CHECK_TEXT)["input_ids"])
     return (ids * (1 + length // len(ids)))[:length]
 
 
@@ -257,15 +257,15 @@ def score_text(policy: Policy, ids: Sequence[int]) -> Tensor:
 # code would keep packed weights that are gone. vLLM's process groups belong to one engine, so that a new engine closes
 # the earlier one.
 
-QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+_QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 """Environment variables that are set unless the user has set them."""
-VLLM_ERRORS = (ValueError, RuntimeError, NotImplementedError)
+_VLLM_ERRORS = (ValueError, RuntimeError, NotImplementedError)
 """What vLLM raises for what it does not support."""
-CPU_BLOCK_TOKENS = 32
+_CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache on a CPU: vLLM's default of 128 is longer than many prompts."""
 
 
-def shut_down_engine(owner: int, shutdown: Callable[[], None]) -> None:
+def _shut_down_engine(owner: int, shutdown: Callable[[], None]) -> None:
     """Shut down the engine of the process `owner`; its forks leave it running."""
     if os.getpid() == owner:
         shutdown()
@@ -280,7 +280,7 @@ def check_vllm_installed() -> None:
         )
 
 
-class WeightLocation(NamedTuple):
+class _WeightLocation(NamedTuple):
     """A place of a weight in vLLM's model: rows of an attribute of a module."""
 
     module: Any
@@ -298,7 +298,7 @@ class EngineAnswer(NamedTuple):
     """In nats, at the temperature."""
 
 
-OPEN_ENGINES: WeakSet[VLLMEngine] = WeakSet()
+_OPEN_ENGINES: WeakSet[VLLMEngine] = WeakSet()
 
 
 class VLLMEngine:
@@ -321,29 +321,29 @@ class VLLMEngine:
             AdapterRefusedError: vLLM does not run it with such an adapter.
         """
         check_vllm_installed()
-        for earlier in list(OPEN_ENGINES):
+        for earlier in list(_OPEN_ENGINES):
             earlier.close()
-        for name, value in QUIET_ENVIRONMENT.items():
+        for name, value in _QUIET_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights need not leave the process
         self.dtype, self.device, self.eos_ids = dtype, policy.device, list(policy.eos_ids)
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, preserve_rng_state():
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, _preserve_rng_state():
             warnings.simplefilter("ignore")
             self.vllm = import_extra("vllm", "vllm", "sampler.name")
             self.lora_request_class = importlib.import_module("vllm.lora.request").LoRARequest
             policy.save_config(Path(folder))
             try:
                 self.llm = self.vllm.LLM(model=folder, **self._build_settings(rows, cache_gb, adapter_shape))
-            except VLLM_ERRORS as error:
+            except _VLLM_ERRORS as error:
                 if adapter_shape:
                     raise AdapterRefusedError(f"vLLM: {format_one_line(error)}") from error
                 raise UserError(
                     f"policy.model: vLLM does not run this model ({format_one_line(error)}): set"
                     ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
                 ) from error
-        self.close = weakref.finalize(self, shut_down_engine, os.getpid(), self.llm.llm_engine.engine_core.shutdown)
+        self.close = weakref.finalize(self, _shut_down_engine, os.getpid(), self.llm.llm_engine.engine_core.shutdown)
         atexit.register(self.close)  # before the process group of the run is left, which vLLM's groups are parts of
-        OPEN_ENGINES.add(self)
+        _OPEN_ENGINES.add(self)
         config = self.llm.llm_engine.vllm_config
         self.max_length, self.block_size = config.model_config.max_model_len, config.cache_config.block_size
         models: list[Any] = []
@@ -372,7 +372,7 @@ class VLLMEngine:
         return self.close.alive
 
     def _build_settings(self, rows: int, cache_gb: float, adapter_shape: AdapterShape | None) -> dict[str, Any]:
-        where: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
+        where: dict[str, Any] = {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             where = {"gpu_memory_utilization": 0.9 * free / total}  # of what the trainer leaves
@@ -435,7 +435,7 @@ class VLLMEngine:
             self.push(zeros)
             for name in zeros:
                 self.read_columns(name, [0])
-        except (UserError, *VLLM_ERRORS) as error:
+        except (UserError, *_VLLM_ERRORS) as error:
             self.close()
             raise AdapterRefusedError(format_one_line(error)) from error
 
@@ -451,7 +451,7 @@ class VLLMEngine:
             return [self._get_adapter_matrix(name)[:, list(indices)]]
         return [self._read_location(each, indices, self.shapes[name][-1]) for each in self.locate_weight(name)]
 
-    def locate_weight(self, name: str) -> list[WeightLocation]:
+    def locate_weight(self, name: str) -> list[_WeightLocation]:
         """Return where the weight of this name is in vLLM's model. Raise UserError if it is nowhere."""
         path, _, attribute = name.rpartition(".")
         found, parts = self._find_layer(path)
@@ -462,11 +462,11 @@ class VLLMEngine:
         start = sum(sizes[: parts.index(path)])
         rows = slice(start, start + self.shapes[name][0])
         tied = [
-            WeightLocation(head, attribute, rows)
+            _WeightLocation(head, attribute, rows)
             for head in self.lm_heads
             if head is not module and head.weight is weight
         ]
-        return [WeightLocation(module, attribute, rows), *tied]
+        return [_WeightLocation(module, attribute, rows), *tied]
 
     def _find_layer(self, path: str) -> tuple[Any, list[str]]:
         """Return the layer that holds this one, and the paths of all that it holds. Raise UserError if none does."""
@@ -488,7 +488,7 @@ class VLLMEngine:
         n, k = self.shapes[name]
         return stacks[parts.index(path)][slots.index(self.adapter.lora_int_id), 0, :n, :k]
 
-    def _read_location(self, location: WeightLocation, indices: Sequence[int], width: int) -> Tensor:
+    def _read_location(self, location: _WeightLocation, indices: Sequence[int], width: int) -> Tensor:
         """Read columns; where weights may be packed, by a product with columns of the identity."""
         module = location.module
         multiplies = hasattr(module, "quant_method") and (module not in self.embeddings or module in self.lm_heads)
@@ -544,7 +544,7 @@ class VLLMEngine:
         self.unfinished.clear()
 
 
-def preserve_rng_state() -> Any:
+def _preserve_rng_state() -> Any:
     """Restore the global random numbers at the end, since vLLM seeds and draws them."""
     return torch.random.fork_rng(devices=[])
 
@@ -559,9 +559,9 @@ def format_one_line(error: Exception) -> str:
 
 LORA_A_SUFFIX, LORA_B_SUFFIX = ".lora_A", ".lora_B"
 """The names of the two matrices, after the path of a layer."""
-PEFT_SUFFIX = ".default.weight"
+_PEFT_SUFFIX = ".default.weight"
 """What peft appends to these names."""
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; a smaller one is padded with zeros."""
 
 
@@ -579,7 +579,7 @@ class AdapterShape(NamedTuple):
     @property
     def padded_rank(self) -> int:
         """The rank with which an engine is created."""
-        return next(rank for rank in VLLM_RANKS if rank >= self.rank)
+        return next(rank for rank in _VLLM_RANKS if rank >= self.rank)
 
     def create_zeros(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return an adapter of this shape that changes nothing."""
@@ -597,21 +597,23 @@ def get_adapter_shape(policy: Any) -> AdapterShape:
     """Return the shape of a policy's adapter. Raise AdapterRefusedError if it is not plain LoRA on linear layers."""
     trained = policy.trainable()
     for name in trained:
-        layer, _, matrix = name.removesuffix(PEFT_SUFFIX).rpartition(".")
-        if not name.endswith((LORA_A_SUFFIX + PEFT_SUFFIX, LORA_B_SUFFIX + PEFT_SUFFIX)):
+        layer, _, matrix = name.removesuffix(_PEFT_SUFFIX).rpartition(".")
+        if not name.endswith((LORA_A_SUFFIX + _PEFT_SUFFIX, LORA_B_SUFFIX + _PEFT_SUFFIX)):
             raise AdapterRefusedError(f"{name} is trained besides")
         module = policy.model.get_submodule(layer)
         if type(module.get_base_layer()) is not nn.Linear or module.lora_variant:
             raise AdapterRefusedError(f"{layer} is not a plain linear layer with a plain adapter")
-        if matrix == LORA_A_SUFFIX[1:] and len(trained[name]) > VLLM_RANKS[-1]:
-            raise AdapterRefusedError(f"policy.lora is above {VLLM_RANKS[-1]}")
+        if matrix == LORA_A_SUFFIX[1:] and len(trained[name]) > _VLLM_RANKS[-1]:
+            raise AdapterRefusedError(f"policy.lora is above {_VLLM_RANKS[-1]}")
     if any(is_quantized(p) for p in policy.model.parameters()):
         raise AdapterRefusedError("its base is in 4 bits")
     paths = [
-        name.removesuffix(LORA_A_SUFFIX + PEFT_SUFFIX) for name in trained if name.endswith(LORA_A_SUFFIX + PEFT_SUFFIX)
+        name.removesuffix(LORA_A_SUFFIX + _PEFT_SUFFIX)
+        for name in trained
+        if name.endswith(LORA_A_SUFFIX + _PEFT_SUFFIX)
     ]
     matrices = {
-        path: (trained[path + LORA_A_SUFFIX + PEFT_SUFFIX], trained[path + LORA_B_SUFFIX + PEFT_SUFFIX])
+        path: (trained[path + LORA_A_SUFFIX + _PEFT_SUFFIX], trained[path + LORA_B_SUFFIX + _PEFT_SUFFIX])
         for path in paths
     }
     rank = max(len(first) for first, _ in matrices.values())
@@ -623,7 +625,7 @@ def copy_adapter_weights(policy: Any) -> dict[str, Tensor]:
     """Return copies of the matrices of an adapter in the compute dtype, B multiplied by its scale."""
     found: dict[str, Tensor] = {}
     for name, p in policy.masters().items():
-        path = name.removesuffix(PEFT_SUFFIX)
+        path = name.removesuffix(_PEFT_SUFFIX)
         scale = (
             policy.model.get_submodule(path[: -len(LORA_B_SUFFIX)]).scaling["default"]
             if path.endswith(LORA_B_SUFFIX)

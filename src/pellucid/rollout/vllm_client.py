@@ -56,20 +56,20 @@ SECRET_VARIABLE = "PELLUCID_SAMPLER_TOKEN"
 """The environment variable of the secret that servers and their clients share."""
 VERSION_HEADER = "Weights-Version"
 """The header with the version of the weights that an answer was computed with."""
-START_COMMAND = "pellucid sampler --port {}"
+_START_COMMAND = "pellucid sampler --port {}"
 MAX_PART_BYTES = 2**28
 """The most bytes of weights in a request, unless a single weight is larger."""
 CONNECT_TIMEOUT_SECONDS = 5.0
 """Timeout of a connection."""
-LOAD_TIMEOUT_SECONDS = 900.0
+_LOAD_TIMEOUT_SECONDS = 900.0
 """Timeout of creating an engine."""
 POLL_SECONDS = 0.1
 """How long to wait for an answer at a time."""
-MAX_JSON_BYTES, MAX_TENSOR_BYTES = 2**20, 2**28
+_MAX_JSON_BYTES, _MAX_TENSOR_BYTES = 2**20, 2**28
 """The most bytes of an answer in JSON, besides its rows, and of an answer with tensors."""
-MAX_TOKEN_JSON_BYTES = 64
+_MAX_TOKEN_JSON_BYTES = 64
 """The most bytes of a token and its log-prob in JSON."""
-MIN_LOGPROB, MAX_LOGPROB = -100.0, 1e-3
+_MIN_LOGPROB, _MAX_LOGPROB = -100.0, 1e-3
 """Bounds of the log-prob of a sampled token, in nats. A token below e^-100 is never sampled; rounding may exceed 0."""
 
 
@@ -77,7 +77,7 @@ class ServerLostError(Exception):
     """A server does not answer, or not with the weights of the last push."""
 
 
-class ServerTooSmallError(ServerLostError):
+class _ServerTooSmallError(ServerLostError):
     """A server does not support rows that are long enough."""
 
 
@@ -95,7 +95,7 @@ class SampleRequest(NamedTuple):
     seed: int
 
 
-class RemoteAnswer(NamedTuple):
+class _RemoteAnswer(NamedTuple):
     """The tokens of a row, and their log-probs in nats, at the temperature."""
 
     number: int
@@ -103,9 +103,9 @@ class RemoteAnswer(NamedTuple):
     logprobs: list[float]
 
 
-def parse_sampled_row(
+def _parse_sampled_row(
     answer: Any, requests: Mapping[int, SampleRequest], vocabulary_size: int, eos_ids: Collection[int]
-) -> RemoteAnswer:
+) -> _RemoteAnswer:
     """Return a row of an answer.
 
     Args:
@@ -133,13 +133,13 @@ def parse_sampled_row(
         raise InvalidAnswerError(
             f"it sends nonsense: a token that is not a whole number from 0 to {vocabulary_size - 1}"
         )
-    if not all(type(x) in (int, float) and MIN_LOGPROB <= x <= MAX_LOGPROB for x in logprobs):
-        raise InvalidAnswerError(f"it sends nonsense: a log-prob that is not a number from {MIN_LOGPROB:g} to 0")
+    if not all(type(x) in (int, float) and _MIN_LOGPROB <= x <= _MAX_LOGPROB for x in logprobs):
+        raise InvalidAnswerError(f"it sends nonsense: a log-prob that is not a number from {_MIN_LOGPROB:g} to 0")
     if any(token in eos_ids for token in tokens[:-1]):
         raise InvalidAnswerError("it sends nonsense: a row that goes on after its end")
     if len(tokens) < max_tokens and tokens[-1] not in eos_ids:
         raise InvalidAnswerError("it sends nonsense: a row that breaks off")
-    return RemoteAnswer(number, tokens, [float(x) for x in logprobs])
+    return _RemoteAnswer(number, tokens, [float(x) for x in logprobs])
 
 
 class SamplerClient:
@@ -165,7 +165,7 @@ class SamplerClient:
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of the server."""
-        return check_state(self._request_json("GET", "/state"))
+        return _check_state(self._request_json("GET", "/state"))
 
     def load_model(self, model: bytes) -> None:
         """Create an engine for a model, as `serialize_model` describes it, unless the server has one.
@@ -175,8 +175,8 @@ class SamplerClient:
         """
         state = self.get_state()
         if state["model"] != hash_model(model):
-            state = check_state(
-                self._request_json("PUT", "/model", model, timeout=max(LOAD_TIMEOUT_SECONDS, self.timeout))
+            state = _check_state(
+                self._request_json("PUT", "/model", model, timeout=max(_LOAD_TIMEOUT_SECONDS, self.timeout))
             )
         if state["refusal"]:
             raise AdapterRefusedError(format_one_line(state["refusal"]))
@@ -214,10 +214,10 @@ class SamplerClient:
             raise InvalidAnswerError("it sends nonsense: no log-probs of the text that it was given")
         return logprobs, int(cached)
 
-    def step(self, rows: Sequence[SampleRequest]) -> list[RemoteAnswer]:
+    def step(self, rows: Sequence[SampleRequest]) -> list[_RemoteAnswer]:
         """Add these rows. Return the rows that finished; wait a moment for the first one."""
         self._requests |= {row.number: row for row in rows}
-        limit = MAX_JSON_BYTES + MAX_TOKEN_JSON_BYTES * sum(row.max_tokens for row in self._requests.values())
+        limit = _MAX_JSON_BYTES + _MAX_TOKEN_JSON_BYTES * sum(row.max_tokens for row in self._requests.values())
         answer = self._request_json("POST", "/step", json.dumps(rows).encode(), self.version, limit=limit)
         steps, answers = (answer.get("steps"), answer.get("said")) if isinstance(answer, dict) else (None, None)
         if type(steps) is not int or steps < self._steps or not isinstance(answers, list):
@@ -234,8 +234,8 @@ class SamplerClient:
             raise InvalidAnswerError("it sends nonsense: more steps than the rows can take, and no row")
         return found
 
-    def _take_answer(self, row: Any) -> RemoteAnswer:
-        found = parse_sampled_row(row, self._requests, self.vocabulary_size, self.eos_ids)
+    def _take_answer(self, row: Any) -> _RemoteAnswer:
+        found = _parse_sampled_row(row, self._requests, self.vocabulary_size, self.eos_ids)
         del self._requests[found.number]
         return found
 
@@ -252,7 +252,7 @@ class SamplerClient:
     # ------------------------------------------------------------ requests
 
     def _request_tensors(self, path: str, asked: Any) -> dict[str, Tensor]:
-        answer = self._request("POST", path, json.dumps(asked).encode(), self.version, limit=MAX_TENSOR_BYTES)
+        answer = self._request("POST", path, json.dumps(asked).encode(), self.version, limit=_MAX_TENSOR_BYTES)
         try:
             return safetensors.torch.load(answer)
         except (SafetensorError, KeyError, ValueError):
@@ -265,7 +265,7 @@ class SamplerClient:
         body: bytes = b"",
         version: str | None = None,
         timeout: float = 0,
-        limit: int = MAX_JSON_BYTES,
+        limit: int = _MAX_JSON_BYTES,
     ) -> Any:
         try:
             return json.loads(self._request(method, path, body, version, timeout, limit))
@@ -279,15 +279,15 @@ class SamplerClient:
         body: bytes = b"",
         version: str | None = None,
         timeout: float = 0,
-        limit: int = MAX_JSON_BYTES,
+        limit: int = _MAX_JSON_BYTES,
     ) -> bytes:
         """Return the body of an answer. If a version is given, it was computed with those weights."""
         try:
             secret, limits = get_secret(self.url), (timeout or self.timeout, limit)
-            status, theirs, answer = self._send(method, path, body, build_headers(secret, version), *limits)
+            status, theirs, answer = self._send(method, path, body, _build_headers(secret, version), *limits)
             # A server that was still starting may have written its secret after this request was sent.
             if status == 401 and (written := get_secret(self.url)) != secret:
-                status, theirs, answer = self._send(method, path, body, build_headers(written, version), *limits)
+                status, theirs, answer = self._send(method, path, body, _build_headers(written, version), *limits)
         except TimeoutError:
             raise ServerLostError(f"no answer in {timeout or self.timeout:g} s") from None
         except OSError as error:
@@ -296,11 +296,11 @@ class SamplerClient:
             raise ServerLostError(f"an answer that breaks off ({type(error).__name__})") from None
         if status in (400, 401, 403, 404, 422) and not self.is_verified:
             raise UserError(
-                f"sampler.urls: {self.url} refuses (HTTP {status}): {extract_error_message(answer)}"
-                f"{format_secret_hint(status)}"
+                f"sampler.urls: {self.url} refuses (HTTP {status}): {_extract_error_message(answer)}"
+                f"{_format_secret_hint(status)}"
             )
         if status != 200:
-            raise ServerLostError(f"HTTP {status}, {extract_error_message(answer)}")
+            raise ServerLostError(f"HTTP {status}, {_extract_error_message(answer)}")
         if version is not None and theirs != version:
             raise ServerLostError("an answer computed with other weights")
         return answer
@@ -329,7 +329,7 @@ class SamplerClient:
                 return (
                     answer.status,
                     answer.getheader(VERSION_HEADER),
-                    read_answer(answer, limit, time.monotonic() + timeout),
+                    _read_answer(answer, limit, time.monotonic() + timeout),
                 )
         finally:
             connection.close()
@@ -342,10 +342,10 @@ def check_servers(urls: Sequence[str], timeout: float) -> None:
             SamplerClient(url, min(CONNECT_TIMEOUT_SECONDS, timeout)).get_state()
         except InvalidAnswerError:
             raise UserError(
-                f"sampler.urls: {url} is no sampler server, which {START_COMMAND.format('PORT')} starts"
+                f"sampler.urls: {url} is no sampler server, which {_START_COMMAND.format('PORT')} starts"
             ) from None
         except ServerLostError as error:
-            start = START_COMMAND.format(urlsplit(url).port or 80)
+            start = _START_COMMAND.format(urlsplit(url).port or 80)
             raise UserError(f"sampler.urls: {url} cannot be reached ({error}): start it there by {start}") from None
 
 
@@ -380,7 +380,7 @@ def serialize_model(
     return json.dumps(known, sort_keys=True).encode()
 
 
-def check_state(state: Any) -> dict[str, Any]:
+def _check_state(state: Any) -> dict[str, Any]:
     """Return the state of a server. Raise InvalidAnswerError if it is none."""
     kinds = {"model": str, "version": str, "longest": int, "block": int, "refusal": str}
     sound = isinstance(state, dict) and all(type(state.get(name)) is kind for name, kind in kinds.items())
@@ -389,7 +389,7 @@ def check_state(state: Any) -> dict[str, Any]:
     return state
 
 
-def read_answer(answer: http.client.HTTPResponse, limit: int, deadline: float) -> bytes:
+def _read_answer(answer: http.client.HTTPResponse, limit: int, deadline: float) -> bytes:
     """Return the body of an answer. Raise InvalidAnswerError if it is larger, TimeoutError if it takes longer."""
     body = bytearray()
     while part := answer.read1(2**16):
@@ -408,7 +408,7 @@ def get_secret(url: str = "") -> str:
         UserError: it cannot stand in a header.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
-    if not secret and is_on_loopback(url):
+    if not secret and _is_on_loopback(url):
         with suppress(OSError):
             secret = get_secret_path(urlsplit(url).port or 80).read_text(encoding="utf-8", errors="replace").strip()
     if not (secret.isascii() and secret.isprintable()) or " " in secret:
@@ -416,7 +416,7 @@ def get_secret(url: str = "") -> str:
     return secret
 
 
-def is_on_loopback(url: str) -> bool:
+def _is_on_loopback(url: str) -> bool:
     name = urlsplit(url).hostname or ""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
@@ -453,7 +453,7 @@ def publish_secret(port: int) -> Iterator[str]:
                 path.unlink()
 
 
-def format_secret_hint(status: int) -> str:
+def _format_secret_hint(status: int) -> str:
     return (
         f"; set {SECRET_VARIABLE} to the secret of the server, which says at its start where it is"
         if status == 401
@@ -461,7 +461,7 @@ def format_secret_hint(status: int) -> str:
     )
 
 
-def build_headers(secret: str, version: str | None) -> dict[str, str]:
+def _build_headers(secret: str, version: str | None) -> dict[str, str]:
     known = {"Authorization": f"Bearer {secret}"} if secret else {}
     return known | ({VERSION_HEADER: version, "Content-Type": "application/json"} if version else {})
 
@@ -482,7 +482,7 @@ def hash_model(model: bytes) -> str:
     return hashlib.sha256(model).hexdigest()
 
 
-def extract_error_message(answer: bytes) -> str:
+def _extract_error_message(answer: bytes) -> str:
     """Return the message of an error response in one line."""
     try:
         message = json.loads(answer)["error"]["message"]
@@ -502,14 +502,14 @@ def format_one_line(text: Any) -> str:
 
 RETRY_SECONDS = 2.0
 """How long to wait until a lost server is tried again."""
-MAX_RETRY_DOUBLINGS = 5
+_MAX_RETRY_DOUBLINGS = 5
 """How often this time may double for a server that sends invalid answers."""
 REMINDER_SECONDS = 30.0
 """How often the user is reminded that no server answers."""
 
 
 @dataclass(eq=False)
-class ServerState:
+class _ServerState:
     """A server and its rows."""
 
     client: SamplerClient
@@ -529,12 +529,12 @@ class ServerState:
         return len(self.queued_rows) + len(self.sent_rows)
 
 
-class ServerPool:
+class _ServerPool:
     """Servers as one engine: `add_request`, `step` until nothing is `unfinished`, `abort_all` to end its threads."""
 
     def __init__(self, urls: Iterable[str], timeout: float, update_server: Callable[[SamplerClient], None]) -> None:
         """update_server: pushes the present weights to a server, and checks them."""
-        self.servers = [ServerState(SamplerClient(url, timeout)) for url in urls]
+        self.servers = [_ServerState(SamplerClient(url, timeout)) for url in urls]
         self.update_server = update_server
         self.group_size = 1
         """Rows of a group, which go to the same server."""
@@ -542,7 +542,7 @@ class ServerPool:
         """The unfinished rows by number, with their keys."""
         self.max_length = 0
         """The most tokens of a prompt and its completion: the least that the first servers support."""
-        self.group_servers: dict[int, ServerState] = {}
+        self.group_servers: dict[int, _ServerState] = {}
         """The server that has the prompts of a group in its prefix cache."""
         self.answers: list[EngineAnswer] = []
         self.request_numbers = itertools.count()
@@ -631,12 +631,12 @@ class ServerPool:
     def check_max_length(self, client: SamplerClient) -> None:
         """Raise ServerTooSmallError if a server supports only shorter rows than the first servers."""
         if client.max_length < self.max_length:
-            raise ServerTooSmallError(
+            raise _ServerTooSmallError(
                 f"it takes {client.max_length} tokens a row, and this run counts on {self.max_length}: start it with a"
                 " larger --cache-gb"
             )
 
-    def _mark_up(self, server: ServerState) -> None:
+    def _mark_up(self, server: _ServerState) -> None:
         with self.condition:
             server.is_up = True
             assigned = {number for other in self.servers for number in (*other.queued_rows, *other.sent_rows)}
@@ -644,12 +644,12 @@ class ServerPool:
         if not server.invalid_answers:
             self._clear_faults(server)
 
-    def _clear_faults(self, server: ServerState) -> None:
+    def _clear_faults(self, server: _ServerState) -> None:
         if server.reason:
             print(escape_controls(f"! {server.client.url} is back, with the present weights"), flush=True)
         server.reason, server.invalid_answers = "", 0
 
-    def _mark_down(self, server: ServerState, error: ServerLostError | AdapterRefusedError) -> None:
+    def _mark_down(self, server: _ServerState, error: ServerLostError | AdapterRefusedError) -> None:
         reason = str(error)
         if isinstance(error, InvalidAnswerError):
             server.invalid_answers += 1
@@ -659,7 +659,7 @@ class ServerPool:
             server.client.has_engine = False
             self._assign_rows(sorted(rows))
         if not server.reason or (
-            isinstance(error, ServerTooSmallError | AdapterRefusedError) and server.reason != reason
+            isinstance(error, _ServerTooSmallError | AdapterRefusedError) and server.reason != reason
         ):
             others = "go to the others" if any(other.is_up for other in self.servers) else "wait"
             lost = f": its {len(rows)} rows {others}" if rows else ""
@@ -670,7 +670,7 @@ class ServerPool:
         if time.monotonic() - self.last_reminder > REMINDER_SECONDS:
             why = "; ".join(f"{server.client.url}: {server.reason or 'not yet'}" for server in self.servers)
             waiting = f"{len(self.requests)} rows wait" if self.requests else "the weights wait"
-            line = f"! no sampler server answers, {waiting} ({why}): {START_COMMAND.format('PORT')} starts one"
+            line = f"! no sampler server answers, {waiting} ({why}): {_START_COMMAND.format('PORT')} starts one"
             print(escape_controls(line), flush=True)
             self.last_reminder = time.monotonic()
 
@@ -683,14 +683,14 @@ class ServerPool:
             server.client.start()
             self.futures.append(self.executor.submit(self._run_server, server))
 
-    def _try_update(self, server: ServerState) -> None:
+    def _try_update(self, server: _ServerState) -> None:
         try:
             self.update_server(server.client)
             self._mark_up(server)
         except ServerLostError as error:
             self._mark_down(server, error)
 
-    def _run_server(self, server: ServerState) -> None:
+    def _run_server(self, server: _ServerState) -> None:
         while not self.stopped.is_set():
             try:
                 if not server.is_up:
@@ -701,9 +701,9 @@ class ServerPool:
             except (ServerLostError, AdapterRefusedError) as error:
                 if not self.stopped.is_set():
                     self._mark_down(server, error)
-                    self.stopped.wait(RETRY_SECONDS * 2 ** min(server.invalid_answers, MAX_RETRY_DOUBLINGS))
+                    self.stopped.wait(RETRY_SECONDS * 2 ** min(server.invalid_answers, _MAX_RETRY_DOUBLINGS))
 
-    def _exchange_rows(self, server: ServerState) -> None:
+    def _exchange_rows(self, server: _ServerState) -> None:
         """Send a server its queued rows, and take the rows that it has finished."""
         with self.condition:
             self.condition.wait_for(lambda: server.pending_count or self.stopped.is_set())
@@ -727,7 +727,7 @@ class ServerPool:
 # A server that comes back gets the weights of the last push: those of the policy, or a copy if the policy is updated
 # while rows are sampled (`ahead`). For an adapter that is pushed by itself it gets the base first.
 
-MAX_TEXT_TOKENS = 513
+_MAX_TEXT_TOKENS = 513
 """The most tokens of the fixed text: more than a block of the KV cache, for blocks of up to 512."""
 
 
@@ -740,7 +740,7 @@ class VLLMServerSampler(VLLMSampler):
     """Seconds without an answer after which a server counts as lost."""
     ahead: bool = False
     """Whether the policy is updated while rows are sampled."""
-    pool: ServerPool | None = None
+    pool: _ServerPool | None = None
 
     def __post_init__(self) -> None:
         self.policy_lock = threading.Lock()
@@ -767,10 +767,10 @@ class VLLMServerSampler(VLLMSampler):
 
     def _sync(self, policy: Policy, version: int) -> None:
         self.policy, self.version, self.model_description = policy, version, self._describe_model(policy)
-        self.pool = self.pool or ServerPool(self.urls, self.timeout, self._update_server)
+        self.pool = self.pool or _ServerPool(self.urls, self.timeout, self._update_server)
         self.pushed_weights = None  # free them before there are others
         self.pushed_weights = self._get_pushed_weights(policy, copy=self.ahead)
-        self.text_ids = encode_check_text(policy, min(MAX_TEXT_TOKENS, policy.context_length - 1))
+        self.text_ids = encode_check_text(policy, min(_MAX_TEXT_TOKENS, policy.context_length - 1))
         self.text_logprobs = score_text(policy, self.text_ids)
         try:
             self.pool.update_weights()
@@ -784,7 +784,7 @@ class VLLMServerSampler(VLLMSampler):
         return super().generate(prompts, sampling)
 
     @property
-    def _engine(self) -> ServerPool:
+    def _engine(self) -> _ServerPool:
         assert self.pool
         return self.pool
 

@@ -20,9 +20,9 @@ MAX_COLUMNS = 8
 """The most columns of a weight that are read back."""
 MAX_ENTRIES_SUMMED = 2**22
 """How many entries of a weight are summed at a time."""
-MAX_GAP_GROWTH = 10
+_MAX_GAP_GROWTH = 10
 """By which factor the gap may exceed that of the first push."""
-OLD_WEIGHTS_HINT = 'nothing was trained on them; --resume the run, or set sampler.name = "native"'
+_OLD_WEIGHTS_HINT = 'nothing was trained on them; --resume the run, or set sampler.name = "native"'
 
 
 class GapLimits(NamedTuple):
@@ -34,14 +34,14 @@ class GapLimits(NamedTuple):
     """The gap that they never have."""
 
 
-GAP_LIMITS = {
+_GAP_LIMITS = {
     torch.float32: GapLimits(2e-5, 2e-3),
     torch.float16: GapLimits(5e-3, 5e-2),
     torch.bfloat16: GapLimits(4e-2, 2e-1),
 }
 
 
-class CheckedEngine(Protocol):
+class _CheckedEngine(Protocol):
     """An engine that weights were pushed to."""
 
     def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
@@ -64,7 +64,7 @@ class WeightCheck:
 
     def check(
         self,
-        engine: CheckedEngine,
+        engine: _CheckedEngine,
         pushed: Mapping[str, Tensor],
         ids: Sequence[int],
         scorer_logprobs: Tensor,
@@ -86,13 +86,13 @@ class WeightCheck:
         if cached:
             raise UserError(
                 f"the sampler goes on from what earlier weights have computed, {cached} tokens of a text that it read"
-                f" before: its prefix cache was not cleared; {OLD_WEIGHTS_HINT}"
+                f" before: its prefix cache was not cleared; {_OLD_WEIGHTS_HINT}"
             )
         sums = {name: compute_column_sums(weight) for name, weight in pushed.items()}
         for name, weight in pushed.items():
             self.compare_columns(engine, name, weight, self.pick_changed_columns(name, sums[name]))
         dtypes = {next(iter(pushed.values())).dtype, *([scorer_dtype] if scorer_dtype else [])}
-        coarser = max(dtypes, key=lambda dtype: GAP_LIMITS[dtype].maximum)
+        coarser = max(dtypes, key=lambda dtype: _GAP_LIMITS[dtype].maximum)
         self.check_gap((logprobs.double() - scorer_logprobs.double().cpu()).abs().mean().item(), coarser)
         self.column_sums |= sums
 
@@ -102,23 +102,23 @@ class WeightCheck:
         changed = torch.arange(len(sums)) if before is None else (sums != before).nonzero()[:, 0]
         return changed[torch.randperm(len(changed), generator=self.generator)[:MAX_COLUMNS]].tolist()
 
-    def compare_columns(self, engine: CheckedEngine, name: str, weight: Tensor, indices: list[int]) -> None:
+    def compare_columns(self, engine: _CheckedEngine, name: str, weight: Tensor, indices: list[int]) -> None:
         expected = to_matrix(weight)[:, indices]
         for held in engine.read_columns(name, indices) if indices else []:
             if held.shape != expected.shape:
                 raise UserError(f'policy.model: vLLM keeps {name} in another form: set sampler.name = "native"')
-            if not torch.equal(flush_subnormals(held), flush_subnormals(expected)):
+            if not torch.equal(_flush_subnormals(held), _flush_subnormals(expected)):
                 if not weight.isfinite().all():
                     raise UserError(f"{name} of the policy is no longer finite: lower optimizer.lr, and --resume")
-                raise UserError(f"the sampler has old weights: {name} is not the policy's; {OLD_WEIGHTS_HINT}")
+                raise UserError(f"the sampler has old weights: {name} is not the policy's; {_OLD_WEIGHTS_HINT}")
 
     def check_gap(self, gap: float, dtype: torch.dtype) -> None:
-        allowed, maximum = GAP_LIMITS[dtype]
-        limit = maximum if self.first_gap is None else min(maximum, max(allowed, MAX_GAP_GROWTH * self.first_gap))
+        allowed, maximum = _GAP_LIMITS[dtype]
+        limit = maximum if self.first_gap is None else min(maximum, max(allowed, _MAX_GAP_GROWTH * self.first_gap))
         if not gap <= limit:  # NaN fails, too
             raise UserError(
                 f"the sampler has old weights, or computes another model: its log-probs of a fixed text are {gap:.2g}"
-                f" off the scorer's, where their arithmetic allows {limit:.2g}; {OLD_WEIGHTS_HINT}"
+                f" off the scorer's, where their arithmetic allows {limit:.2g}; {_OLD_WEIGHTS_HINT}"
             )
         self.first_gap = gap if self.first_gap is None else self.first_gap
 
@@ -142,7 +142,7 @@ def compute_column_sums(weight: Tensor) -> Tensor:
     return total.cpu()
 
 
-def flush_subnormals(x: Tensor) -> Tensor:
+def _flush_subnormals(x: Tensor) -> Tensor:
     """Return a copy on the CPU with 0 for subnormal numbers, as some matrix units read them."""
     x = x.cpu()
     return x.masked_fill(x.abs() < torch.finfo(x.dtype).tiny, 0.0)

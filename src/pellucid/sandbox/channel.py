@@ -11,9 +11,9 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-IS_POSIX = sys.platform != "win32"
-CHUNK_BYTES = 2**20
-SHORT_LENGTH, LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")
+_IS_POSIX = sys.platform != "win32"
+_CHUNK_BYTES = 2**20
+_SHORT_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")
 """The length of a message as multiprocessing writes it: in 4 bytes, or -1 and then 8."""
 
 
@@ -29,7 +29,7 @@ class Channel:
         self.connection: Connection = connection
         self._max_bytes = max_bytes
         self._received = bytearray()
-        if IS_POSIX:
+        if _IS_POSIX:
             os.set_blocking(self.connection.fileno(), False)
 
     def send(self, data: bytes, timeout_seconds: float) -> None:
@@ -39,12 +39,14 @@ class Channel:
             TimeoutError: if the other end does not take the message in time.
             OSError: if the pipe is closed.
         """
-        if not IS_POSIX:
+        if not _IS_POSIX:
             self.connection.send_bytes(data)
             return
         deadline = time.monotonic() + timeout_seconds
         size = (
-            SHORT_LENGTH.pack(len(data)) if len(data) < 2**31 else SHORT_LENGTH.pack(-1) + LONG_LENGTH.pack(len(data))
+            _SHORT_LENGTH.pack(len(data))
+            if len(data) < 2**31
+            else _SHORT_LENGTH.pack(-1) + _LONG_LENGTH.pack(len(data))
         )
         unsent = memoryview(size + data)
         writable = select.poll()
@@ -64,11 +66,11 @@ class Channel:
             EOFError, OSError: if the pipe is closed.
             ValueError: if the message is too long.
         """
-        if not IS_POSIX:
+        if not _IS_POSIX:
             return self.connection.recv_bytes(self._max_bytes) if self.connection.poll() else None
         while (message := self._pop_message()) is None:
             try:
-                chunk = os.read(self.connection.fileno(), CHUNK_BYTES)
+                chunk = os.read(self.connection.fileno(), _CHUNK_BYTES)
             except BlockingIOError:
                 return None
             if not chunk:
@@ -78,15 +80,15 @@ class Channel:
 
     def _pop_message(self) -> bytes | None:
         """Remove the first message from the received bytes and return it, if it is complete."""
-        start = SHORT_LENGTH.size
+        start = _SHORT_LENGTH.size
         if len(self._received) < start:
             return None
-        [size] = SHORT_LENGTH.unpack_from(self._received)
+        [size] = _SHORT_LENGTH.unpack_from(self._received)
         if size == -1:
-            start += LONG_LENGTH.size
+            start += _LONG_LENGTH.size
             if len(self._received) < start:
                 return None
-            [size] = LONG_LENGTH.unpack_from(self._received, SHORT_LENGTH.size)
+            [size] = _LONG_LENGTH.unpack_from(self._received, _SHORT_LENGTH.size)
         if not 0 <= size <= self._max_bytes:
             raise ValueError(f"a message of {size} bytes")
         if len(self._received) < start + size:

@@ -28,16 +28,16 @@ from pellucid.sandbox.channel import Channel
 from pellucid.sandbox.worker import WorkerConfig, WorkerLoader, run_worker
 from pellucid.utils import signals
 
-SPAWN_CONTEXT = multiprocessing.get_context("spawn")
+_SPAWN_CONTEXT = multiprocessing.get_context("spawn")
 CAN_FORK = sys.platform == "linux"
 START_TIMEOUT_SECONDS = 120.0
 """Seconds that a worker process has to import what the user's code needs."""
-MAX_MESSAGE_BYTES = 2**28
+_MAX_MESSAGE_BYTES = 2**28
 """The most bytes of an answer: a longer message is not from our worker."""
-GRACE_SECONDS = 1.0
+_GRACE_SECONDS = 1.0
 """Seconds beyond its time limit that a worker has to report by itself what took too long."""
 SECRET_VARIABLE_PATTERN = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
-SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
+_SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 _safe_path_lock = threading.Lock()
 
 
@@ -68,10 +68,10 @@ class WorkerLimits(Protocol):
 
 def build_worker_config(limits: WorkerLimits, log: Path | None) -> WorkerConfig:
     """Return the configuration of a worker; without a log, its output is discarded."""
-    return WorkerConfig(limits.memory_gb, str(log or os.devnull), build_worker_environment(limits.secrets))
+    return WorkerConfig(limits.memory_gb, str(log or os.devnull), _build_worker_environment(limits.secrets))
 
 
-def build_worker_environment(secrets: Sequence[str]) -> dict[str, str]:
+def _build_worker_environment(secrets: Sequence[str]) -> dict[str, str]:
     """Return the environment variables of a worker: those without secrets, and the secrets that are named."""
     return {
         name: value
@@ -94,7 +94,7 @@ class Worker:
         self.connection, self._process = connection, process
         self.pid: int = process.pid if process else 0
         self.deadline, self._timeout = math.inf, math.inf
-        self._channel = Channel(connection, MAX_MESSAGE_BYTES)
+        self._channel = Channel(connection, _MAX_MESSAGE_BYTES)
         self._missing_reports = 2 if process else 1
         """How many reports of its start have not come yet: a forked process has the user's code already."""
 
@@ -118,7 +118,7 @@ class Worker:
             if self._missing_reports and not wait([self.connection], max(0.0, deadline - time.monotonic())):
                 raise WorkerStartError("late")
 
-    def set_timeout(self, seconds: float, grace: float = GRACE_SECONDS) -> None:
+    def set_timeout(self, seconds: float, grace: float = _GRACE_SECONDS) -> None:
         """Give the worker this many seconds from now on, and a grace period to report by itself that it is late."""
         self._timeout, self.deadline = seconds, time.monotonic() + seconds + grace
 
@@ -204,9 +204,9 @@ def spawn_worker(
     """Start a worker in a fresh process. It loads meanwhile; `forks` makes it a fork server, see `run_worker`."""
     connection, child_connection = Pipe()
     # Not a daemon: those may not start processes, and some user code does.
-    process = SPAWN_CONTEXT.Process(target=run_worker, args=(child_connection, config, load, payload, forks))
+    process = _SPAWN_CONTEXT.Process(target=run_worker, args=(child_connection, config, load, payload, forks))
     signals.open_standard_descriptors()
-    with use_safe_path():
+    with _use_safe_path():
         process.start()
     child_connection.close()
     return kind(connection, process)
@@ -249,7 +249,7 @@ class ForkServer:
             self._server = None
 
     def _send_connection(self, connection: Any) -> None:
-        if self._server is None or not self._server.is_alive or not is_writable(self._server.connection):
+        if self._server is None or not self._server.is_alive or not _is_writable(self._server.connection):
             self.close()
             self._server = spawn_worker(Worker, self._config, self._load, self._payload, forks=True)
             try:
@@ -272,7 +272,7 @@ class ForkServer:
         return worker
 
 
-def is_writable(connection: Any) -> bool:
+def _is_writable(connection: Any) -> bool:
     """Return whether a process takes what is sent to it, or takes it soon; it may hang."""
     writable = select.poll()
     writable.register(connection.fileno(), select.POLLOUT)
@@ -294,15 +294,15 @@ def terminate_workers(workers: list[Any] | dict[Any, Any]) -> None:
 
 
 @contextmanager
-def use_safe_path() -> Iterator[None]:
+def _use_safe_path() -> Iterator[None]:
     """Keep the working directory off the import path of new processes: a file in it may be called pickle.py."""
     with _safe_path_lock:  # the variable belongs to the whole process
-        before = os.environ.get(SAFE_PATH_VARIABLE)
-        os.environ[SAFE_PATH_VARIABLE] = "1"
+        before = os.environ.get(_SAFE_PATH_VARIABLE)
+        os.environ[_SAFE_PATH_VARIABLE] = "1"
         try:
             yield
         finally:
             if before is None:
-                del os.environ[SAFE_PATH_VARIABLE]
+                del os.environ[_SAFE_PATH_VARIABLE]
             else:
-                os.environ[SAFE_PATH_VARIABLE] = before
+                os.environ[_SAFE_PATH_VARIABLE] = before

@@ -13,8 +13,8 @@ MAX_NUMBER = 3.4028234663852886e38
 """The largest number that user code may return, that of float32: sums and squares stay finite in float64."""
 MAX_ERROR_CHARACTERS = 300
 """The most characters of an error."""
-PACKAGE_FOLDER = str(Path(__file__).parents[1])
-LIBRARY_PATH_PREFIXES = (PACKAGE_FOLDER, "<frozen", *(get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
+_PACKAGE_FOLDER = str(Path(__file__).parents[1])
+_LIBRARY_PATH_PREFIXES = (_PACKAGE_FOLDER, "<frozen", *(get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
 """How the path of a file begins that is not the user's own."""
 
 
@@ -31,8 +31,8 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, InvalidResultError):
         return str(error)
     summary = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in summary.stack if not frame.filename.startswith(PACKAGE_FOLDER)]
-    frames = [frame for frame in frames if not frame.filename.startswith(LIBRARY_PATH_PREFIXES)] or frames
+    frames = [frame for frame in summary.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
+    frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PATH_PREFIXES)] or frames
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {shorten_to_one_line(str(summary))}{where}"
 

@@ -30,11 +30,11 @@ except ImportError:  # Windows
 
 MAX_LOGGED_TRACEBACKS = 100
 """The most tracebacks that a process logs, one for each kind of error."""
-WATCHDOG_MARGIN_SECONDS = 10.0
+_WATCHDOG_MARGIN_SECONDS = 10.0
 """Seconds that a call has beyond twice its time limit before its process ends itself."""
-WorkerMain = Callable[[Connection], None]
+_WorkerMain = Callable[[Connection], None]
 """Serves requests until the parent closes its end of the connection."""
-WorkerLoader = Callable[[bytes], WorkerMain]
+WorkerLoader = Callable[[bytes], _WorkerMain]
 """Loads the user's code from pickled bytes. It must be a function of a module, which can be pickled itself."""
 
 
@@ -90,24 +90,24 @@ def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader,
         payload: What `load` is called with.
         forks: Do not serve requests here; fork a process for each connection that the parent sends.
     """
-    isolate_process(config)
+    _isolate_process(config)
     if not forks:  # a process with threads should not be forked
-        threading.Thread(target=exit_with_parent, daemon=True).start()
-    send_report(connection, {"pid": os.getpid()})
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _send_report(connection, {"pid": os.getpid()})
     try:
         serve = load(payload)
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is reported
         log_error(describe_error(error), error)
-        send_report(connection, {"error": describe_error(error)})
+        _send_report(connection, {"error": describe_error(error)})
         exit_with_children()
-    send_report(connection, {})
+    _send_report(connection, {})
     if forks:
-        fork_workers(connection, serve)
+        _fork_workers(connection, serve)
     else:
         serve(connection)
 
 
-def fork_workers(control: Connection, serve: WorkerMain) -> NoReturn:
+def _fork_workers(control: Connection, serve: _WorkerMain) -> NoReturn:
     """Fork a process for each connection that the parent sends, until the parent closes its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the children ended
     while True:
@@ -121,14 +121,14 @@ def fork_workers(control: Connection, serve: WorkerMain) -> NoReturn:
             control.close()
             connection = Connection(handle)
             try:
-                send_report(connection, {"pid": os.getpid()})
+                _send_report(connection, {"pid": os.getpid()})
             except OSError:  # the parent is gone
                 exit_with_children()
             serve(connection)
         os.close(handle)
 
 
-def send_report(connection: Connection, report: Mapping[str, Any]) -> None:
+def _send_report(connection: Connection, report: Mapping[str, Any]) -> None:
     connection.send_bytes(json.dumps(report).encode())
 
 
@@ -157,14 +157,14 @@ def start_watchdog(seconds: float) -> None:
 
     The watchdog needs no interpreter lock, which a runaway regular expression never releases.
     """
-    faulthandler.dump_traceback_later(2 * seconds + WATCHDOG_MARGIN_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(2 * seconds + _WATCHDOG_MARGIN_SECONDS, exit=True)
 
 
 def stop_watchdog() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def isolate_process(config: WorkerConfig) -> None:
+def _isolate_process(config: WorkerConfig) -> None:
     """Ignore signals, redirect output, set limits, and begin a session, so that all children end with this process."""
     # Ctrl-C reaches every process of the terminal, and a supervisor's SIGTERM every one of the service. The parent
     # decides what they mean, and may need this process to finish its step.
@@ -175,7 +175,7 @@ def isolate_process(config: WorkerConfig) -> None:
         os.setsid()
     os.environ.clear()
     os.environ.update(config.environment)
-    redirect_output(config.log)
+    _redirect_output(config.log)
     faulthandler.enable()
     if config.memory_gb and resource is not None and sys.platform == "linux":
         # Limit writable memory: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
@@ -184,7 +184,7 @@ def isolate_process(config: WorkerConfig) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 
 
-def redirect_output(log: str) -> None:
+def _redirect_output(log: str) -> None:
     """Append the output of this process and its children to the log, or discard it if the log cannot be opened.
 
     Their standard input is empty.
@@ -202,7 +202,7 @@ def redirect_output(log: str) -> None:
     sys.stdout, sys.stderr = signals.open_log_stream(1), signals.open_log_stream(2)
 
 
-def exit_with_parent() -> None:
+def _exit_with_parent() -> None:
     """Wait for the parent to end, then end this process."""
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -60,31 +60,31 @@ if TYPE_CHECKING:
 # the meaning of the answer is refused.
 
 
-MODEL_NAME = "policy"
+_MODEL_NAME = "policy"
 """The name of the model in answers, if a request names none."""
 
 
-class TextPart(NullDroppingModel):
+class _TextPart(NullDroppingModel):
     type: Literal["text"]
     text: Text
 
 
 Content = Annotated[
-    Annotated[Text, Tag(CONTENT_KINDS[0])] | Annotated[list[TextPart], Tag(CONTENT_KINDS[1])],
+    Annotated[Text, Tag(CONTENT_KINDS[0])] | Annotated[list[_TextPart], Tag(CONTENT_KINDS[1])],
     Discriminator(get_content_kind),
 ]
 
 
-class AgentToolCall(NullDroppingModel):
+class _AgentToolCall(NullDroppingModel):
     id: Text = ""
     type: Literal["function"] = "function"
     function: dict[str, Any]
 
 
-class AgentMessage(NullDroppingModel):
+class _AgentMessage(NullDroppingModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
-    tool_calls: list[AgentToolCall] | None = None
+    tool_calls: list[_AgentToolCall] | None = None
     tool_call_id: Text = ""
     name: Text | None = None
 
@@ -96,23 +96,23 @@ class AgentMessage(NullDroppingModel):
         return self.content or ""
 
 
-class AgentFunction(BaseModel):
+class _AgentFunction(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: NonEmptyText
 
 
-class AgentTool(BaseModel):
+class _AgentTool(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
-    function: AgentFunction
+    function: _AgentFunction
 
 
-class AgentRequest(NullDroppingModel):
+class _AgentRequest(NullDroppingModel):
     model: Text = ""
-    messages: list[AgentMessage] = Field(min_length=1)
-    tools: list[AgentTool] | None = None
+    messages: list[_AgentMessage] = Field(min_length=1)
+    tools: list[_AgentTool] | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     n: Literal[1] | None = None
@@ -130,7 +130,7 @@ class AgentRequest(NullDroppingModel):
         names: dict[str, str] = {}
         history: list[Message] = []
         for i, message in enumerate(self.messages):
-            calls = [parse_tool_call(call, f"messages.{i}.tool_calls") for call in message.tool_calls or ()]
+            calls = [_parse_tool_call(call, f"messages.{i}.tool_calls") for call in message.tool_calls or ()]
             names |= {call["id"]: call["function"]["name"] for call in calls}
             role = "system" if message.role == "developer" else message.role
             name = {"name": names.get(message.tool_call_id) or message.name or "tool"} if role == "tool" else {}
@@ -139,29 +139,29 @@ class AgentRequest(NullDroppingModel):
         return tuple(history)
 
 
-def parse_tool_call(call: AgentToolCall, location: str) -> dict[str, Any]:
+def _parse_tool_call(call: _AgentToolCall, location: str) -> dict[str, Any]:
     try:
         return {"id": call.id, "type": "function", "function": parse_function(call.function)}
     except ValueError as error:
         raise RequestError(400, f"{location}: {error}") from error
 
 
-def build_response(request: AgentRequest, turn: PolicyTurn) -> dict[str, Any]:
+def _build_response(request: _AgentRequest, turn: PolicyTurn) -> dict[str, Any]:
     """Return a turn of the policy as a chat completion."""
-    head = build_response_head("chatcmpl", request.model or MODEL_NAME)
-    choice = build_choice({"message": build_message(turn)}, turn)
-    return head | {"object": "chat.completion", "usage": build_agent_usage(turn), "choices": [choice]}
+    head = build_response_head("chatcmpl", request.model or _MODEL_NAME)
+    choice = build_choice({"message": _build_message(turn)}, turn)
+    return head | {"object": "chat.completion", "usage": _build_agent_usage(turn), "choices": [choice]}
 
 
-def stream_response(request: AgentRequest, turn: PolicyTurn) -> Iterator[str]:
+def _stream_response(request: _AgentRequest, turn: PolicyTurn) -> Iterator[str]:
     """Yield a turn of the policy as server-sent events, with all of its text in the first."""
-    head = build_response_head("chatcmpl", request.model or MODEL_NAME) | {"object": "chat.completion.chunk"}
-    delta = build_message(turn)
+    head = build_response_head("chatcmpl", request.model or _MODEL_NAME) | {"object": "chat.completion.chunk"}
+    delta = _build_message(turn)
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
     yield format_event(head | {"choices": [build_choice({"delta": delta}, turn)]})
     if request.stream_options and request.stream_options.include_usage:
-        yield format_event(head | {"choices": [], "usage": build_agent_usage(turn)})
+        yield format_event(head | {"choices": [], "usage": _build_agent_usage(turn)})
     yield STREAM_END
 
 
@@ -170,7 +170,7 @@ def build_choice(body: dict[str, Any], turn: PolicyTurn) -> dict[str, Any]:
     return {"index": 0, "finish_reason": reason, "logprobs": None} | body
 
 
-def build_message(turn: PolicyTurn) -> dict[str, Any]:
+def _build_message(turn: PolicyTurn) -> dict[str, Any]:
     content = turn.message["content"]
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
@@ -181,7 +181,7 @@ def build_message(turn: PolicyTurn) -> dict[str, Any]:
     return {"role": "assistant", "content": content or None, "tool_calls": calls}
 
 
-def build_agent_usage(turn: PolicyTurn) -> dict[str, int]:
+def _build_agent_usage(turn: PolicyTurn) -> dict[str, int]:
     prompt, completion = turn.token_counts
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -189,26 +189,26 @@ def build_agent_usage(turn: PolicyTurn) -> dict[str, int]:
 # ---------------------------------------------------------------- the server
 
 
-MAX_BODY_BYTES = 50_000_000
-TRANSFER_TIMEOUT_SECONDS = 60.0
+_MAX_BODY_BYTES = 50_000_000
+_TRANSFER_TIMEOUT_SECONDS = 60.0
 """How long a client may take to send a body, and to receive a piece of an answer."""
-MAX_WAITING_REQUESTS = 64
+_MAX_WAITING_REQUESTS = 64
 """How many requests of a rollout may wait at a time."""
-KEEP_ALIVE_SECONDS = 10**8
+_KEEP_ALIVE_SECONDS = 10**8
 """Seconds that the connection of an agent may be silent. It ends with the process of the agent."""
-MAX_UNKNOWN_CONNECTIONS = 256
+_MAX_UNKNOWN_CONNECTIONS = 256
 """How many connections may be open without a request for a known rollout; beyond that, the oldest one is closed."""
 UNKNOWN_CONNECTION_TIMEOUT_SECONDS = 10.0
 """Seconds after which a connection without a request for a known rollout is closed."""
-ACCEPT_BATCH = 64
+_ACCEPT_BATCH = 64
 """The most connections that are accepted at a time."""
-BODY_DISCARD_SECONDS = 1.0
+_BODY_DISCARD_SECONDS = 1.0
 """Seconds in which the body of a request for an unknown rollout is read and discarded. A client that is still sending
 when its connection is closed cannot read the answer."""
 
 
 @dataclass(eq=False)
-class PendingRequest:
+class _PendingRequest:
     """A request that waits for the policy."""
 
     rollout_name: str
@@ -228,17 +228,17 @@ class AgentEndpoint:
         """The numbers of conversations by the names of rollouts, which are in their addresses."""
         self.wakeup, self._wakeup_sender = Pipe(duplex=False)
         """A connection to wait on. It can be read when there are new requests."""
-        self._requests: deque[PendingRequest] = deque()
+        self._requests: deque[_PendingRequest] = deque()
         self._waiting_counts: dict[str, int] = {}
         self._socket = open_listening_socket(LOOPBACK_HOST, 0)
         self._port = int(self._socket.getsockname()[1])
         settings = uvicorn.Config(
             make_agent_app(self),
-            http=make_protocol(self),
+            http=_make_protocol(self),
             log_level="warning",
             lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            backlog=ACCEPT_BATCH,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            backlog=_ACCEPT_BATCH,
             timeout_notify=0,
             callback_notify=self._close_unknown,
         )
@@ -252,24 +252,24 @@ class AgentEndpoint:
         """Return the base URL of a rollout."""
         return f"http://{LOOPBACK_HOST}:{self._port}/rollout/{name}/v1"
 
-    def take_requests(self) -> list[PendingRequest]:
+    def take_requests(self) -> list[_PendingRequest]:
         """Return the requests since the last call whose clients are still connected."""
         while self.wakeup.poll():
             self.wakeup.recv_bytes()
-        requests: list[PendingRequest] = []
+        requests: list[_PendingRequest] = []
         while self._requests:
             request = self._requests.popleft()
             if request.response.set_running_or_notify_cancel():
                 requests.append(request)
         return requests
 
-    async def wait_for_answer(self, request: PendingRequest) -> PolicyTurn:
+    async def wait_for_answer(self, request: _PendingRequest) -> PolicyTurn:
         """Queue a request, and return the turn of the policy. Raises RequestError if there will be none."""
         name = request.rollout_name
         if name not in self.rollout_numbers:
-            raise make_no_rollout_error(name)
-        if self._waiting_counts.get(name, 0) >= MAX_WAITING_REQUESTS:
-            raise RequestError(400, f"{MAX_WAITING_REQUESTS} requests of this rollout wait already", "too_many")
+            raise _make_no_rollout_error(name)
+        if self._waiting_counts.get(name, 0) >= _MAX_WAITING_REQUESTS:
+            raise RequestError(400, f"{_MAX_WAITING_REQUESTS} requests of this rollout wait already", "too_many")
         self._waiting_counts[name] = self._waiting_counts.get(name, 0) + 1
         try:
             self._requests.append(request)
@@ -283,7 +283,7 @@ class AgentEndpoint:
     def is_known(self, connection: Any) -> bool:
         """Return whether the last request of a connection was for a known rollout."""
         return (
-            connection.cycle is not None and parse_rollout_name(connection.cycle.scope["path"]) in self.rollout_numbers
+            connection.cycle is not None and _parse_rollout_name(connection.cycle.scope["path"]) in self.rollout_numbers
         )
 
     async def _close_unknown(self) -> None:
@@ -301,22 +301,22 @@ class AgentEndpoint:
         """Refuse the requests without an answer, and stop the server."""
         self.rollout_numbers.clear()
         for request in self.take_requests():
-            request.response.set_exception(make_no_rollout_error(request.rollout_name))
+            request.response.set_exception(_make_no_rollout_error(request.rollout_name))
         self._server.should_exit = True
         self._thread.join(5.0)
 
 
-def make_no_rollout_error(name: str) -> RequestError:
+def _make_no_rollout_error(name: str) -> RequestError:
     return RequestError(404, f"there is no rollout {name}: it has ended, or has never been", "no_rollout")
 
 
-def parse_rollout_name(path: str) -> str:
+def _parse_rollout_name(path: str) -> str:
     """Return the name of the rollout in a path; empty if there is none."""
     _, *parts = path.split("/")
     return parts[1] if len(parts) > 1 and parts[0] == "rollout" else ""
 
 
-def make_protocol(endpoint: AgentEndpoint) -> type[H11Protocol]:
+def _make_protocol(endpoint: AgentEndpoint) -> type[H11Protocol]:
     """Return uvicorn's protocol with a bound on connections without a request for a known rollout."""
 
     class BoundedProtocol(H11Protocol):
@@ -331,27 +331,27 @@ def make_protocol(endpoint: AgentEndpoint) -> type[H11Protocol]:
                 for each in self.connections
                 if isinstance(each, BoundedProtocol) and not each.transport.is_closing() and not endpoint.is_known(each)
             ]
-            if len(unknown) > MAX_UNKNOWN_CONNECTIONS:
+            if len(unknown) > _MAX_UNKNOWN_CONNECTIONS:
                 min(unknown, key=lambda each: each.since).transport.abort()
 
     return BoundedProtocol
 
 
-class KnownRolloutMiddleware:
+class _KnownRolloutMiddleware:
     """ASGI middleware that refuses requests for unknown rollouts without storing their bodies."""
 
     def __init__(self, app: ASGIApp, endpoint: AgentEndpoint) -> None:
         self.app, self.endpoint = app, endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (name := parse_rollout_name(scope["path"])) in self.endpoint.rollout_numbers:
+        if scope["type"] != "http" or (name := _parse_rollout_name(scope["path"])) in self.endpoint.rollout_numbers:
             await self.app(scope, receive, send)
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(BODY_DISCARD_SECONDS):
+            async with asyncio.timeout(_BODY_DISCARD_SECONDS):
                 while (await receive()).get("more_body", False):
                     pass
-        response = make_error_response(make_no_rollout_error(name))
+        response = make_error_response(_make_no_rollout_error(name))
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
 
@@ -363,21 +363,24 @@ def make_agent_app(endpoint: AgentEndpoint) -> ASGIApp:
     @app.get("/rollout/{name}/v1/models")
     async def models(name: str) -> dict[str, Any]:
         if name not in endpoint.rollout_numbers:
-            raise make_no_rollout_error(name)
-        return {"object": "list", "data": [{"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "pellucid"}]}
+            raise _make_no_rollout_error(name)
+        return {
+            "object": "list",
+            "data": [{"id": _MODEL_NAME, "object": "model", "created": 0, "owned_by": "pellucid"}],
+        }
 
     @app.post("/rollout/{name}/v1/chat/completions")
-    async def chat(name: str, request: AgentRequest) -> Response:
+    async def chat(name: str, request: _AgentRequest) -> Response:
         limit = request.max_completion_tokens or request.max_tokens or 0
         turn = await endpoint.wait_for_answer(
-            PendingRequest(name, request.build_history(), request.tool_schemas, limit)
+            _PendingRequest(name, request.build_history(), request.tool_schemas, limit)
         )
         if request.stream:
-            return StreamingResponse(stream_response(request, turn), media_type="text/event-stream")
-        return JSONResponse(build_response(request, turn))
+            return StreamingResponse(_stream_response(request, turn), media_type="text/event-stream")
+        return JSONResponse(_build_response(request, turn))
 
-    return KnownRolloutMiddleware(
-        RequestLimitsMiddleware(app, MAX_BODY_BYTES, TRANSFER_TIMEOUT_SECONDS, TRANSFER_TIMEOUT_SECONDS), endpoint
+    return _KnownRolloutMiddleware(
+        RequestLimitsMiddleware(app, _MAX_BODY_BYTES, _TRANSFER_TIMEOUT_SECONDS, _TRANSFER_TIMEOUT_SECONDS), endpoint
     )
 
 
@@ -386,7 +389,7 @@ def make_agent_app(endpoint: AgentEndpoint) -> ASGIApp:
 
 AGENT_GRACE_SECONDS = 10.0
 """Seconds that an agent has to end after the last turn of the policy."""
-EMPTY_ANSWER = PolicyTurn({"role": "assistant", "content": ""}, is_truncated=True)
+_EMPTY_ANSWER = PolicyTurn({"role": "assistant", "content": ""}, is_truncated=True)
 """The answer when the limits of a conversation leave no token, as from a service whose context is full."""
 CONVERSATION_OVER_ERROR = "the conversation is over: sampler.turns or sampler.max_tokens is reached"
 AGENT_NOT_ENDED_ERROR = f"{CONVERSATION_OVER_ERROR}, and the agent has not come to its end"
@@ -394,7 +397,7 @@ NO_REQUEST_ERROR = "the agent has asked the policy nothing"
 
 
 @dataclass(eq=False)
-class AgentRollout:
+class _AgentRollout:
     """A running agent, with its requests and the history of its present branch."""
 
     name: str
@@ -402,7 +405,7 @@ class AgentRollout:
     worker: ConversationWorker
     history: list[Message] = field(default_factory=list)
     tools: tuple[Mapping[str, Any], ...] = ()
-    pending: deque[PendingRequest] = field(default_factory=deque)
+    pending: deque[_PendingRequest] = field(default_factory=deque)
     """Its open requests. Its clock stops while there is one."""
     remaining_seconds: float = 0.0
     """How many seconds it had left when its clock stopped."""
@@ -415,26 +418,26 @@ class AgentRollout:
     outcome: ConversationOutcome | None = None
     """The outcome of an agent that ended while the policy was generating."""
 
-    def add_request(self, request: PendingRequest) -> None:
+    def add_request(self, request: _PendingRequest) -> None:
         if not self.pending:
             self.remaining_seconds, self.worker.deadline = self.worker.deadline - request.arrived_at, float("inf")
         self.pending.append(request)
 
-    def pop_request(self) -> PendingRequest:
+    def pop_request(self) -> _PendingRequest:
         """Remove and return the first request. If it was the only one, the clock of the agent runs again."""
         request = self.pending.popleft()
         if not self.pending:
             self.worker.deadline = time.monotonic() + self.remaining_seconds
         return request
 
-    def make_reply(self, request: PendingRequest) -> EnvironmentReply:
+    def make_reply(self, request: _PendingRequest) -> EnvironmentReply:
         """Return a request as a reply of the environment.
 
         If it continues the history, the reply holds the added messages. Any other request begins a branch.
         """
         old, added = request.messages[: len(self.history)], request.messages[len(self.history) :]
         continues = added and all(message["role"] != "assistant" for message in added)
-        if self.history and continues and request.tools == self.tools and have_same_content(old, self.history):
+        if self.history and continues and request.tools == self.tools and _have_same_content(old, self.history):
             return EnvironmentReply(added, max_tokens=request.max_tokens)
         prompt = replace(
             self.prompt,
@@ -464,10 +467,10 @@ class AgentPool:
         """
         self._spec, self._policy, self._seed = spec, policy, seed
         self._factory = WorkerFactory(spec, build_worker_config(cfg, log))
-        self._rollouts: dict[int, AgentRollout] = {}
+        self._rollouts: dict[int, _AgentRollout] = {}
         self._endpoints: list[AgentEndpoint] = []
         self._ready_replies: deque[tuple[int, EnvironmentReply]] = deque()
-        Finalize(self, end_all_rollouts, [self._rollouts, self._factory, self._endpoints], exitpriority=0)
+        Finalize(self, _end_all_rollouts, [self._rollouts, self._factory, self._endpoints], exitpriority=0)
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
         """Start an agent with a row of the task. Its first request is the first prompt."""
@@ -475,14 +478,14 @@ class AgentPool:
             self._close_rollout(number)
         if not self._endpoints:
             self._endpoints.append(AgentEndpoint())
-        rollout = self._rollouts[number] = AgentRollout(
+        rollout = self._rollouts[number] = _AgentRollout(
             secrets.token_urlsafe(16), prompt, self._factory.create_worker()
         )
         self._endpoints[0].rollout_numbers[rollout.name] = number
         seed = f"{self._seed}/{prompt.id}/{sibling}"
         try:
             rollout.worker.send_request(
-                SolveRequest(make_data_row(prompt), self._endpoints[0].make_rollout_url(rollout.name), seed),
+                SolveRequest(_make_data_row(prompt), self._endpoints[0].make_rollout_url(rollout.name), seed),
                 self._spec.timeout,
             )
         except WorkerLostError as error:
@@ -504,7 +507,7 @@ class AgentPool:
         """Answer the first request with an empty turn, and refuse all later ones."""
         rollout = self._rollouts[number]
         rollout.is_over, rollout.remaining_seconds = True, min(rollout.remaining_seconds, AGENT_GRACE_SECONDS)
-        self._answer_request(number, EMPTY_ANSWER)
+        self._answer_request(number, _EMPTY_ANSWER)
 
     def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:
         """Return new requests and outcomes of agents. Wait at most so many seconds for the first."""
@@ -523,7 +526,7 @@ class AgentPool:
 
     def close(self) -> None:
         """End all agents and the endpoint. The next conversation starts new ones."""
-        end_all_rollouts(self._rollouts, self._factory, self._endpoints)
+        _end_all_rollouts(self._rollouts, self._factory, self._endpoints)
         self._ready_replies.clear()
 
     def _poll_agents(self) -> None:
@@ -532,7 +535,7 @@ class AgentPool:
             for request in endpoint.take_requests():
                 number = endpoint.rollout_numbers.get(request.rollout_name)
                 if number is None:
-                    request.response.set_exception(make_no_rollout_error(request.rollout_name))
+                    request.response.set_exception(_make_no_rollout_error(request.rollout_name))
                 else:
                     self._rollouts[number].add_request(request)
                     self._submit_next(number)
@@ -594,34 +597,36 @@ class AgentPool:
     def _close_rollout(self, number: int) -> None:
         rollout = self._rollouts.pop(number)
         self._endpoints[0].rollout_numbers.pop(rollout.name, None)
-        end_rollout(rollout)
+        _end_rollout(rollout)
 
 
-def have_same_content(one: Sequence[Message], other: Sequence[Message]) -> bool:
+def _have_same_content(one: Sequence[Message], other: Sequence[Message]) -> bool:
     """Return whether messages have the same content. The ids of tool calls do not count."""
-    return list(map(make_message_key, one)) == list(map(make_message_key, other))
+    return list(map(_make_message_key, one)) == list(map(_make_message_key, other))
 
 
-def make_message_key(message: Message) -> tuple[Any, ...]:
+def _make_message_key(message: Message) -> tuple[Any, ...]:
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     return message["role"], message["content"], message.get("name"), calls
 
 
-def make_data_row(prompt: Prompt) -> dict[str, Any]:
+def _make_data_row(prompt: Prompt) -> dict[str, Any]:
     """Return the data row of a prompt, with its gold answer as `answer`."""
     return {**prompt.columns, **({"answer": prompt.answer} if prompt.answer else {})}
 
 
-def end_rollout(rollout: AgentRollout) -> None:
+def _end_rollout(rollout: _AgentRollout) -> None:
     """End an agent with all of its child processes, and refuse its requests."""
     rollout.worker.terminate()
     for request in rollout.pending:
-        request.response.set_exception(make_no_rollout_error(rollout.name))
+        request.response.set_exception(_make_no_rollout_error(rollout.name))
 
 
-def end_all_rollouts(rollouts: dict[int, AgentRollout], factory: WorkerFactory, endpoints: list[AgentEndpoint]) -> None:
+def _end_all_rollouts(
+    rollouts: dict[int, _AgentRollout], factory: WorkerFactory, endpoints: list[AgentEndpoint]
+) -> None:
     for rollout in rollouts.values():
-        end_rollout(rollout)
+        _end_rollout(rollout)
     rollouts.clear()
     factory.close()
     while endpoints:

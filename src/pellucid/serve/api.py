@@ -67,17 +67,17 @@ from pellucid.utils import hardware
 from pellucid.utils.plugins import ObjectNotInProcessError
 from pellucid.utils.text import escape_controls
 
-PAGE_PATH = Path(__file__).with_name("page.html")
+_PAGE_PATH = Path(__file__).with_name("page.html")
 STREAM_END = "data: [DONE]\n\n"
 
 
-async def open_cleanup_stack() -> AsyncIterator[ExitStack]:
+async def _open_cleanup_stack() -> AsyncIterator[ExitStack]:
     """Yield a stack whose callbacks run when the answer is sent or its client has left."""
     with ExitStack() as cleanup:
         yield cleanup
 
 
-CleanupStack = Annotated[ExitStack, Depends(open_cleanup_stack)]
+_CleanupStack = Annotated[ExitStack, Depends(_open_cleanup_stack)]
 
 
 def make_app(served: ServedModel) -> ASGIApp:
@@ -109,30 +109,30 @@ def make_app(served: ServedModel) -> ASGIApp:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name != served.name:
-            raise make_unknown_model_error(served, name)
+            raise _make_unknown_model_error(served, name)
         return card
 
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatRequest, cleanup: CleanupStack) -> Response:
+    async def chat(request: ChatRequest, cleanup: _CleanupStack) -> Response:
         limit = request.max_completion_tokens or request.max_tokens
         return await create_completion(served, request, request.prompt, True, limit, cleanup)
 
     @app.post("/v1/completions")
-    async def completions(request: CompletionRequest, cleanup: CleanupStack) -> Response:
+    async def completions(request: CompletionRequest, cleanup: _CleanupStack) -> Response:
         prompt = Prompt("text", request.prompt) if isinstance(request.prompt, str) else request.prompt
         return await create_completion(served, request, prompt, False, request.max_tokens, cleanup)
 
     @app.post("/solve_question")
     async def solve_question(request: QuestionRequest) -> dict[str, Any]:
-        return await answer_question(served, request.question)
+        return await _answer_question(served, request.question)
 
     @app.post("/group")
     async def group(request: GroupRequest) -> dict[str, Any]:
-        return await generate_group(served, request)
+        return await _generate_group(served, request)
 
     @app.get("/")
     async def page() -> HTMLResponse:
-        return HTMLResponse(PAGE_PATH.read_text().replace("{{model}}", html.escape(served.name)))
+        return HTMLResponse(_PAGE_PATH.read_text().replace("{{model}}", html.escape(served.name)))
 
     return AccessMiddleware(limited_app, served.hosts, served.token)
 
@@ -140,7 +140,7 @@ def make_app(served: ServedModel) -> ASGIApp:
 # ---------------------------------------------------------------- OpenAI's completions
 
 
-def make_unknown_model_error(served: ServedModel, name: str) -> RequestError:
+def _make_unknown_model_error(served: ServedModel, name: str) -> RequestError:
     return RequestError(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
 
 
@@ -166,7 +166,7 @@ async def create_completion(
         RequestError: The request cannot be answered.
     """
     if request.model not in ("", served.name):
-        raise make_unknown_model_error(served, request.model)
+        raise _make_unknown_model_error(served, request.model)
     decoding = await start_generation(served, prompt, request, max_tokens)
     cleanup.callback(decoding.cancel)
     tools = prompt.tools if isinstance(prompt, Prompt) else ()
@@ -222,7 +222,7 @@ def format_event(data: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- /solve_question and /group
 
 
-async def answer_question(served: ServedModel, question: str) -> dict[str, Any]:
+async def _answer_question(served: ServedModel, question: str) -> dict[str, Any]:
     """Answer a question by greedy decoding.
 
     The answer does not depend on other requests with `serve --batch-invariant`, or on processors that compute that way
@@ -245,9 +245,9 @@ async def answer_question(served: ServedModel, question: str) -> dict[str, Any]:
     return {"code": 0, "elapsed_milliseconds": elapsed, "data": data, "message": "success"}
 
 
-async def generate_group(served: ServedModel, request: GroupRequest) -> dict[str, Any]:
+async def _generate_group(served: ServedModel, request: GroupRequest) -> dict[str, Any]:
     """Return G completions of one prompt, with rewards and advantages if they can be graded."""
-    prompt = make_group_prompt(served, request)
+    prompt = _make_group_prompt(served, request)
     settings = SamplingParams(n=request.group_size, temperature=request.temperature, seed=request.seed)
     decoding = await start_generation(served, prompt, settings, request.max_tokens, served.group_tokens)
     answers = await decoding.collect_completions()
@@ -256,7 +256,7 @@ async def generate_group(served: ServedModel, request: GroupRequest) -> dict[str
         Completion(a.token_ids, a.logprobs, a.text, a.finish_reason == "stop", thinking=thinking) for a in answers
     ]
     async with enforce_deadline(served, decoding.deadline):
-        rewards = await grade_completions(served, prompt, completions) if can_grade(served, request) else []
+        rewards = await _grade_completions(served, prompt, completions) if _can_grade(served, request) else []
     group = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
     advantages = compute_group_advantages(served.algorithm, group) if rewards else [None] * len(answers)
     return {
@@ -278,11 +278,13 @@ async def generate_group(served: ServedModel, request: GroupRequest) -> dict[str
     }
 
 
-def can_grade(served: ServedModel, request: GroupRequest) -> bool:
+def _can_grade(served: ServedModel, request: GroupRequest) -> bool:
     return served.task is not None and bool(request.answer or not request.question)
 
 
-async def grade_completions(served: ServedModel, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Reward]:
+async def _grade_completions(
+    served: ServedModel, prompt: Prompt, completions: Sequence[Completion]
+) -> Sequence[Reward]:
     """Return the rewards of the completions of a group. If the client leaves, grading ends after the current reward."""
     assert served.task is not None
     client_left, steps = threading.Event(), served.algorithm.steps
@@ -290,19 +292,19 @@ async def grade_completions(served: ServedModel, prompt: Prompt, completions: Se
     progress = Progress(steps, steps, served.algorithm.prompts_per_step)
     try:
         return await asyncio.get_running_loop().run_in_executor(
-            served.grading_pool, compute_rewards, served.task, group, progress, client_left
+            served.grading_pool, _compute_rewards, served.task, group, progress, client_left
         )
     finally:
         client_left.set()
 
 
-def compute_rewards(task: Task, group: Group, progress: Progress, client_left: threading.Event) -> Sequence[Reward]:
+def _compute_rewards(task: Task, group: Group, progress: Progress, client_left: threading.Event) -> Sequence[Reward]:
     if isinstance(task, GradedTask) and task.is_batch_graded:
         return grade_groups(task, [group], progress)[0].rewards
     return [task.reward(group.prompt, completion) for completion in group.completions if not client_left.is_set()]
 
 
-def make_group_prompt(served: ServedModel, request: GroupRequest) -> Prompt:
+def _make_group_prompt(served: ServedModel, request: GroupRequest) -> Prompt:
     if request.question:
         return Prompt("group", format_question(served, request.question), request.answer)
     if served.task is None:
@@ -343,11 +345,11 @@ def load_served_model(options: ServeCommand) -> ServedModel:
     """Load the policy to be served; from a run also its task, on held-out questions, and its algorithm's settings."""
     hardware.keep_freed_memory()
     run = run_files.find_run_dir(options.model)
-    settings = load_run_config(run) if run else None
-    policy = load_served_policy(options, run, settings)
+    settings = _load_run_config(run) if run else None
+    policy = _load_served_policy(options, run, settings)
     hosts = [name.strip() for name in options.allowed_hosts.split(",")]
     return ServedModel(
-        name=options.name or get_model_name(options.model),
+        name=options.name or _get_model_name(options.model),
         policy=policy,
         engine=ServingEngine(policy, options.rows),
         task=make_graded_task(settings) if settings else None,
@@ -363,7 +365,7 @@ def load_served_model(options: ServeCommand) -> ServedModel:
     )
 
 
-def load_served_policy(options: ServeCommand, run: Path | None, settings: Config | None) -> Policy:
+def _load_served_policy(options: ServeCommand, run: Path | None, settings: Config | None) -> Policy:
     """Load the policy, and print notes about it. Raises UserError if it cannot be served."""
     if options.batch_invariant:
         hf_decode.disable_amx()
@@ -388,7 +390,7 @@ def load_served_policy(options: ServeCommand, run: Path | None, settings: Config
     return policy
 
 
-def get_model_name(model: str) -> str:
+def _get_model_name(model: str) -> str:
     """Return the name of a model for clients: the last part of its path or of its Hub id."""
     name = Path(model).name
     return Path(model).resolve().name if name in ("", "..") else name
@@ -399,7 +401,7 @@ def make_graded_task(settings: Config) -> GradedTask:
     return GradedTask(with_split(settings.task, "test"), settings.reward, graders=load_graders(settings.task))
 
 
-def load_run_config(run: Path) -> Config | None:
+def _load_run_config(run: Path) -> Config | None:
     """Return the settings of a run; None, with a printed note, if its rewards were functions of another process."""
     path = run / "config.json"
     config.check_key_variables(

@@ -15,17 +15,17 @@ from pellucid.serve import daemon
 from pellucid.types import UserError
 from pellucid.utils.plugins import did_you_mean, import_extra, pause_garbage_collection
 
-DAEMON_ACTIONS = {"stop": daemon.stop_daemon, "status": daemon.print_status, "restart": daemon.restart_daemon}
+_DAEMON_ACTIONS = {"stop": daemon.stop_daemon, "status": daemon.print_status, "restart": daemon.restart_daemon}
 LISTEN_BACKLOG = 1024
 """The most connections that wait to be accepted."""
-USAGE = "[start] MODEL_OR_RUN | stop | status | restart"
+_USAGE = "[start] MODEL_OR_RUN | stop | status | restart"
 
 
 @dataclass(frozen=True)
 class ServeCommand:
     """Answer over HTTP as OpenAI's API does: until Ctrl-C, or in the background with `start`."""
 
-    words: Positional[Annotated[tuple[str, ...], arg(metavar=USAGE)]]
+    words: Positional[Annotated[tuple[str, ...], arg(metavar=_USAGE)]]
     """A run folder, or what --policy.model takes; with `start` in the background, which the other words are about."""
     revision: str = ""
     """Of a Hub id: a branch, a tag or a commit."""
@@ -64,17 +64,17 @@ class ServeCommand:
 
     def __call__(self) -> int:
         first = self.words[0] if self.words else ""
-        action = first if first in ("start", *DAEMON_ACTIONS) else ""
+        action = first if first in ("start", *_DAEMON_ACTIONS) else ""
         if action and sys.platform == "win32":
             raise UserError(
                 f"pellucid serve {action} needs Linux or macOS: leave a window to pellucid serve, or use WSL"
             )
         if len(self.words) != (2 if action == "start" else 1):
-            raise UserError(f"serve takes {USAGE}, got {' '.join(self.words) or 'nothing'}")
-        if not action and (close := did_you_mean(first, ("start", *DAEMON_ACTIONS))) and not Path(first).exists():
-            raise UserError(f"serve takes {USAGE}, got {first}{close}")
-        if action in DAEMON_ACTIONS:
-            return DAEMON_ACTIONS[action](self.folder)
+            raise UserError(f"serve takes {_USAGE}, got {' '.join(self.words) or 'nothing'}")
+        if not action and (close := did_you_mean(first, ("start", *_DAEMON_ACTIONS))) and not Path(first).exists():
+            raise UserError(f"serve takes {_USAGE}, got {first}{close}")
+        if action in _DAEMON_ACTIONS:
+            return _DAEMON_ACTIONS[action](self.folder)
         config.refuse_recipe_as_run(self.model, "pellucid train {} makes one; serve takes a run or a model")
         if action and not self.port:
             raise UserError("serve start --port 0: a service in the background needs a port that is known; name one")
@@ -87,7 +87,7 @@ class ServeCommand:
             print(f"! {warning}", file=sys.stderr, flush=True)
         if action == "start":
             return daemon.start_daemon(self.folder, daemon.make_url(self.host, self.port), self.build_arguments())
-        return serve_in_foreground(guarded)
+        return _serve_in_foreground(guarded)
 
     def build_arguments(self) -> list[str]:
         """Return the words of a command line for the same service."""
@@ -100,7 +100,7 @@ class ServeCommand:
         return words
 
 
-def serve_in_foreground(options: ServeCommand) -> int:
+def _serve_in_foreground(options: ServeCommand) -> int:
     with open_listening_socket(options.host, options.port) as listening:
         with pause_garbage_collection():
             from pellucid.serve.api import serve_model  # noqa: PLC0415 - torch takes seconds, and the port may be taken

@@ -29,9 +29,9 @@ STOP_TIMEOUT_SECONDS = 30.0
 """Seconds that a service has to end after SIGTERM. It has ten times as many to answer after its start."""
 INSTANCE_VARIABLE = "PELLUCID_INSTANCE"
 """The environment variable with a random number, which /health shows: it identifies the service on its port."""
-START_TIME_TOLERANCE_SECONDS = 2.0
+_START_TIME_TOLERANCE_SECONDS = 2.0
 """Start times that differ by less count as equal: they are relative to the boot time, which is known to a second."""
-PROXYLESS_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_PROXYLESS_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """An opener that ignores proxies: a proxy would answer in place of a service that is not running."""
 
 
@@ -51,27 +51,27 @@ class Daemon:
         """Return whether the process runs, and is not another one with the same pid."""
         try:
             process = psutil.Process(self.pid)
-            is_same = abs(process.create_time() - self.started) < START_TIME_TOLERANCE_SECONDS
+            is_same = abs(process.create_time() - self.started) < _START_TIME_TOLERANCE_SECONDS
             return is_same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
     def is_answering(self) -> bool:
         """Return whether this service, and no other, answers at its address."""
-        return fetch_health(self.url).get("instance") == self.instance
+        return _fetch_health(self.url).get("instance") == self.instance
 
 
-def fetch_health(url: str) -> dict[str, object]:
+def _fetch_health(url: str) -> dict[str, object]:
     """Return the health report of the service at an address; empty if none answers."""
     try:
-        with PROXYLESS_OPENER.open(f"{url}/health", timeout=2) as response:
+        with _PROXYLESS_OPENER.open(f"{url}/health", timeout=2) as response:
             facts = json.loads(response.read(100_000))
     except (OSError, ValueError, http.client.HTTPException):
         return {}
     return facts if isinstance(facts, dict) else {}
 
 
-def read_pid_file(folder: Path) -> Daemon | None:
+def _read_pid_file(folder: Path) -> Daemon | None:
     """Return the service that was started last, running or not. Raises UserError for a damaged pid file."""
     path = folder / "serve.pid"
     if not path.exists():
@@ -83,9 +83,9 @@ def read_pid_file(folder: Path) -> Daemon | None:
         raise UserError(f"{path} is damaged ({reason}): end the service by hand if it runs, then delete it") from error
 
 
-def find_running_daemon(folder: Path) -> Daemon | None:
+def _find_running_daemon(folder: Path) -> Daemon | None:
     """Return the running service; None if there is none, even if a pid file is left."""
-    daemon = read_pid_file(folder)
+    daemon = _read_pid_file(folder)
     return daemon if daemon and daemon.is_alive() else None
 
 
@@ -97,27 +97,27 @@ def make_url(host: str, port: int) -> str:
 def start_daemon(folder: Path, url: str, arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder / "serve.lock", "starts a service in this folder"):
-        running = find_running_daemon(folder)
+        running = _find_running_daemon(folder)
         if running is not None:
             raise UserError(
                 f"a service runs already: {running.url}, pid {running.pid}; stop it, or name another --folder"
             )
         signals: list[int] = []
         with handle_stop_signals(lambda number, _: signals.append(number)):  # no stop before there is a pid file
-            process, service = launch_daemon(folder, url, arguments)
+            process, service = _launch_daemon(folder, url, arguments)
         try:
             if signals:
                 raise KeyboardInterrupt
             wait_for_answer(process, service, folder / "serve.log")
         except BaseException:
-            terminate_process(process)
+            _terminate_process(process)
             (folder / "serve.pid").unlink(missing_ok=True)
             raise
     print(escape_controls(f"{url}, pid {process.pid}, log {folder / 'serve.log'}"))
     return 0
 
 
-def launch_daemon(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], Daemon]:
+def _launch_daemon(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], Daemon]:
     """Start the process, and write its pid file at once."""
     command = [sys.executable, "-P", "-m", "pellucid", "serve", *arguments]
     instance = secrets.token_hex(8)
@@ -149,7 +149,7 @@ def wait_for_answer(process: subprocess.Popen[bytes], service: Daemon, log: Path
     raise UserError(f"the service did not answer within {10 * STOP_TIMEOUT_SECONDS:.0f} seconds: see {log}")
 
 
-def terminate_process(process: subprocess.Popen[bytes]) -> None:
+def _terminate_process(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -160,7 +160,7 @@ def terminate_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def stop_daemon(folder: Path) -> int:
-    running = find_running_daemon(folder)
+    running = _find_running_daemon(folder)
     if running is None:
         print("nothing runs")
         return 0
@@ -179,7 +179,7 @@ def stop_daemon(folder: Path) -> int:
 
 def print_status(folder: Path) -> int:
     """Print the state. Return 0 if the service answers, 1 if it runs and does not answer, 3 if none runs."""
-    running = find_running_daemon(folder)
+    running = _find_running_daemon(folder)
     if running is None:
         print("nothing runs")
         return 3
@@ -190,7 +190,7 @@ def print_status(folder: Path) -> int:
 
 def restart_daemon(folder: Path) -> int:
     """Start again with the arguments of the last start, whether that service runs or not."""
-    last = read_pid_file(folder)
+    last = _read_pid_file(folder)
     if last is None:
         raise UserError(f"{folder / 'serve.pid'}: nothing was started here")
     stop_daemon(folder)

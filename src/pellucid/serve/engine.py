@@ -41,7 +41,7 @@ MAX_CACHED_PROMPT_TOKENS = 65_536
 """The most tokens of prompts in the KV cache: their number times the longest, since each is padded to it."""
 MAX_PREFILL_SCORES = 2**24
 """The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
-NO_TOKEN = -1
+_NO_TOKEN = -1
 """The token id of a row for which no token could be sampled."""
 
 
@@ -182,10 +182,10 @@ class ServingEngine:
             for request in self.waiting:
                 lengths = [len(each.prompt_ids) for each in (*joining, request)]
                 if joining and (
-                    request.n != joining[0].n or count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES
+                    request.n != joining[0].n or _count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES
                 ):
                     break
-                if (active or joining) and count_padded_tokens(active + lengths) > MAX_CACHED_PROMPT_TOKENS:
+                if (active or joining) and _count_padded_tokens(active + lengths) > MAX_CACHED_PROMPT_TOKENS:
                     break
                 if request.n * len(lengths) > self.running.count_free_slots():
                     break
@@ -199,42 +199,42 @@ class ServingEngine:
 
     def _sample_tokens(
         self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor, list[TopLogprobs]]:
+    ) -> tuple[Tensor, Tensor, list[_TopLogprobs]]:
         """Sample a token for each row; adjacent rows with the same settings are sampled together."""
         self.meter.add(len(rows), time.monotonic())
-        sampled: list[tuple[Tensor, Tensor, list[TopLogprobs]]] = []
+        sampled: list[tuple[Tensor, Tensor, list[_TopLogprobs]]] = []
         start = 0
         for _, group in groupby(rows, lambda row: (row.request.temperature, row.request.truncation)):
             same = list(group)
             stretch = slice(start, start + len(same))
             sampled.append(self._sample_rows(same, logits[stretch], uniforms[stretch]))
             start += len(same)
-        return concatenate_samples(sampled)
+        return _concatenate_samples(sampled)
 
     def _sample_rows(
         self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor, list[TopLogprobs]]:
+    ) -> tuple[Tensor, Tensor, list[_TopLogprobs]]:
         """Sample tokens for rows with the same settings. An error fails only the requests that cause it."""
         request = rows[0].request
         try:
             tokens, logprobs = sample_tokens(logits, uniforms, request.temperature, request.truncation)
-            return tokens, logprobs, compute_top_logprobs(rows, logits)
+            return tokens, logprobs, _compute_top_logprobs(rows, logits)
         except Exception as error:  # noqa: BLE001 - as in `run`
             if all(row.request is request for row in rows):
                 self._fail_requests({request}, error)
                 nothing = torch.zeros(len(rows), device=logits.device)
-                return torch.full_like(nothing, NO_TOKEN, dtype=torch.long), nothing, [()] * len(rows)
-        sampled: list[tuple[Tensor, Tensor, list[TopLogprobs]]] = []
+                return torch.full_like(nothing, _NO_TOKEN, dtype=torch.long), nothing, [()] * len(rows)
+        sampled: list[tuple[Tensor, Tensor, list[_TopLogprobs]]] = []
         start = 0
         for _, group in groupby(rows, lambda row: row.request):
             own = list(group)
             stretch = slice(start, start + len(own))
             sampled.append(self._sample_rows(own, logits[stretch], uniforms[stretch]))
             start += len(own)
-        return concatenate_samples(sampled)
+        return _concatenate_samples(sampled)
 
     def _append_tokens(
-        self, row: GenerationRow, ids: list[int], logprobs: list[float], top_logprobs: list[TopLogprobs]
+        self, row: GenerationRow, ids: list[int], logprobs: list[float], top_logprobs: list[_TopLogprobs]
     ) -> RowState:
         """Add a token to a row, and send what can be sent. The row of a canceled request finishes."""
         request = row.request
@@ -287,20 +287,20 @@ class ServingEngine:
         self.last_error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-TopLogprobs = tuple[tuple[int, float], ...]
+_TopLogprobs = tuple[tuple[int, float], ...]
 """The likeliest tokens and their log-probs."""
 
 
-def concatenate_samples(
-    samples: Sequence[tuple[Tensor, Tensor, list[TopLogprobs]]],
-) -> tuple[Tensor, Tensor, list[TopLogprobs]]:
+def _concatenate_samples(
+    samples: Sequence[tuple[Tensor, Tensor, list[_TopLogprobs]]],
+) -> tuple[Tensor, Tensor, list[_TopLogprobs]]:
     if len(samples) == 1:
         return samples[0]
     tokens, logprobs, top_logprobs = zip(*samples, strict=True)
     return torch.cat(tokens), torch.cat(logprobs), list(chain.from_iterable(top_logprobs))
 
 
-def compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[TopLogprobs]:
+def _compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[_TopLogprobs]:
     """Return as many of the likeliest tokens of each row as its request wants; the rows have the same temperature."""
     counts = [row.request.top_logprob_count for row in rows]
     if not any(counts):
@@ -310,7 +310,7 @@ def compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[
     return [tuple(row[:count]) for row, count in zip(pairs, counts, strict=True)]
 
 
-def count_padded_tokens(lengths: Sequence[int]) -> int:
+def _count_padded_tokens(lengths: Sequence[int]) -> int:
     """Return how many tokens prompts take in the KV cache: each is padded to the longest."""
     return len(lengths) * max(lengths)
 
@@ -323,7 +323,7 @@ def make_rows(request: GenerationRequest) -> list[GenerationRow]:
 # ---------------------------------------------------------------- requests and rows: tokens to text
 
 
-MAX_CHARACTER_TOKENS = 16
+_MAX_CHARACTER_TOKENS = 16
 """How many tokens to wait for the end of a character. A character has at most four bytes, so that one that is still
 incomplete is sent as it is."""
 
@@ -341,7 +341,7 @@ class SampledToken(NamedTuple):
     """The index of its first character in the text of its row."""
 
 
-class TokenSpan(NamedTuple):
+class _TokenSpan(NamedTuple):
     """Tokens that were decoded together, and their text: one token, or several that are parts of a character."""
 
     tokens: tuple[SampledToken, ...]
@@ -364,10 +364,10 @@ class TokenSpan(NamedTuple):
             left -= min(left, len(token.text_bytes))
 
 
-def make_span(tokens: Sequence[SampledToken], text: str, offset: int, policy: Policy) -> TokenSpan:
+def _make_span(tokens: Sequence[SampledToken], text: str, offset: int, policy: Policy) -> _TokenSpan:
     """Return a span of tokens and their text; each token gets its share of the bytes."""
     if len(tokens) == 1 and REPLACEMENT not in text:
-        return TokenSpan((tokens[0]._replace(text_bytes=text.encode(), text_offset=offset),), text, offset)
+        return _TokenSpan((tokens[0]._replace(text_bytes=text.encode(), text_offset=offset),), text, offset)
     shares = [policy.token_bytes.get_bytes(token.token_id) for token in tokens]
     if len(tokens) == 1 and shares[0].decode(errors="replace") != text:
         shares = [text.encode()]
@@ -375,7 +375,7 @@ def make_span(tokens: Sequence[SampledToken], text: str, offset: int, policy: Po
     for token, share in zip(tokens, shares, strict=True):
         spanned.append(token._replace(text_bytes=share, text_offset=offset + min(before, len(text))))
         before += len(decoder.decode(share))
-    return TokenSpan(tuple(spanned), text, offset)
+    return _TokenSpan(tuple(spanned), text, offset)
 
 
 class CompletionChunk(NamedTuple):
@@ -430,7 +430,7 @@ class GenerationRow:
     token_ids: list[int] = field(default_factory=list)
     undecoded_tokens: list[SampledToken] = field(default_factory=list)
     """Tokens that are not text yet."""
-    unsent_spans: list[TokenSpan] = field(default_factory=list)
+    unsent_spans: list[_TokenSpan] = field(default_factory=list)
     """Spans whose text is not fully sent yet."""
     sent_characters: int = 0
     """The number of characters that were sent."""
@@ -449,7 +449,7 @@ class GenerationRow:
         if not self.decode_text(policy, ended or full):
             return None
         self.unsent_spans.append(
-            make_span(self.undecoded_tokens, self.unsent_text[before:], self.sent_characters + before, policy)
+            _make_span(self.undecoded_tokens, self.unsent_text[before:], self.sent_characters + before, policy)
         )
         self.undecoded_tokens = []
         cut = min((at for stop in self.request.stop if (at := self.unsent_text.find(stop)) >= 0), default=-1)
@@ -464,12 +464,12 @@ class GenerationRow:
         """
         first, end = self.decoded_range
         before, now = policy.decode(self.token_ids[first:end]), policy.decode(self.token_ids[first:])
-        if now.endswith(REPLACEMENT) and not is_last and len(self.token_ids) - end < MAX_CHARACTER_TOKENS:
+        if now.endswith(REPLACEMENT) and not is_last and len(self.token_ids) - end < _MAX_CHARACTER_TOKENS:
             return False
         text = now[len(before) :]
         self.unsent_text += text
         # After a special token, which has no text, a token would lose its space again.
-        start = first if not text and len(self.token_ids) - first < MAX_CHARACTER_TOKENS else end
+        start = first if not text and len(self.token_ids) - first < _MAX_CHARACTER_TOKENS else end
         self.decoded_range = start, len(self.token_ids)
         return True
 
@@ -496,11 +496,11 @@ class GenerationRow:
 # ---------------------------------------------------------------- submitting requests, streaming completions
 
 
-MAX_INLINE_CHARACTERS = 10_000
+_MAX_INLINE_CHARACTERS = 10_000
 """Prompts of up to so many characters are tokenized at once, within milliseconds; longer ones in a thread."""
 
 
-def make_single_thread_pool() -> ThreadPoolExecutor:
+def _make_single_thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1)
 
 
@@ -534,8 +534,8 @@ class ServedModel:
     """The token that clients must send; empty for none."""
     instance: str = ""
     """The number by which `serve start` recognizes its service."""
-    tokenizer_pool: ThreadPoolExecutor = field(default_factory=make_single_thread_pool)
-    grading_pool: ThreadPoolExecutor = field(default_factory=make_single_thread_pool)
+    tokenizer_pool: ThreadPoolExecutor = field(default_factory=_make_single_thread_pool)
+    grading_pool: ThreadPoolExecutor = field(default_factory=_make_single_thread_pool)
     """Grades one group at a time, since the sandbox computes rewards one after the other anyway."""
 
 
@@ -561,7 +561,7 @@ class ServedCompletion:
         self.finish_reason = chunk.finish_reason
 
 
-class GenerationStream:
+class _GenerationStream:
     """A submitted request: an async iterator over the chunks of its completions. Leaving it early cancels it."""
 
     def __init__(
@@ -636,7 +636,7 @@ async def start_generation(
     sampling: SamplingParams,
     max_tokens: int | None,
     default_max_tokens: int = 0,
-) -> GenerationStream:
+) -> _GenerationStream:
     """Check and submit a request.
 
     Args:
@@ -653,7 +653,7 @@ async def start_generation(
     if sampling.n > served.engine.max_rows:
         raise RequestError(400, f"n = {sampling.n} must be at most {served.engine.max_rows}")
     async with enforce_deadline(served, deadline):
-        prompt_ids = await encode_prompt(served, prompt)
+        prompt_ids = await _encode_prompt(served, prompt)
     room = served.policy.context_length - len(prompt_ids)
     wanted = max_tokens or min(default_max_tokens or served.max_tokens, room)
     if room < 1 or wanted > room:
@@ -663,22 +663,22 @@ async def start_generation(
             f" {served.policy.context_length}",
             "context_length_exceeded",
         )
-    return GenerationStream(served, prompt_ids, sampling, wanted, deadline)
+    return _GenerationStream(served, prompt_ids, sampling, wanted, deadline)
 
 
-async def encode_prompt(served: ServedModel, prompt: Prompt | Sequence[int]) -> tuple[int, ...]:
+async def _encode_prompt(served: ServedModel, prompt: Prompt | Sequence[int]) -> tuple[int, ...]:
     """Return the token ids of a prompt. Raise RequestError if it cannot be encoded, or the model has no such tokens."""
-    ids = await tokenize_prompt(served, prompt) if isinstance(prompt, Prompt) else tuple(prompt)
+    ids = await _tokenize_prompt(served, prompt) if isinstance(prompt, Prompt) else tuple(prompt)
     if max(ids) >= (count := served.policy.model.get_input_embeddings().num_embeddings):
         raise RequestError(400, f"the prompt has a token that the model does not know: it has {count}")
     return ids
 
 
-async def tokenize_prompt(served: ServedModel, prompt: Prompt) -> tuple[int, ...]:
+async def _tokenize_prompt(served: ServedModel, prompt: Prompt) -> tuple[int, ...]:
     """Return the token ids of a prompt. A megabyte takes a second, so that long texts are tokenized in a thread."""
     texts = [prompt.text] if isinstance(prompt.text, str) else [str(part) for part in (*prompt.text, *prompt.tools)]
     try:
-        if sum(map(len, texts)) + MAX_INLINE_CHARACTERS // 100 * len(texts) <= MAX_INLINE_CHARACTERS:
+        if sum(map(len, texts)) + _MAX_INLINE_CHARACTERS // 100 * len(texts) <= _MAX_INLINE_CHARACTERS:
             return served.policy.encode(prompt)
         return await asyncio.get_running_loop().run_in_executor(served.tokenizer_pool, served.policy.encode, prompt)
     except (UserError, TemplateError, TypeError) as error:
@@ -705,7 +705,7 @@ def build_usage(prompt_ids: Sequence[int], completion_tokens: int) -> dict[str, 
 # ---------------------------------------------------------------- choices in the format of OpenAI
 
 
-MIN_SENT_LOGPROB = -9999.0
+_MIN_SENT_LOGPROB = -9999.0
 """Sent in place of smaller log-probs, as OpenAI does, since JSON has no infinity."""
 
 
@@ -713,7 +713,7 @@ MIN_SENT_LOGPROB = -9999.0
 class ChoiceFormatter:
     """Formats the completions of a request."""
 
-    stream: GenerationStream
+    stream: _GenerationStream
     is_chat: bool
     tools: Sequence[Mapping[str, Any]] = ()
     with_logprobs: bool = False
@@ -757,7 +757,7 @@ class ChoiceFormatter:
         body = {
             "role": "assistant",
             "content": message["content"] or None,
-            "tool_calls": list(map(build_tool_call, calls)),
+            "tool_calls": list(map(_build_tool_call, calls)),
         }
         return body, "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
 
@@ -785,7 +785,7 @@ class ChoiceFormatter:
     def build_logprob_entry(self, token: int, logprob: float, text_bytes: bytes) -> dict[str, Any]:
         return {
             "token": self.get_token_name(token),
-            "logprob": max(logprob, MIN_SENT_LOGPROB),
+            "logprob": max(logprob, _MIN_SENT_LOGPROB),
             "bytes": list(text_bytes),
         }
 
@@ -799,11 +799,11 @@ class ChoiceFormatter:
     def build_text_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         return {
             "tokens": [self.get_token_name(sampled.token_id) for sampled in tokens],
-            "token_logprobs": [max(sampled.logprob, MIN_SENT_LOGPROB) for sampled in tokens],
+            "token_logprobs": [max(sampled.logprob, _MIN_SENT_LOGPROB) for sampled in tokens],
             "top_logprobs": [
                 # If two tokens have the same name, the likelier one is sent.
                 {
-                    self.get_token_name(token): max(logprob, MIN_SENT_LOGPROB)
+                    self.get_token_name(token): max(logprob, _MIN_SENT_LOGPROB)
                     for token, logprob in (sampled[:2], *reversed(sampled.top_logprobs))
                 }
                 for sampled in tokens
@@ -819,7 +819,7 @@ class ChoiceFormatter:
         return self.policy.token_bytes.format_token(token)
 
 
-def build_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _build_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call in the format of OpenAI: with a unique id, and its arguments as text."""
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)

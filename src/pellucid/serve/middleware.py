@@ -29,7 +29,7 @@ from pellucid.serve.schemas import NEUTRAL_VALUES, UNION_TAGS
 from pellucid.types import UserError
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-PUBLIC_PATHS = ("/", "/health")
+_PUBLIC_PATHS = ("/", "/health")
 """Paths that need no token: the page, which asks the user for it, and the health check."""
 TOKEN_VARIABLE = "PELLUCID_TOKEN"
 """The environment variable of the token: a command line can be read by every user of the machine."""
@@ -64,7 +64,7 @@ class AccessMiddleware:
     def check_access(self, path: str, headers: Headers) -> None:
         """Raise RequestError if a request must be refused."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not is_trusted_host(name := parse_host_name(host), self.allowed_hosts):
+        if not _is_trusted_host(name := _parse_host_name(host), self.allowed_hosts):
             raise RequestError(
                 400,
                 f'this service is not known as "{name}": ask for 127.0.0.1, or start it with --allowed-hosts {name}',
@@ -72,7 +72,7 @@ class AccessMiddleware:
             )
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise RequestError(403, f'a page of "{origin}" may not use this service', "origin_not_allowed")
-        if self.token and path not in PUBLIC_PATHS and not self.is_authorized(headers.get("authorization", "")):
+        if self.token and path not in _PUBLIC_PATHS and not self.is_authorized(headers.get("authorization", "")):
             raise RequestError(401, "this service needs its token, as: Authorization: Bearer TOKEN", "invalid_api_key")
 
     def is_authorized(self, authorization: str) -> bool:
@@ -81,7 +81,7 @@ class AccessMiddleware:
         return scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), self.token.encode())
 
 
-def parse_host_name(host: str) -> str:
+def _parse_host_name(host: str) -> str:
     """Return the name in a Host header; empty if there is none. Example: parse_host_name("[::1]:8000") == "::1" """
     try:
         return urlsplit(f"//{host}").hostname or ""
@@ -89,19 +89,19 @@ def parse_host_name(host: str) -> str:
         return ""
 
 
-def is_trusted_host(name: str, hosts: Sequence[str]) -> bool:
+def _is_trusted_host(name: str, hosts: Sequence[str]) -> bool:
     """Return whether a name is an IP address or matches one of the hosts.
 
     Example: is_trusted_host("a.example.org", ["*.example.org"]) and is_trusted_host("10.0.0.7", [])
     """
-    return bool(name) and (is_ip_address(name) or any(matches_pattern(name, host.lower()) for host in hosts))
+    return bool(name) and (_is_ip_address(name) or any(_matches_pattern(name, host.lower()) for host in hosts))
 
 
-def matches_pattern(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     return pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]))
 
 
-def is_ip_address(name: str) -> bool:
+def _is_ip_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -110,7 +110,7 @@ def is_ip_address(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    return host in LOOPBACK_HOSTS or (is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
+    return host in LOOPBACK_HOSTS or (_is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def read_token(option: str) -> str:
@@ -131,11 +131,11 @@ def make_access_warning(host: str, port: int, token: str) -> str:
 # ---------------------------------------------------------------- limits of requests
 
 
-BODY_DISCARD_FACTOR = 100
+_BODY_DISCARD_FACTOR = 100
 """A body is read up to this many times its limit, and not stored. Beyond that the connection is closed."""
 
 
-class ClientDisconnectedError(Exception):
+class _ClientDisconnectedError(Exception):
     """The client has closed the connection."""
 
 
@@ -167,16 +167,16 @@ class RequestLimitsMiddleware:
         except RequestError as refusal:
             await make_error_response(refusal)(scope, receive, send)
         except asyncio.CancelledError:  # by the server, which is ending
-            await make_error_response(SHUTDOWN_ERROR)(scope, receive, send)
-        except ClientDisconnectedError:
+            await make_error_response(_SHUTDOWN_ERROR)(scope, receive, send)
+        except _ClientDisconnectedError:
             pass
         else:
-            await HTTPExchange(self.app, scope, receive, send, body, self.send_seconds).run()
+            await _HTTPExchange(self.app, scope, receive, send, body, self.send_seconds).run()
 
     async def _read_body(self, receive: Receive) -> bytes:
         try:
             async with asyncio.timeout(self.body_seconds):
-                return await read_body(receive, self.body_bytes)
+                return await _read_body(receive, self.body_bytes)
         except TimeoutError as error:
             late = f"the body did not come within {self.body_seconds:g} seconds"
             raise RequestError(408, late, "timeout") from error
@@ -203,10 +203,10 @@ class ShutdownMiddleware:
             await self.app(scope, receive, send_noted)
         except asyncio.CancelledError:
             if not started:
-                await make_error_response(SHUTDOWN_ERROR)(scope, receive, send)
+                await make_error_response(_SHUTDOWN_ERROR)(scope, receive, send)
 
 
-class HTTPExchange:
+class _HTTPExchange:
     """A request whose body has been received, and its answer."""
 
     def __init__(
@@ -225,13 +225,13 @@ class HTTPExchange:
         )
         try:
             await self.ended.wait()
-            await (app_task if app_task.done() else cancel_task(app_task))
+            await (app_task if app_task.done() else _cancel_task(app_task))
         except asyncio.CancelledError:  # by the server, which is ending and waits no longer
-            await cancel_task(app_task)
+            await _cancel_task(app_task)
             if not self.response_started:
-                await make_error_response(SHUTDOWN_ERROR)(self.scope, self.receive, self.send)
+                await make_error_response(_SHUTDOWN_ERROR)(self.scope, self.receive, self.send)
         finally:
-            await cancel_task(disconnect_task)
+            await _cancel_task(disconnect_task)
 
     async def _run_app(self) -> None:
         try:
@@ -261,7 +261,7 @@ class HTTPExchange:
             await asyncio.get_running_loop().create_future()  # until `run` has cancelled this
 
 
-async def read_body(receive: Receive, limit: int) -> bytes:
+async def _read_body(receive: Receive, limit: int) -> bytes:
     """Return the body.
 
     Bytes above the limit are read and not stored: a client that cannot finish sending would not read the answer.
@@ -272,10 +272,10 @@ async def read_body(receive: Receive, limit: int) -> bytes:
     """
     body, size = bytearray(), 0
     more = True
-    while more and size <= BODY_DISCARD_FACTOR * limit:
+    while more and size <= _BODY_DISCARD_FACTOR * limit:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
+            raise _ClientDisconnectedError
         chunk, more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
         if size <= limit:
@@ -285,7 +285,7 @@ async def read_body(receive: Receive, limit: int) -> bytes:
     return bytes(body)
 
 
-async def cancel_task(task: asyncio.Task[None]) -> None:
+async def _cancel_task(task: asyncio.Task[None]) -> None:
     """Cancel a task, and wait for its end."""
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -295,7 +295,7 @@ async def cancel_task(task: asyncio.Task[None]) -> None:
 # ---------------------------------------------------------------- errors
 
 
-STATUS_HEADERS = {
+_STATUS_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},
     503: {"Retry-After": "1"},
@@ -310,7 +310,7 @@ class RequestError(Exception):
         self.status, self.code = status, code
 
 
-SHUTDOWN_ERROR = RequestError(503, "the service is ending", "ending")
+_SHUTDOWN_ERROR = RequestError(503, "the service is ending", "ending")
 
 
 def build_error_body(error: RequestError) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def build_error_body(error: RequestError) -> dict[str, Any]:
 
 
 def make_error_response(error: RequestError) -> JSONResponse:
-    return JSONResponse(build_error_body(error), error.status, STATUS_HEADERS.get(error.status))
+    return JSONResponse(build_error_body(error), error.status, _STATUS_HEADERS.get(error.status))
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -362,14 +362,14 @@ def format_validation_error(error: Mapping[str, Any]) -> str:
 # finished the headers of a request, or the body of an answered request, or never read its last answer.
 
 
-SHUTDOWN_GRACE_SECONDS = 10.0
+_SHUTDOWN_GRACE_SECONDS = 10.0
 """Seconds that requests have to end after the service was told to stop."""
-HEADER_TIMEOUT_SECONDS = 10.0
+_HEADER_TIMEOUT_SECONDS = 10.0
 """Seconds that a client has to send headers, from its connection or from the last answer."""
 
 
 def make_server(
-    app: ASGIApp, header_timeout: float = HEADER_TIMEOUT_SECONDS, grace: float = SHUTDOWN_GRACE_SECONDS
+    app: ASGIApp, header_timeout: float = _HEADER_TIMEOUT_SECONDS, grace: float = _SHUTDOWN_GRACE_SECONDS
 ) -> uvicorn.Server:
     """Return an HTTP server for a listening socket.
 
@@ -382,12 +382,12 @@ def make_server(
     # After `grace` seconds the engine refuses all requests that are left; uvicorn cancels what remains 2 seconds later.
     settings.timeout_graceful_shutdown = round(grace) + 2
     server = uvicorn.Server(settings)
-    settings.callback_notify = ConnectionWatcher(server, header_timeout).close_late
+    settings.callback_notify = _ConnectionWatcher(server, header_timeout).close_late
     return server
 
 
 def make_stop_handler(
-    server: uvicorn.Server, close: Callable[[], None], grace: float = SHUTDOWN_GRACE_SECONDS
+    server: uvicorn.Server, close: Callable[[], None], grace: float = _SHUTDOWN_GRACE_SECONDS
 ) -> Callable[[int, Any], None]:
     """Return a signal handler that stops accepting connections, and calls `close` after `grace` seconds.
 
@@ -404,7 +404,7 @@ def make_stop_handler(
 
 
 @dataclass
-class ConnectionWatcher:
+class _ConnectionWatcher:
     """Checks the connections of a server once a second, and closes those that wait for their client too long."""
 
     server: uvicorn.Server
@@ -414,7 +414,7 @@ class ConnectionWatcher:
 
     async def close_late(self) -> None:
         now = time.monotonic()
-        late = [connection for connection in self.server.server_state.connections if is_waiting_for_client(connection)]
+        late = [connection for connection in self.server.server_state.connections if _is_waiting_for_client(connection)]
         self.waiting_since = {one: self._get_waiting_since(one, now) for one in late}
         for connection, (_, start) in self.waiting_since.items():
             if now - start > self.header_timeout:
@@ -425,7 +425,7 @@ class ConnectionWatcher:
         return (request, start) if request is connection.cycle else (connection.cycle, now)
 
 
-def is_waiting_for_client(connection: Any) -> bool:
+def _is_waiting_for_client(connection: Any) -> bool:
     """Return whether a client has to send headers or the rest of a body, or to receive the last answer."""
     http, answered = connection.conn, (h11.DONE, h11.MUST_CLOSE)
     return (

@@ -13,20 +13,20 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Dis
 
 from pellucid.types import Prompt
 
-MIN_POSITIVE_VALUE = 1e-6
+_MIN_POSITIVE_VALUE = 1e-6
 """The smallest temperature above 0, and the smallest top_p. 1 / temperature and top_p times a sum must be numbers of
 float32, as they are from 1e-38 on. Values below 1e-6 would change nothing anyway: logits differ by more where they
 differ at all, and where a vocabulary has less than a million tokens, the likeliest alone has a greater probability.
 """
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
-MAX_TOOLS, MAX_TOP_LOGPROBS = 128, 20
-PROMPT_KINDS = ("a text", "token ids")
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 4, 256
+_MAX_TOOLS, _MAX_TOP_LOGPROBS = 128, 20
+_PROMPT_KINDS = ("a text", "token ids")
 """What a prompt may be."""
 CONTENT_KINDS = ("a text", "parts")
 """What the content of a message may be."""
-UNION_TAGS = {*PROMPT_KINDS, *CONTENT_KINDS}
+UNION_TAGS = {*_PROMPT_KINDS, *CONTENT_KINDS}
 """Names of alternatives, which pydantic has in the locations of its errors beside the fields."""
-MAX_INTEGER = 2**31 - 1
+_MAX_INTEGER = 2**31 - 1
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "annotations": ([],),
@@ -61,7 +61,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Fields of OpenAI and of vLLM that are not supported, and the values of each that leave an answer as it is."""
-IGNORED_FIELDS = {
+_IGNORED_FIELDS = {
     "cache_control",
     "continuous_usage_stats",
     "include_obfuscation",
@@ -78,7 +78,7 @@ IGNORED_FIELDS = {
 """Fields that concern billing, caches or the client, and never an answer."""
 
 
-def check_unicode(value: Any) -> Any:
+def _check_unicode(value: Any) -> Any:
     """Return the value. Raises ValueError for text with a lone surrogate, which no file or answer can hold."""
     if isinstance(value, str):
         try:
@@ -90,24 +90,24 @@ def check_unicode(value: Any) -> Any:
     return value
 
 
-def wrap_in_list(value: Any) -> Any:
+def _wrap_in_list(value: Any) -> Any:
     """Return one string, several or none as a list."""
     return [value] if isinstance(value, str) else [] if value is None else value
 
 
-def check_temperature(temperature: float) -> float:
-    if 0.0 < temperature < MIN_POSITIVE_VALUE:
-        raise ValueError(f"must be 0, for the likeliest token, or at least {MIN_POSITIVE_VALUE:g}")
+def _check_temperature(temperature: float) -> float:
+    if 0.0 < temperature < _MIN_POSITIVE_VALUE:
+        raise ValueError(f"must be 0, for the likeliest token, or at least {_MIN_POSITIVE_VALUE:g}")
     return temperature
 
 
-def check_object(value: dict[str, Any]) -> dict[str, Any]:
+def _check_object(value: dict[str, Any]) -> dict[str, Any]:
     """Return an object of JSON. Raises ValueError if a text in it has a lone surrogate."""
-    check_unicode(json.dumps(value, ensure_ascii=False))
+    _check_unicode(json.dumps(value, ensure_ascii=False))
     return value
 
 
-def parse_arguments(value: Any) -> Any:
+def _parse_arguments(value: Any) -> Any:
     """Return arguments, which OpenAI sends as a text of JSON. An empty text has none. Raises ValueError for others."""
     try:
         return json.loads(value.strip() or "{}") if isinstance(value, str) else value
@@ -115,7 +115,7 @@ def parse_arguments(value: Any) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def join_text_parts(content: Any) -> Any:
+def _join_text_parts(content: Any) -> Any:
     """Return the text of a message that was sent in parts. Raises ValueError if a part is not text."""
     if not isinstance(content, list):
         return content
@@ -125,45 +125,45 @@ def join_text_parts(content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
-def unwrap_single_prompt(prompts: Any) -> Any:
+def _unwrap_single_prompt(prompts: Any) -> Any:
     """Return the prompt of a list of one, as LangChain and evaluation tools send it."""
     single = isinstance(prompts, list) and len(prompts) == 1 and isinstance(prompts[0], str | list)
     return prompts[0] if single else prompts
 
 
-def normalize_top_k(top_k: Any) -> Any:
+def _normalize_top_k(top_k: Any) -> Any:
     """Return 0 for -1, which means no limit in vLLM."""
     return 0 if top_k == -1 else top_k
 
 
-def normalize_logprobs(logprobs: Any) -> Any:
+def _normalize_logprobs(logprobs: Any) -> Any:
     return None if logprobs is False else logprobs
 
 
-def get_prompt_kind(prompt: Any) -> str:
-    return PROMPT_KINDS[isinstance(prompt, list)]
+def _get_prompt_kind(prompt: Any) -> str:
+    return _PROMPT_KINDS[isinstance(prompt, list)]
 
 
 def get_content_kind(content: Any) -> str:
     return CONTENT_KINDS[isinstance(content, list)]
 
 
-Text = Annotated[str, BeforeValidator(check_unicode)]
-NonEmptyText = Annotated[str, Field(min_length=1), BeforeValidator(check_unicode)]
-ShortText = Annotated[str, Field(max_length=256), BeforeValidator(check_unicode)]
-StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS), BeforeValidator(check_unicode)]
-StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(wrap_in_list)]
-TokenCount = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
-Temperature = Annotated[float, Field(ge=0.0, le=10.0), AfterValidator(check_temperature)]
+Text = Annotated[str, BeforeValidator(_check_unicode)]
+NonEmptyText = Annotated[str, Field(min_length=1), BeforeValidator(_check_unicode)]
+_ShortText = Annotated[str, Field(max_length=256), BeforeValidator(_check_unicode)]
+_StopString = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS), BeforeValidator(_check_unicode)]
+_StopStrings = Annotated[list[_StopString], Field(max_length=_MAX_STOPS), BeforeValidator(_wrap_in_list)]
+TokenCount = Annotated[int, Field(ge=1, le=_MAX_INTEGER)]
+Temperature = Annotated[float, Field(ge=0.0, le=10.0), AfterValidator(_check_temperature)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(check_object)]
-TopLogprobCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER, strict=True)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-TextOrIds = Annotated[
-    Annotated[NonEmptyText, Tag(PROMPT_KINDS[0])] | Annotated[TokenIds, Tag(PROMPT_KINDS[1])],
-    Discriminator(get_prompt_kind),
-    BeforeValidator(unwrap_single_prompt),
+_JsonObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
+_TopLogprobCount = Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)]
+_TokenId = Annotated[int, Field(ge=0, le=_MAX_INTEGER, strict=True)]
+TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_TextOrIds = Annotated[
+    Annotated[NonEmptyText, Tag(_PROMPT_KINDS[0])] | Annotated[TokenIds, Tag(_PROMPT_KINDS[1])],
+    Discriminator(_get_prompt_kind),
+    BeforeValidator(_unwrap_single_prompt),
 ]
 
 
@@ -176,7 +176,7 @@ class NullDroppingModel(BaseModel):
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
-class RequestBody(NullDroppingModel):
+class _RequestBody(NullDroppingModel):
     """An object in a body without null and neutral fields. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
@@ -186,32 +186,32 @@ class RequestBody(NullDroppingModel):
     def drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if name in cls.model_fields or not is_neutral(name, value)}
+        return {name: value for name, value in data.items() if name in cls.model_fields or not _is_neutral(name, value)}
 
 
-def is_neutral(name: str, value: Any) -> bool:
+def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a field that is not supported can be dropped without changing the answer."""
-    return name in IGNORED_FIELDS or value in NEUTRAL_VALUES.get(name, ())
+    return name in _IGNORED_FIELDS or value in NEUTRAL_VALUES.get(name, ())
 
 
-class CalledFunction(RequestBody):
-    name: ShortText
-    arguments: Annotated[JsonObject, BeforeValidator(parse_arguments)] = {}
+class _CalledFunction(_RequestBody):
+    name: _ShortText
+    arguments: Annotated[_JsonObject, BeforeValidator(_parse_arguments)] = {}
 
 
-class ToolCall(RequestBody):
-    id: ShortText = ""
+class _ToolCall(_RequestBody):
+    id: _ShortText = ""
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: _CalledFunction
 
 
-class ChatMessage(RequestBody):
+class _ChatMessage(_RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | None, BeforeValidator(join_text_parts)] = None
-    tool_calls: list[ToolCall] | None = None
-    name: ShortText | None = None
+    content: Annotated[Text | None, BeforeValidator(_join_text_parts)] = None
+    tool_calls: list[_ToolCall] | None = None
+    name: _ShortText | None = None
     """The name of the speaker, for templates that show it. A tool without one has the name in the call with its id."""
-    tool_call_id: ShortText | None = None
+    tool_call_id: _ShortText | None = None
 
     @model_validator(mode="after")
     def check_role(self) -> Self:
@@ -224,38 +224,38 @@ class ChatMessage(RequestBody):
         return self
 
 
-class FunctionSchema(RequestBody):
+class _FunctionSchema(_RequestBody):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: Text | None = None
-    parameters: JsonObject | None = None
+    parameters: _JsonObject | None = None
     strict: bool | None = None
 
 
-class ToolSchema(RequestBody):
+class _ToolSchema(_RequestBody):
     type: Literal["function"]
-    function: FunctionSchema
+    function: _FunctionSchema
 
 
-class StreamOptions(RequestBody):
+class StreamOptions(_RequestBody):
     include_usage: bool = False
 
 
-class SamplingParams(RequestBody):
+class SamplingParams(_RequestBody):
     """The fields of chat completions and of text completions."""
 
-    model: ShortText = ""
+    model: _ShortText = ""
     """The name of the model; empty for the one that is served."""
     max_tokens: TokenCount | None = None
     temperature: Temperature = 1.0
-    top_p: float = Field(default=1.0, ge=MIN_POSITIVE_VALUE, le=1.0)
-    top_k: Annotated[int, Field(ge=0, le=MAX_INTEGER), BeforeValidator(normalize_top_k)] = 0
+    top_p: float = Field(default=1.0, ge=_MIN_POSITIVE_VALUE, le=1.0)
+    top_k: Annotated[int, Field(ge=0, le=_MAX_INTEGER), BeforeValidator(_normalize_top_k)] = 0
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    n: int = Field(default=1, ge=1, le=MAX_INTEGER)
+    n: int = Field(default=1, ge=1, le=_MAX_INTEGER)
     seed: Seed | None = None
-    stop: StopStrings = []
+    stop: _StopStrings = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: ShortText = ""
+    user: _ShortText = ""
     """Whose request it is; ignored."""
     return_token_ids: bool = False
     """Whether the answer has the token ids of the prompt and of each choice, as in vLLM."""
@@ -267,12 +267,12 @@ class SamplingParams(RequestBody):
 
 
 class ChatRequest(SamplingParams):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[_ChatMessage] = Field(min_length=1)
     max_completion_tokens: TokenCount | None = None
-    tools: list[ToolSchema] = Field(default=[], max_length=MAX_TOOLS)
+    tools: list[_ToolSchema] = Field(default=[], max_length=_MAX_TOOLS)
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
-    top_logprobs: TopLogprobCount = 0
+    top_logprobs: _TopLogprobCount = 0
 
     @model_validator(mode="after")
     def check_logprobs(self) -> Self:
@@ -291,28 +291,28 @@ class ChatRequest(SamplingParams):
         messages = [
             {"content": ""}
             | message.model_dump(exclude_none=True)
-            | build_role_field(message)
-            | build_name_field(message, names)
+            | _build_role_field(message)
+            | _build_name_field(message, names)
             for message in self.messages
         ]
         return Prompt("chat", tuple(messages), tools=tuple(tools))
 
 
-def build_role_field(message: ChatMessage) -> dict[str, str]:
+def _build_role_field(message: _ChatMessage) -> dict[str, str]:
     """Return the system role in place of `developer`, which chat templates do not know."""
     return {"role": "system"} if message.role == "developer" else {}
 
 
-def build_name_field(message: ChatMessage, names: dict[str, str]) -> dict[str, str]:
+def _build_name_field(message: _ChatMessage, names: dict[str, str]) -> dict[str, str]:
     name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else "")
     return {"name": name} if name else {}
 
 
 class CompletionRequest(SamplingParams):
-    prompt: TextOrIds
+    prompt: _TextOrIds
     """A text, or the token ids of one."""
     best_of: int | None = None
-    logprobs: Annotated[TopLogprobCount | None, BeforeValidator(normalize_logprobs)] = None
+    logprobs: Annotated[_TopLogprobCount | None, BeforeValidator(_normalize_logprobs)] = None
 
     @model_validator(mode="after")
     def check_best_of(self) -> Self:
@@ -325,17 +325,17 @@ class CompletionRequest(SamplingParams):
         return self.logprobs
 
 
-class QuestionRequest(RequestBody):
+class QuestionRequest(_RequestBody):
     question: NonEmptyText
 
 
-class GroupRequest(RequestBody):
+class GroupRequest(_RequestBody):
     """A request for `group_size` completions of one prompt: of `question`, or without it of a held-out one."""
 
     question: Text = ""
     answer: Text = ""
     """The gold answer to a question of one's own; without it there are no rewards."""
-    number: int = Field(default=0, ge=0, le=MAX_INTEGER)
+    number: int = Field(default=0, ge=0, le=_MAX_INTEGER)
     """The number of the task's held-out prompt, where there is no question."""
     group_size: int = Field(default=8, ge=2, le=64)
     temperature: Temperature = Field(default=1.0, gt=0.0)

@@ -53,7 +53,7 @@ from pellucid.serve.middleware import (
 from pellucid.types import UserError
 from pellucid.utils import hardware
 
-CLOSE_TIMEOUT_SECONDS = 10.0
+_CLOSE_TIMEOUT_SECONDS = 10.0
 """Seconds that the engine has to finish its work at the end."""
 
 
@@ -67,11 +67,11 @@ class ModelDescription(BaseModel):
     """The shape of an adapter that is pushed by itself."""
 
 
-VersionHeader = Annotated[str, Header(alias=VERSION_HEADER)]
+_VersionHeader = Annotated[str, Header(alias=VERSION_HEADER)]
 
 
 @dataclass
-class WeightlessPolicy:
+class _WeightlessPolicy:
     """A policy without its weights, for which an engine is made."""
 
     config: Mapping[str, Any]
@@ -82,7 +82,7 @@ class WeightlessPolicy:
         (folder / "config.json").write_text(json.dumps(self.config))
 
 
-class PendingWeights(NamedTuple):
+class _PendingWeights(NamedTuple):
     """Weights of which some parts have arrived."""
 
     version: str
@@ -99,7 +99,7 @@ class EngineHost:
         self.executor = ThreadPoolExecutor(1, "engine")
         self.engine: Any = None
         self.model_digest = self.version = ""
-        self.pending = PendingWeights("", [])
+        self.pending = _PendingWeights("", [])
         self.finished_rows: list[Any] = []
         self.steps = 0
         self.step_future: Future[None] | None = None
@@ -147,13 +147,13 @@ class EngineHost:
             RequestError: Another trainer has pushed weights in between.
         """
         if part_index == 0:
-            self.pending = PendingWeights(version, [], base_version)
+            self.pending = _PendingWeights(version, [], base_version)
         pending = self.pending
         if pending.version != version or len(pending.parts) != part_index or not self.engine:
             raise RequestError(409, "other weights have come in between")
         pending.parts.append(part)
         if part_index + 1 == part_count:
-            self.pending = PendingWeights("", [])
+            self.pending = _PendingWeights("", [])
             self.executor.submit(self._push_weights, pending).result()
 
     def run_at_version(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
@@ -169,7 +169,7 @@ class EngineHost:
 
     def close(self) -> None:
         """End the engine. Raises TimeoutError if it does not finish its work in time."""
-        self.executor.submit(lambda: self.engine and self.engine.close()).result(CLOSE_TIMEOUT_SECONDS)
+        self.executor.submit(lambda: self.engine and self.engine.close()).result(_CLOSE_TIMEOUT_SECONDS)
         self.executor.shutdown()
 
     # ------------------------------------------------------------ in the thread of the engine
@@ -184,7 +184,7 @@ class EngineHost:
             self.model_digest = name
         return self.describe_state()
 
-    def _push_weights(self, pending: PendingWeights) -> None:
+    def _push_weights(self, pending: _PendingWeights) -> None:
         if pending.base_version:
             self.check_version(pending.base_version)
         self._reset()
@@ -263,29 +263,29 @@ def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASG
         return {}
 
     @app.post("/read")
-    def read(version: VersionHeader, ids: Annotated[list[int], Body(embed=True)]) -> Response:
+    def read(version: _VersionHeader, ids: Annotated[list[int], Body(embed=True)]) -> Response:
         found_version, (logprobs, cached) = host.run_at_version(version, lambda: host.score_tokens(ids))
-        return make_tensor_response(found_version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
+        return _make_tensor_response(found_version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
 
     @app.post("/columns")
     def read_columns(
-        version: VersionHeader, name: Annotated[str, Body()], at: Annotated[list[int], Body()]
+        version: _VersionHeader, name: Annotated[str, Body()], at: Annotated[list[int], Body()]
     ) -> Response:
         try:
             found_version, columns = host.run_at_version(version, lambda: host.engine.read_columns(name, at))
         except UserError as error:
             raise RequestError(422, str(error)) from error
-        return make_tensor_response(found_version, {str(i): column for i, column in enumerate(columns)})
+        return _make_tensor_response(found_version, {str(i): column for i, column in enumerate(columns)})
 
     @app.post("/step")
-    def step(version: VersionHeader, rows: Annotated[list[SampleRequest], Body()]) -> Response:
+    def step(version: _VersionHeader, rows: Annotated[list[SampleRequest], Body()]) -> Response:
         found_version, answers = host.sample_rows(version, rows)
         return JSONResponse(answers, headers={VERSION_HEADER: found_version})
 
     return AccessMiddleware(ShutdownMiddleware(app), hosts, secret)
 
 
-def make_tensor_response(version: str, tensors: Mapping[str, Tensor]) -> Response:
+def _make_tensor_response(version: str, tensors: Mapping[str, Tensor]) -> Response:
     body = safetensors.torch.save({name: x.detach().cpu().contiguous() for name, x in tensors.items()})
     return Response(body, media_type="application/octet-stream", headers={VERSION_HEADER: version})
 
@@ -319,10 +319,10 @@ def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, dev
                 file=sys.stderr,
                 flush=True,
             )
-        serve_sampler(listening, rows, cache_gb, device, hosts, secret)
+        _serve_sampler(listening, rows, cache_gb, device, hosts, secret)
 
 
-def serve_sampler(
+def _serve_sampler(
     listening: socket.socket, rows: int, cache_gb: float, device: str, hosts: Sequence[str], secret: str
 ) -> None:
     """Serve rows to clients with the secret, or to everyone if it is empty, until Ctrl-C."""
@@ -330,7 +330,7 @@ def serve_sampler(
     torch_device = hardware.pick_device(device)
 
     def make_engine(model: ModelDescription) -> VLLMEngine:
-        policy = WeightlessPolicy(model.config, torch_device, model.ends)
+        policy = _WeightlessPolicy(model.config, torch_device, model.ends)
         return VLLMEngine(policy, getattr(torch, model.dtype), rows, cache_gb, model.adapter)
 
     host = EngineHost(make_engine)

@@ -35,10 +35,10 @@ def estimate_interval(table: Table, same_questions: bool = False, seed: int = 0)
     rng = np.random.default_rng(seed)
     means = resample_shared_questions(table, rng) if same_questions else resample_means(table, rng)
     ends = np.quantile(means, (0.025, 0.975))
-    return Estimate(*(round_mean(float(value)) for value in (np.mean([np.mean(row) for row in table]), *ends)))
+    return Estimate(*(_round_mean(float(value)) for value in (np.mean([np.mean(row) for row in table]), *ends)))
 
 
-def round_mean(mean: float) -> float:
+def _round_mean(mean: float) -> float:
     """Return a mean without the rounding errors of its sum: an interval that ends at 0 contains 0."""
     return round(mean, 12) + 0.0  # -0.0 becomes 0.0
 
@@ -69,11 +69,11 @@ def resample_means(table: Table, rng: np.random.Generator) -> np.ndarray:
     seeds = rng.integers(len(table), size=(RESAMPLE_COUNT, len(table)))
     means = np.empty(seeds.shape)
     for i, row in enumerate(table):
-        means[seeds == i] = resample_row_means(row, int((seeds == i).sum()), rng)
+        means[seeds == i] = _resample_row_means(row, int((seeds == i).sum()), rng)
     return means.mean(axis=1)
 
 
-def resample_row_means(row: Sequence[float], times: int, rng: np.random.Generator) -> np.ndarray:
+def _resample_row_means(row: Sequence[float], times: int, rng: np.random.Generator) -> np.ndarray:
     """Return the means [times] of samples of as many questions as the row has.
 
     A mean depends only on how often each value is sampled, so that one multinomial sample is enough.

@@ -34,11 +34,11 @@ from pellucid.study.runs import ComparedRun, Comparison
 from pellucid.types import Estimate
 from pellucid.utils.text import escape_controls
 
-RELIABLE_SEED_COUNT = 10
+_RELIABLE_SEED_COUNT = 10
 """With this many seeds an interval needs no warning."""
-PER_ANSWER_KEYS = {"greedy": "right", "reward": "rewards"}
+_PER_ANSWER_KEYS = {"greedy": "right", "reward": "rewards"}
 """For each measure, the key of an evaluation that holds it answer by answer."""
-VARIANT_METRIC_PREFIXES = ("effect/", "curriculum/", "prefix/", "groups/drawn")
+_VARIANT_METRIC_PREFIXES = ("effect/", "curriculum/", "prefix/", "groups/drawn")
 """Prefixes of the names of metrics that show whether a variant did anything at all."""
 
 
@@ -85,27 +85,27 @@ def summarize_variants(comparison: Comparison) -> list[VariantSummary]:
     """Return the summaries of all variants, the baseline first."""
     baseline = comparison.finished[comparison.baseline]
     return [
-        summarize_variant(variant, of_seed, {} if variant == comparison.baseline else baseline, comparison.measure)
+        _summarize_variant(variant, of_seed, {} if variant == comparison.baseline else baseline, comparison.measure)
         for variant, of_seed in comparison.finished.items()
     ]
 
 
-def summarize_variant(
+def _summarize_variant(
     variant: str, runs: Mapping[int, ComparedRun], baseline: Mapping[int, ComparedRun], measure: str = "greedy"
 ) -> VariantSummary:
     if not runs:
         return VariantSummary(variant, ())
-    reasons = {seed: explain_unpaired(run, baseline.get(seed), measure) for seed, run in runs.items()}
+    reasons = {seed: _explain_unpaired(run, baseline.get(seed), measure) for seed, run in runs.items()}
     pairs = {
-        seed: pair_answers(
-            runs[seed].last_evaluation[PER_ANSWER_KEYS[measure]],
-            baseline[seed].last_evaluation[PER_ANSWER_KEYS[measure]],
+        seed: _pair_answers(
+            runs[seed].last_evaluation[_PER_ANSWER_KEYS[measure]],
+            baseline[seed].last_evaluation[_PER_ANSWER_KEYS[measure]],
         )
         for seed, reason in reasons.items()
         if baseline and not reason
     }
     difference = (
-        estimate_over_seeds(list(pairs.values()), [runs[seed].last_evaluation for seed in pairs]) if pairs else None
+        _estimate_over_seeds(list(pairs.values()), [runs[seed].last_evaluation for seed in pairs]) if pairs else None
     )
     lasts, steps = [run.last_evaluation for run in runs.values()], [row for run in runs.values() for row in run.metrics]
     dead = [share for row in steps if (share := get_drawn_dead_share(row)) is not None]
@@ -113,8 +113,8 @@ def summarize_variant(
     return VariantSummary(
         variant,
         tuple(runs),
-        greedy=estimate_measure(lasts, "greedy"),
-        reward=estimate_measure(lasts, "reward"),
+        greedy=_estimate_measure(lasts, "greedy"),
+        reward=_estimate_measure(lasts, "reward"),
         measure=measure,
         questions=min(last["n"] for last in lasts),
         k=lasts[0]["k"],
@@ -126,54 +126,54 @@ def summarize_variant(
         tokens={seed: sum_metric(run.metrics, "tokens") for seed, run in runs.items()},
         seconds={seed: sum_metric(run.metrics, "time/step") for seed, run in runs.items()},
         dead=fmean(dead) if dead else None,
-        own=average_variant_metrics(steps),
+        own=_average_variant_metrics(steps),
     )
 
 
-def pair_answers(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
+def _pair_answers(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
     """Return the differences question by question, where neither reward failed."""
     graded = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
     return compute_answer_differences([a for a, _ in graded], [b for _, b in graded])
 
 
-def explain_unpaired(run: ComparedRun, baseline: ComparedRun | None, measure: str = "greedy") -> str:
+def _explain_unpaired(run: ComparedRun, baseline: ComparedRun | None, measure: str = "greedy") -> str:
     """Return why two runs cannot be compared question by question; empty if they can."""
     if not baseline:
         return "the baseline has no finished run"
-    if not run.last_evaluation.get(PER_ANSWER_KEYS[measure]) or not baseline.last_evaluation.get(
-        PER_ANSWER_KEYS[measure]
+    if not run.last_evaluation.get(_PER_ANSWER_KEYS[measure]) or not baseline.last_evaluation.get(
+        _PER_ANSWER_KEYS[measure]
     ):
         what = "which answers were right" if measure == "greedy" else "the reward of each answer"
         return f"evals.jsonl does not say {what}"
     if run.last_evaluation["questions"] != baseline.last_evaluation["questions"]:
         return "its held-out questions are not the baseline's"
-    graded = pair_answers(
-        run.last_evaluation[PER_ANSWER_KEYS[measure]], baseline.last_evaluation[PER_ANSWER_KEYS[measure]]
+    graded = _pair_answers(
+        run.last_evaluation[_PER_ANSWER_KEYS[measure]], baseline.last_evaluation[_PER_ANSWER_KEYS[measure]]
     )
     return "" if graded else "no question was graded in both"
 
 
-def estimate_measure(lasts: Sequence[Record], name: str) -> Estimate | None:
+def _estimate_measure(lasts: Sequence[Record], name: str) -> Estimate | None:
     """Return greedy accuracy, or the reward of greedy answers, with its interval.
 
     None if one of several runs has not recorded it answer by answer, since a mean without an interval would mislead.
     """
     if len(lasts) == 1:
         return parse_estimate(lasts[0][name]) if lasts[0].get(name) else None
-    tables = [[x for x in last.get(PER_ANSWER_KEYS[name]) or () if x is not None] for last in lasts]
-    return estimate_over_seeds(tables, lasts) if all(tables) else None
+    tables = [[x for x in last.get(_PER_ANSWER_KEYS[name]) or () if x is not None] for last in lasts]
+    return _estimate_over_seeds(tables, lasts) if all(tables) else None
 
 
-def estimate_over_seeds(table: Sequence[Sequence[float]], lasts: Sequence[Record]) -> Estimate:
+def _estimate_over_seeds(table: Sequence[Sequence[float]], lasts: Sequence[Record]) -> Estimate:
     """Return the mean of a table with a row for each seed, with its interval.
 
     If rewards failed, rows are shorter, and a column is no longer one question.
     """
     is_complete = all(len(row) == len(last.get("right") or row) for row, last in zip(table, lasts, strict=True))
-    return estimate_interval(table, is_complete and have_same_questions(lasts))
+    return estimate_interval(table, is_complete and _have_same_questions(lasts))
 
 
-def have_same_questions(lasts: Sequence[Record]) -> bool:
+def _have_same_questions(lasts: Sequence[Record]) -> bool:
     return len({last.get("questions") for last in lasts}) == 1
 
 
@@ -186,13 +186,13 @@ def get_drawn_dead_share(step: Record) -> float | None:
     return None if dead is None else step.get("groups/drawn_dead", dead)
 
 
-def average_variant_metrics(rows: Sequence[Record]) -> dict[str, float]:
-    names = sorted({name for row in rows for name in row if name.startswith(VARIANT_METRIC_PREFIXES)})
+def _average_variant_metrics(rows: Sequence[Record]) -> dict[str, float]:
+    names = sorted({name for row in rows for name in row if name.startswith(_VARIANT_METRIC_PREFIXES)})
     values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
     return {name: fmean(of_steps) for name, of_steps in values.items() if of_steps}
 
 
-def build_numbers(comparison: Comparison, rows: Sequence[VariantSummary]) -> dict[str, Any]:
+def _build_numbers(comparison: Comparison, rows: Sequence[VariantSummary]) -> dict[str, Any]:
     """Return all numbers of the page as JSON values, for other programs."""
     return {
         "baseline": comparison.baseline,
@@ -207,7 +207,7 @@ def build_numbers(comparison: Comparison, rows: Sequence[VariantSummary]) -> dic
 
 
 def write_numbers(path: Path, comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
-    values = replace_non_finite(build_numbers(comparison, rows))
+    values = replace_non_finite(_build_numbers(comparison, rows))
     path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -215,14 +215,14 @@ def list_caveats(rows: Sequence[VariantSummary]) -> list[str]:
     """Return a caveat for each way in which conclusions rest on little: few questions, few pairs of runs."""
     questions = min((row.questions for row in rows if row.seeds), default=MIN_INTERVAL_PROMPTS)
     few = f"{questions} held-out questions are too few for an interval: those given here may be far too narrow."
-    return [*([few] if questions < MIN_INTERVAL_PROMPTS else []), *list_seed_caveats(rows)]
+    return [*([few] if questions < MIN_INTERVAL_PROMPTS else []), *_list_seed_caveats(rows)]
 
 
-def list_seed_caveats(rows: Sequence[VariantSummary]) -> list[str]:
-    pairs = min((len(row.pairs) for row in rows if row.pairs), default=RELIABLE_SEED_COUNT)
+def _list_seed_caveats(rows: Sequence[VariantSummary]) -> list[str]:
+    pairs = min((len(row.pairs) for row in rows if row.pairs), default=_RELIABLE_SEED_COUNT)
     if pairs == 1:
         return ["One seed to a comparison: the interval is over questions alone, and says nothing of another run."]
-    if pairs < RELIABLE_SEED_COUNT:
+    if pairs < _RELIABLE_SEED_COUNT:
         return [
             f"{pairs} seeds to a comparison make a coarse interval: where runs differ far more from seed to seed than "
             f"their questions account for, one comparison of equals in {compute_false_positive_odds(pairs)} looks"
@@ -242,7 +242,7 @@ def print_table(comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
     for name in ("runs", "accuracy" if comparison.measure == "greedy" else "reward", "difference", "conclusion"):
         table.add_column(name, justify="left" if name == "conclusion" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(escape(escape_controls(cell)) for cell in format_row(row)))
+        table.add_row(*(escape(escape_controls(cell)) for cell in _format_row(row)))
     rich.print(table)
     for line in list_caveats(rows):
         print(escape_controls(line))
@@ -255,7 +255,7 @@ def print_table(comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
         print(escape_controls(f"missing: {variant} seed {seed}"))
 
 
-def format_row(row: VariantSummary) -> list[str]:
+def _format_row(row: VariantSummary) -> list[str]:
     if not row.seeds:
         return [row.variant, "0", "", "", ""]
     return [

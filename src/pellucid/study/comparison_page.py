@@ -34,7 +34,7 @@ from pellucid.study.runs import ComparedRun, Comparison, gather_runs
 from pellucid.types import Estimate, UserError
 from pellucid.utils.text import escape_controls
 
-CONCLUSION_CSS_CLASSES = {"above": "above", "below": "below", "cannot tell": "unsure", "": "unsure"}
+_CONCLUSION_CSS_CLASSES = {"above": "above", "below": "below", "cannot tell": "unsure", "": "unsure"}
 """The CSS class of each conclusion."""
 
 
@@ -45,31 +45,31 @@ def compare_runs(folders: Sequence[Path], baseline: str, output: Path) -> int:
     runs = gather_runs(folders, baseline)
     rows = summarize_variants(runs)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(build_comparison_page(runs, rows), encoding="utf-8")
+    output.write_text(_build_comparison_page(runs, rows), encoding="utf-8")
     write_numbers(output.with_suffix(".json"), runs, rows)
     print_table(runs, rows)
     print(escape_controls(f"page {output}, numbers {output.with_suffix('.json')}"))
     return 0
 
 
-def build_comparison_page(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
+def _build_comparison_page(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
     others = [row.variant for row in rows if row.variant != comparison.baseline]
     title = f"{comparison.baseline} and {others[0] if len(others) == 1 else format_count(len(others), 'variant')}"
     sections = [
-        render_section("Results", build_result_table(rows) + build_notes(comparison, rows)),
+        render_section("Results", _build_result_table(rows) + _build_notes(comparison, rows)),
         render_section(
-            "Curves", "\n".join(draw_variant_curves(variant, comparison) for variant in comparison.finished)
+            "Curves", "\n".join(_draw_variant_curves(variant, comparison) for variant in comparison.finished)
         ),
-        render_section("Cost of a run", build_cost_table(rows)),
-        render_section("Did it do anything", build_variant_metric_table(rows)),
-        render_section("Runs", build_command_list(comparison)),
+        render_section("Cost of a run", _build_cost_table(rows)),
+        render_section("Did it do anything", _build_variant_metric_table(rows)),
+        render_section("Runs", _build_command_list(comparison)),
     ]
     return Template(read_asset("report.html")).substitute(
         name=escape_text(title if others else comparison.baseline),
         about="Comparison on held-out questions",
         style=PAGE_CSS + read_asset("report.css") + Path(__file__).with_name("study.css").read_text(encoding="utf-8"),
         lede=write_lede(rows),
-        facts=build_facts(comparison, rows),
+        facts=_build_facts(comparison, rows),
         sections="\n".join(sections),
     )
 
@@ -80,12 +80,12 @@ def write_lede(rows: Sequence[VariantSummary]) -> str:
     if not others:
         return f"There is only {escape_text(baseline.variant)}: nothing to compare it with."
     by_conclusion = {
-        name: [escape_text(row.variant) for row in others if row.conclusion == name] for name in CONCLUSION_CSS_CLASSES
+        name: [escape_text(row.variant) for row in others if row.conclusion == name] for name in _CONCLUSION_CSS_CLASSES
     }
-    clear = [f"{join_names(by_conclusion[name])} {name}" for name in ("above", "below") if by_conclusion[name]]
+    clear = [f"{_join_names(by_conclusion[name])} {name}" for name in ("above", "below") if by_conclusion[name]]
     measure = HEADLINE_LABELS[baseline.measure]
     conclusions = f"{'; '.join(clear)} {escape_text(baseline.variant)} in held-out {measure}." if clear else ""
-    unclear = describe_unclear(
+    unclear = _describe_unclear(
         len(by_conclusion["cannot tell"]), len(others), escape_text(baseline.variant), has_conclusions=bool(clear)
     )
     count = len(by_conclusion[""])
@@ -93,7 +93,7 @@ def write_lede(rows: Sequence[VariantSummary]) -> str:
     return " ".join(part for part in (conclusions, unclear, unpaired) if part)
 
 
-def describe_unclear(unclear: int, others: int, baseline: str, has_conclusions: bool) -> str:
+def _describe_unclear(unclear: int, others: int, baseline: str, has_conclusions: bool) -> str:
     """Return a sentence on the variants of which one cannot tell; without conclusions, the rest could not be paired."""
     if not unclear:
         return ""
@@ -108,13 +108,13 @@ def describe_unclear(unclear: int, others: int, baseline: str, has_conclusions: 
     return f"{subject} shown to be above or below {baseline}."
 
 
-def join_names(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Return names as the subject of a sentence. Example: join_names(["a", "b", "c"]) == "a, b and c are"."""
     *first, last = names
     return f"{', '.join(first)} and {last} are" if first else f"{last} is"
 
 
-def build_facts(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
+def _build_facts(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
     left_out = len(comparison.unfinished) + len(comparison.missing)
     questions = {
         len(run.last_evaluation.get("right", ())) or run.last_evaluation["n"] for run in comparison.finished_runs
@@ -132,7 +132,7 @@ def build_facts(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
 # ---------------------------------------------------------------- tables
 
 
-def build_table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _build_table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return an HTML table. Its cells are HTML; the first cell of a row is its heading."""
     head = "".join(f"<th scope=col>{name}</th>" for name in heads)
     body = "\n".join(
@@ -144,66 +144,67 @@ def build_table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Se
     )
 
 
-def build_result_table(rows: Sequence[VariantSummary]) -> str:
+def _build_result_table(rows: Sequence[VariantSummary]) -> str:
     ks, is_reward = sorted({row.k for row in rows if row.k}), rows[0].measure == "reward"
     measure = "reward after training" if is_reward else "accuracy after training in percent"
     caption = f"Held-out {measure}, and its difference from the baseline on the same questions"
     mean_at_k = escape_text(f"mean@{' or '.join(map(str, ks))}") if ks and not is_reward else ""
     heads = ["Variant", "Conclusion", "Difference", "", "By seed", "Greedy", mean_at_k, "Runs"]
-    if is_reward or rewards_differ(rows):
+    if is_reward or _rewards_differ(rows):
         heads[5:7] = ["Reward", ""] if is_reward else ["Greedy", mean_at_k, "Reward"]
     reach = (
-        max((abs(end) for row in rows if row.difference for end in get_interval_ends(row.difference)), default=0) or 1.0
+        max((abs(end) for row in rows if row.difference for end in _get_interval_ends(row.difference)), default=0)
+        or 1.0
     )
-    return build_table("results", caption, heads, [build_result_row(row, reach, "Reward" in heads) for row in rows])
+    return _build_table("results", caption, heads, [_build_result_row(row, reach, "Reward" in heads) for row in rows])
 
 
-def rewards_differ(rows: Sequence[VariantSummary]) -> bool:
+def _rewards_differ(rows: Sequence[VariantSummary]) -> bool:
     """Whether rewards differ from accuracies."""
     return any(row.greedy and row.reward and abs(row.reward.value - row.greedy.value) > 1e-9 for row in rows)
 
 
-def build_result_row(row: VariantSummary, reach: float, with_reward: bool = False) -> list[str]:
+def _build_result_row(row: VariantSummary, reach: float, with_reward: bool = False) -> list[str]:
     is_reward = row.measure == "reward"
     mean_at_k = "" if row.mean_at_k is None or is_reward else f"{100 * row.mean_at_k:.1f}"
     by_seed = ", ".join(f"{x:+.3f}" if is_reward else f"{100 * x:+.1f}" for x in row.pairs.values())
-    reward = [format_with_interval(row.reward, measure="reward")] if with_reward and not is_reward else []
+    reward = [_format_with_interval(row.reward, measure="reward")] if with_reward and not is_reward else []
     return [
         escape_text(row.variant),
-        f'<span class="{CONCLUSION_CSS_CLASSES[row.conclusion]}">{row.conclusion}</span>',
-        format_with_interval(row.difference, "+", row.measure),
-        draw_interval(row, reach) if row.difference else "",
+        f'<span class="{_CONCLUSION_CSS_CLASSES[row.conclusion]}">{row.conclusion}</span>',
+        _format_with_interval(row.difference, "+", row.measure),
+        _draw_interval(row, reach) if row.difference else "",
         by_seed,
-        format_with_interval(row.compared_estimate, measure=row.measure),
+        _format_with_interval(row.compared_estimate, measure=row.measure),
         mean_at_k,
         *reward,
         str(len(row.seeds)),
     ]
 
 
-def format_with_interval(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -> str:
+def _format_with_interval(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -> str:
     value, _, bounds = format_estimate(estimate, sign, measure).partition(" ")
     return f"{value} <small>{bounds}</small>" if estimate else ""
 
 
-def get_interval_ends(estimate: Estimate) -> tuple[float, float]:
+def _get_interval_ends(estimate: Estimate) -> tuple[float, float]:
     return estimate.low, estimate.high
 
 
-def draw_interval(row: VariantSummary, reach: float) -> str:
+def _draw_interval(row: VariantSummary, reach: float) -> str:
     """Return the interval of a difference as an SVG bar with 0 in the middle, on a scale that all variants share."""
     difference = row.difference or Estimate()
     low, value, high = (100 + 94 * x / reach for x in (difference.low, difference.value, difference.high))
     about = format_estimate(difference, "+", row.measure)
     return (
-        f'<svg class="span {CONCLUSION_CSS_CLASSES[row.conclusion]}" viewBox="0 0 200 16" role="img"'
+        f'<svg class="span {_CONCLUSION_CSS_CLASSES[row.conclusion]}" viewBox="0 0 200 16" role="img"'
         f' aria-label="{about}">'
         f'<path class="zero" d="M100 0V16"/><path d="M{low:.1f} 8H{high:.1f}"/>'
         f'<circle cx="{value:.1f}" cy="8" r="4"/></svg>'
     )
 
 
-def build_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
+def _build_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
     """Return a list in HTML on how the table was computed, and on what it does not show."""
     comparisons = sum(bool(row.difference) for row in rows)
     notes = [
@@ -220,7 +221,7 @@ def build_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
     return f'\n<ul class="notes">{"".join(f"<li>{note}</li>" for note in notes)}</ul>'
 
 
-def build_cost_table(rows: Sequence[VariantSummary]) -> str:
+def _build_cost_table(rows: Sequence[VariantSummary]) -> str:
     base = rows[0]
     cells = [
         [
@@ -239,53 +240,53 @@ def build_cost_table(rows: Sequence[VariantSummary]) -> str:
         "share of all that were drawn"
     )
     heads = ("Variant", "Tokens sampled", "Ratio", "Time in steps", "Ratio", "Dead groups")
-    return build_table("results", caption, heads, cells)
+    return _build_table("results", caption, heads, cells)
 
 
-def build_variant_metric_table(rows: Sequence[VariantSummary]) -> str:
+def _build_variant_metric_table(rows: Sequence[VariantSummary]) -> str:
     cells = [
         [escape_text(row.variant), escape_text(name), f"{value:.4g}"]
         for row in rows
         for name, value in (row.own or {}).items()
     ]
     caption = "Measures of what a variant adds, means over the steps that have them"
-    return build_table("results", caption, ("Variant", "Measure", "Mean"), cells) if cells else ""
+    return _build_table("results", caption, ("Variant", "Measure", "Mean"), cells) if cells else ""
 
 
-def build_command_list(comparison: Comparison) -> str:
+def _build_command_list(comparison: Comparison) -> str:
     cells = [
         [escape_text(run.name), f"<code>{escape_text(run.command)}</code>"]
         for run in [*comparison.finished_runs, *comparison.unfinished]
     ]
-    listed = build_table("commands", "The command that makes each run", ("Run", "Command"), cells)
+    listed = _build_table("commands", "The command that makes each run", ("Run", "Command"), cells)
     return f"<details><summary>{format_count(len(cells), 'command')}</summary>{listed}</details>"
 
 
 # ---------------------------------------------------------------- curves
 
 
-def draw_variant_curves(variant: str, comparison: Comparison) -> str:
+def _draw_variant_curves(variant: str, comparison: Comparison) -> str:
     """Return a row of charts that show the variant in front of the baseline, on scales that all rows share."""
     seeds = len(comparison.finished[variant])
     around = f"mean of {format_count(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
     charts = [
-        draw_comparison_chart(
+        _draw_comparison_chart(
             f"Held-out {HEADLINE_LABELS[comparison.measure]}",
             around,
             variant,
             comparison,
-            *get_held_out_curve(comparison.measure),
+            *_get_held_out_curve(comparison.measure),
         ),
-        draw_comparison_chart(
+        _draw_comparison_chart(
             "Training reward",
             f"of what is trained on; {around}",
             variant,
             comparison,
-            get_reward_points,
-            compute_reward_range(comparison),
+            _get_reward_points,
+            _compute_reward_range(comparison),
         ),
-        draw_comparison_chart(
-            "Dead groups", f"share of those drawn; {around}", variant, comparison, get_dead_share_points, (0, 1)
+        _draw_comparison_chart(
+            "Dead groups", f"share of those drawn; {around}", variant, comparison, _get_dead_share_points, (0, 1)
         ),
     ]
     pictures = "\n".join(svg for svg in charts if svg)
@@ -293,45 +294,45 @@ def draw_variant_curves(variant: str, comparison: Comparison) -> str:
     return f'<h3>{escape_text(variant)}</h3>\n{note}<div class="row">\n{pictures}\n</div>'
 
 
-PointsFunction = Callable[[ComparedRun], list[Point]]
+_PointsFunction = Callable[[ComparedRun], list[Point]]
 
 
-def draw_comparison_chart(
+def _draw_comparison_chart(
     title: str,
     subtitle: str,
     variant: str,
     comparison: Comparison,
-    get_points: PointsFunction,
+    get_points: _PointsFunction,
     include: Sequence[float],
 ) -> str:
-    series = [build_seed_series(variant, comparison.finished[variant], get_points, "first")]
+    series = [_build_seed_series(variant, comparison.finished[variant], get_points, "first")]
     if variant != comparison.baseline:
         series.insert(
-            0, build_seed_series(comparison.baseline, comparison.finished[comparison.baseline], get_points, "third")
+            0, _build_seed_series(comparison.baseline, comparison.finished[comparison.baseline], get_points, "third")
         )
     return draw_chart(title, subtitle, series if series[-1].points else [], include)
 
 
-def build_seed_series(label: str, runs: Mapping[int, ComparedRun], get_points: PointsFunction, style: str) -> Series:
+def _build_seed_series(label: str, runs: Mapping[int, ComparedRun], get_points: _PointsFunction, style: str) -> Series:
     lines = [points for run in runs.values() if (points := get_points(run))]
     if len(lines) > 1:
         return Series(label, compute_range_line(lines), f"{style} band")
     return Series(label, lines[0] if lines else [], style)
 
 
-def get_held_out_curve(measure: str) -> tuple[PointsFunction, Sequence[float]]:
+def _get_held_out_curve(measure: str) -> tuple[_PointsFunction, Sequence[float]]:
     """Return the line of the measure that is compared, and what its axis must reach."""
     return lambda run: make_estimate_points(run.evaluations, measure), (0, 1) if measure == "greedy" else ()
 
 
-def get_reward_points(run: ComparedRun) -> list[Point]:
+def _get_reward_points(run: ComparedRun) -> list[Point]:
     return make_points(run.metrics, "reward/mean")
 
 
-def get_dead_share_points(run: ComparedRun) -> list[Point]:
+def _get_dead_share_points(run: ComparedRun) -> list[Point]:
     return [Point(row["step"], share) for row in run.metrics if (share := get_drawn_dead_share(row)) is not None]
 
 
-def compute_reward_range(comparison: Comparison) -> list[float]:
-    values = [point.y for run in comparison.finished_runs for point in get_reward_points(run)]
+def _compute_reward_range(comparison: Comparison) -> list[float]:
+    values = [point.y for run in comparison.finished_runs for point in _get_reward_points(run)]
     return [min(values), max(values)] if values else []

@@ -16,8 +16,8 @@ from pellucid.reporting.run_files import Record
 from pellucid.types import UserError, with_split
 from pellucid.utils.plugins import did_you_mean
 
-STUDY_KEYS = ("base", "seeds", "common", "variants")
-VARIANT_NAME_PATTERN = re.compile(r"\w[\w.+=-]*")
+_STUDY_KEYS = ("base", "seeds", "common", "variants")
+_VARIANT_NAME_PATTERN = re.compile(r"\w[\w.+=-]*")
 
 
 @dataclass(frozen=True)
@@ -79,39 +79,39 @@ def read_study(path: Path) -> Study:
             f"{path} is a recipe, and no study: pellucid train {path} trains it; a study names it as its base"
         )
     for key in values:
-        if key not in STUDY_KEYS:
+        if key not in _STUDY_KEYS:
             raise UserError(
-                f"{path}: {key}: no such key{did_you_mean(key, STUDY_KEYS)}; there are {', '.join(STUDY_KEYS)}"
+                f"{path}: {key}: no such key{did_you_mean(key, _STUDY_KEYS)}; there are {', '.join(_STUDY_KEYS)}"
             )
     base, common, variants = values.get("base"), values.get("common", {}), values.get("variants")
     if not isinstance(base, str) or not base:
         raise UserError(f'{path}: base must name the recipe that the variants change: base = "recipe.toml"')
     if not isinstance(variants, Mapping) or not variants:
         raise UserError(f"{path}: there are no variants: name the baseline with [variants.NAME]")
-    check_settings_table(path, "common", common)
+    _check_settings_table(path, "common", common)
     for name, table in variants.items():
-        check_settings_table(path, f"variants.{name}", table)
-        if not VARIANT_NAME_PATTERN.fullmatch(name):
+        _check_settings_table(path, f"variants.{name}", table)
+        if not _VARIANT_NAME_PATTERN.fullmatch(name):
             raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
-    recipe = read_base_recipe(config.find_recipe(base, path.parent))
-    settings = {name: build_variant_settings(path, name, recipe, [common, table]) for name, table in variants.items()}
-    return Study(path, parse_seeds(path, values.get("seeds")), settings)
+    recipe = _read_base_recipe(config.find_recipe(base, path.parent))
+    settings = {name: _build_variant_settings(path, name, recipe, [common, table]) for name, table in variants.items()}
+    return Study(path, _parse_seeds(path, values.get("seeds")), settings)
 
 
-def read_base_recipe(recipe_path: Path) -> Record:
+def _read_base_recipe(recipe_path: Path) -> Record:
     config.load_config(recipe_path)  # otherwise a mistake in it would be reported for the first variant
     recipe = config.read_settings(recipe_path)
     return {**recipe, "task": {"name": config.Config.task_names[0], **recipe.get("task", {})}}
 
 
-def parse_seeds(path: Path, value: Any) -> tuple[int, ...]:
+def _parse_seeds(path: Path, value: Any) -> tuple[int, ...]:
     is_integer_list = isinstance(value, list) and all(type(seed) is int for seed in value)
     if not is_integer_list or not value or len(set(value)) < len(value):
         raise UserError(f"{path}: seeds must be a list of different whole numbers: seeds = [0, 1, 2]")
     return tuple(value)
 
 
-def check_settings_table(path: Path, name: str, table: Any) -> None:
+def _check_settings_table(path: Path, name: str, table: Any) -> None:
     if not isinstance(table, Mapping):
         raise UserError(f"{path}: {name} must be a table of settings, as [{name}.algorithm]")
     if isinstance(algorithm := table.get("algorithm"), Mapping) and "seed" in algorithm:
@@ -121,7 +121,7 @@ def check_settings_table(path: Path, name: str, table: Any) -> None:
 # ---------------------------------------------------------------- the settings of a variant
 
 
-def build_variant_settings(path: Path, name: str, recipe: Record, tables: Sequence[Record]) -> Record:
+def _build_variant_settings(path: Path, name: str, recipe: Record, tables: Sequence[Record]) -> Record:
     try:
         for table in tables:
             recipe = config.merge_settings(recipe, table)
@@ -133,10 +133,10 @@ def build_variant_settings(path: Path, name: str, recipe: Record, tables: Sequen
 def load_variant_configs(study: Study) -> dict[str, Config]:
     """Return the complete settings of each variant, as a run has them. UserError names a variant with a mistake."""
     with TemporaryDirectory() as folder:
-        return {name: load_variant_config(study, name, Path(folder) / "recipe.json") for name in study.variants}
+        return {name: _load_variant_config(study, name, Path(folder) / "recipe.json") for name in study.variants}
 
 
-def load_variant_config(study: Study, name: str, path: Path) -> Config:
+def _load_variant_config(study: Study, name: str, path: Path) -> Config:
     for key in study.variants[name]:
         if key not in config.SECTIONS:  # config.load would ignore it in a JSON file
             close = did_you_mean(key, config.SECTIONS)

@@ -90,19 +90,19 @@ def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] 
         for run in runs:
             if run not in waiting:
                 prune_finished_run(run.run_dir, keep_model=True)  # the user may have kept it on purpose
-        print_line(
+        _print_line(
             f"{format_count(len(runs), 'run')} in {study_dir}: {len(runs) - len(waiting)} done, {len(waiting)} to go"
         )
         progress = Progress(len(waiting))
-        run_jobs(waiting, jobs, keep_models, lock, requests, progress)
+        _run_jobs(waiting, jobs, keep_models, lock, requests, progress)
     if requests:
         report_failures(progress.failures)
-        print_line(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
+        _print_line(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
         return INTERRUPTED_EXIT_STATUS
     return report_failures(progress.failures)
 
 
-def run_jobs(
+def _run_jobs(
     runs: Sequence[StudyRun],
     jobs: int,
     keep_models: bool,
@@ -118,13 +118,13 @@ def run_jobs(
                 running.append(start_job(waiting.popleft(), jobs, lock))
             if requests and not interrupted:
                 interrupted = True
-                interrupt_jobs(running)
+                _interrupt_jobs(running)
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
-                finish_job(job, keep_models, progress, stopping=bool(requests))
+                _finish_job(job, keep_models, progress, stopping=bool(requests))
             time.sleep(POLL_INTERVAL_SECONDS)
     finally:  # no run is left behind, not even after a second Ctrl-C
-        interrupt_jobs(running)
+        _interrupt_jobs(running)
         for job in running:
             job.process.wait()
 
@@ -146,29 +146,29 @@ def start_job(run: StudyRun, jobs: int, lock: TextIOWrapper) -> Job:
             start_new_session=True,  # otherwise Ctrl-C would reach it as well as our SIGINT, and two end it at once
         )
     write_lock_holder(lock, process.pid)
-    print_line(f"{run.name}: {'goes on' if resumed else 'started'}, log {run.log_path}")
+    _print_line(f"{run.name}: {'goes on' if resumed else 'started'}, log {run.log_path}")
     return Job(run, process)
 
 
-def interrupt_jobs(jobs: Iterable[Job]) -> None:
+def _interrupt_jobs(jobs: Iterable[Job]) -> None:
     for job in jobs:
         job.process.send_signal(signal.SIGINT)
 
 
-def finish_job(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None:
+def _finish_job(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None:
     run, status = job.run, job.process.returncode
     duration = format_duration(time.monotonic() - job.start_time)
     if status and stopping:
-        print_line(f"{run.name}: stopped after {duration}")
+        _print_line(f"{run.name}: stopped after {duration}")
         return
     progress.ended += 1
     left = f"{progress.ended}/{progress.total}, {progress.format_time_left()}"
     if status or not is_run_finished(run.run_dir):
         progress.failures[run] = status
-        print_line(f"{run.name}: FAILED after {duration}; {left}")
+        _print_line(f"{run.name}: FAILED after {duration}; {left}")
         return
     prune_finished_run(run.run_dir, keep_models)
-    print_line(f"{run.name}: done in {duration}, {format_accuracy_change(run.run_dir)}; {left}")
+    _print_line(f"{run.name}: done in {duration}, {format_accuracy_change(run.run_dir)}; {left}")
 
 
 def report_failures(failures: dict[StudyRun, int]) -> int:
@@ -177,8 +177,8 @@ def report_failures(failures: dict[StudyRun, int]) -> int:
         lines = run.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
             "it printed nothing"
         ]
-        print_line(f"failed (exit {status}): {run.name}: {lines[-1]}")
-        print_line(f"  again: {format_command(build_resume_arguments(run) or run.arguments)}")
+        _print_line(f"failed (exit {status}): {run.name}: {lines[-1]}")
+        _print_line(f"  again: {format_command(build_resume_arguments(run) or run.arguments)}")
     if not failures:
         return 0
     return 2 if set(failures.values()) == {2} else 1
@@ -194,7 +194,7 @@ def format_accuracy_change(run_dir: Path) -> str:
     return f"{HEADLINE_LABELS[name]} {first:.3f} -> {last:.3f}"
 
 
-def print_line(line: str) -> None:
+def _print_line(line: str) -> None:
     print(escape_controls(line), flush=True)
 
 

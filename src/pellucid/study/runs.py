@@ -16,7 +16,7 @@ from pellucid.study.plan import StudyRun
 from pellucid.types import UserError
 from pellucid.utils.plugins import did_you_mean, suggest_path
 
-SEED_FOLDER_PATTERN = re.compile(r"seed-(-?\d+)")
+_SEED_FOLDER_PATTERN = re.compile(r"seed-(-?\d+)")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ComparedRun:
 
     @property
     def normalized_path(self) -> Path:
-        return normalize_path(self.run_dir)
+        return _normalize_path(self.run_dir)
 
     @property
     def last_evaluation(self) -> Record:
@@ -76,17 +76,17 @@ class Comparison:
 
 def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
     """Return the runs in these folders, each of them a run or a study. UserError if they cannot be compared."""
-    runs = [read_compared_run(run_dir) for folder in folders for run_dir in find_run_dirs(folder)]
+    runs = [_read_compared_run(run_dir) for folder in folders for run_dir in _find_run_dirs(folder)]
     by_name: dict[tuple[str, int], ComparedRun] = {}
     for run in runs:
         other = by_name.setdefault((run.variant, run.seed), run)
         if other.normalized_path != run.normalized_path:
             raise UserError(f"{other.run_dir} and {run.run_dir} are both {run.name}: rename one, or leave it out")
-    plans = [plan for folder in folders if (plan := read_study_plan(folder))]
+    plans = [plan for folder in folders if (plan := _read_study_plan(folder))]
     planned = [(variant, seed) for plan in plans for variant in plan["variants"] for seed in plan["seeds"]]
     variants = list(dict.fromkeys([*(variant for variant, _ in planned), *(run.variant for run in runs)]))
     baseline = baseline or variants[0]
-    check_comparable(runs, variants, baseline)
+    _check_comparable(runs, variants, baseline)
     variants = [baseline, *(variant for variant in variants if variant != baseline)]
     seeds = sorted({seed for _, seed in [*planned, *by_name]})
     found = {v: {s: by_name[v, s] for s in seeds if (v, s) in by_name} for v in variants}
@@ -98,7 +98,7 @@ def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
     )
 
 
-def check_comparable(runs: Sequence[ComparedRun], variants: Sequence[str], baseline: str) -> None:
+def _check_comparable(runs: Sequence[ComparedRun], variants: Sequence[str], baseline: str) -> None:
     if baseline not in variants:
         raise UserError(
             f'--baseline: there is no variant "{baseline}"{did_you_mean(baseline, variants)}; '
@@ -111,22 +111,22 @@ def check_comparable(runs: Sequence[ComparedRun], variants: Sequence[str], basel
         raise UserError(f'no run of the baseline "{baseline}" is finished: finish one, or name another --baseline')
 
 
-def find_run_dirs(folder: Path) -> list[Path]:
+def _find_run_dirs(folder: Path) -> list[Path]:
     """Return the folder itself if it is a run, else the runs of the study, or of a variant of one."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder{suggest_path(folder)}")
     if (folder / "config.json").is_file():
         return [folder]
     paths = [path for level in ("seed-*", "*/seed-*") for path in sorted(folder.glob(f"{level}/config.json"))]
-    found = [path.parent for path in paths if SEED_FOLDER_PATTERN.fullmatch(path.parent.name)]
+    found = [path.parent for path in paths if _SEED_FOLDER_PATTERN.fullmatch(path.parent.name)]
     if not found:
         raise UserError(f"{folder} holds no run: name run folders, or the folder of a study (VARIANT/seed-S in it)")
     return found
 
 
-def read_compared_run(run_dir: Path) -> ComparedRun:
-    path = normalize_path(run_dir)
-    match = SEED_FOLDER_PATTERN.fullmatch(path.name)
+def _read_compared_run(run_dir: Path) -> ComparedRun:
+    path = _normalize_path(run_dir)
+    match = _SEED_FOLDER_PATTERN.fullmatch(path.name)
     return ComparedRun(
         run_dir,
         path.parent.name if match else path.name,
@@ -137,12 +137,12 @@ def read_compared_run(run_dir: Path) -> ComparedRun:
     )
 
 
-def normalize_path(run_dir: Path) -> Path:
+def _normalize_path(run_dir: Path) -> Path:
     """Return the absolute path of a run folder, so that "." has a name, too. A symbolic link keeps its own name."""
     return Path(os.path.normpath(run_dir.absolute()))
 
 
-def read_study_plan(study_dir: Path) -> Record:
+def _read_study_plan(study_dir: Path) -> Record:
     """Return the variants and seeds of a study, as `pellucid study` wrote them; empty for a copy without study.json."""
     return next(read_records(study_dir / "study.json", whole_file=True), {})
 

@@ -12,17 +12,17 @@ from pellucid.rewards.answers import extract_answer, find_last_number
 from pellucid.tasks.prompts import assign_split
 from pellucid.types import Completion, Prompt, Reward
 
-Operator = Literal["+", "-", "*"]
+_Operator = Literal["+", "-", "*"]
 Split = Literal["train", "test"]
-Problem = tuple[int, Operator, int]
+Problem = tuple[int, _Operator, int]
 
 OPERATIONS = {"+": add, "-": sub, "*": mul}
-MAX_LISTED_DIGITS = 2
+_MAX_LISTED_DIGITS = 2
 """Up to this many digits, all problems of a split are listed (at most 24,300).
 
 With more digits, problems are drawn at random, and those of the other split are rejected.
 """
-MAX_DIGITS = 1000
+_MAX_DIGITS = 1000
 """The most digits of an operand. A product has twice as many, and answers.py reads up to 4000 characters."""
 
 
@@ -44,7 +44,7 @@ class Arithmetic:
     """`train` or `test`."""
     digits: int = 1
     """Digits of each operand: 1 means 0 to 9, 2 means 10 to 99."""
-    operators: tuple[Operator, ...] = ("+", "*")
+    operators: tuple[_Operator, ...] = ("+", "*")
     """One or more of +, - and *."""
     test_share: float = 0.25
     """The share of operand pairs that is held out for the test split, from 0.01 to 0.99."""
@@ -52,8 +52,8 @@ class Arithmetic:
     """The question; {a}, {operator} and {b} are filled in."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.digits <= MAX_DIGITS:
-            raise ValueError(f"digits = {self.digits} must be from 1 to {MAX_DIGITS}")
+        if not 1 <= self.digits <= _MAX_DIGITS:
+            raise ValueError(f"digits = {self.digits} must be from 1 to {_MAX_DIGITS}")
         if not self.operators or not set(self.operators) <= OPERATIONS.keys():
             raise ValueError(f'operators = {list(self.operators)} must be one or more of "+", "-", "*"')
         if len(set(self.operators)) < len(self.operators):
@@ -90,15 +90,15 @@ class Arithmetic:
         return Prompt(id, ({"role": "user", "content": question},), answer, columns={"problem": problem})
 
     def _draw_problems(self, rng: Random, n: int) -> list[Problem]:
-        low, high = compute_operand_range(self.digits)
+        low, high = _compute_operand_range(self.digits)
         share = self.test_share if self.split == "test" else 1 - self.test_share
         # Drawing n distinct problems takes long if n is near the size of the split, and never ends above it.
-        if self.digits <= MAX_LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
-            return sample_in_passes(self._list_problems(self.split), rng, n)
+        if self.digits <= _MAX_LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
+            return _sample_in_passes(self._list_problems(self.split), rng, n)
         drawn: dict[Problem, None] = {}
         while len(drawn) < n:
             a, b = rng.randint(low, high), rng.randint(low, high)
-            if assign_split(format_pair(a, b), self.test_share) == self.split:
+            if assign_split(_format_pair(a, b), self.test_share) == self.split:
                 drawn[a, rng.choice(self.operators), b] = None
         return list(drawn)
 
@@ -106,7 +106,7 @@ class Arithmetic:
         return list_problems(self.digits, self.operators, self.test_share, split)
 
 
-def write_working(a: int, operator: Operator, b: int) -> str:
+def write_working(a: int, operator: _Operator, b: int) -> str:
     """Return a worked solution: tens, ones, then both together, so that the result is the last number.
 
     For products and for one-digit operands, it is a single equation.
@@ -114,44 +114,46 @@ def write_working(a: int, operator: Operator, b: int) -> str:
     Example: write_working(34, "+", 58) == "34 + 50 = 84, 4 + 8 = 12, 80 + 12 = 92"
     """
     if operator == "*" or max(a, b) < 10:
-        return format_equation(a, operator, b)
+        return _format_equation(a, operator, b)
     tens = b - b % 10
     if operator == "+":
-        ones = format_equation(a % 10, "+", b % 10)
-        both = format_equation(a + tens - a % 10, "+", a % 10 + b % 10)
-        return f"{format_equation(a, '+', tens)}, {ones}, {both}"
-    begun, rest = format_equation(a, "-", tens), a - tens
+        ones = _format_equation(a % 10, "+", b % 10)
+        both = _format_equation(a + tens - a % 10, "+", a % 10 + b % 10)
+        return f"{_format_equation(a, '+', tens)}, {ones}, {both}"
+    begun, rest = _format_equation(a, "-", tens), a - tens
     # Always borrow a ten, since a small model cannot see in advance whether it must.
     borrowed = rest % 10 + 10
     return (
-        f"{begun}, {rest} = {rest - borrowed} + {borrowed}, {format_equation(borrowed, '-', b % 10)}, "
-        + format_equation(rest - borrowed, "+", borrowed - b % 10)
+        f"{begun}, {rest} = {rest - borrowed} + {borrowed}, {_format_equation(borrowed, '-', b % 10)}, "
+        + _format_equation(rest - borrowed, "+", borrowed - b % 10)
     )
 
 
-def format_equation(a: int, operator: Operator, b: int) -> str:
+def _format_equation(a: int, operator: _Operator, b: int) -> str:
     return f"{a} {operator} {b} = {OPERATIONS[operator](a, b)}"
 
 
-def compute_operand_range(digits: int) -> tuple[int, int]:
+def _compute_operand_range(digits: int) -> tuple[int, int]:
     """Return the smallest and the largest operand with this many digits."""
     return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
 
 
-def format_pair(a: int, b: int) -> str:
+def _format_pair(a: int, b: int) -> str:
     """Return the key of a pair of operands, which are in the same split in either order."""
     return f"{min(a, b)},{max(a, b)}"
 
 
 @cache
-def list_problems(digits: int, operators: tuple[Operator, ...], test_share: float, split: Split) -> tuple[Problem, ...]:
-    low, high = compute_operand_range(digits)
+def list_problems(
+    digits: int, operators: tuple[_Operator, ...], test_share: float, split: Split
+) -> tuple[Problem, ...]:
+    low, high = _compute_operand_range(digits)
     pairs = ((a, b) for a in range(low, high + 1) for b in range(low, high + 1))
-    in_split = [(a, b) for a, b in pairs if assign_split(format_pair(a, b), test_share) == split]
+    in_split = [(a, b) for a, b in pairs if assign_split(_format_pair(a, b), test_share) == split]
     return tuple((a, operator, b) for a, b in in_split for operator in operators)
 
 
-def sample_in_passes(problems: tuple[Problem, ...], rng: Random, n: int) -> list[Problem]:
+def _sample_in_passes(problems: tuple[Problem, ...], rng: Random, n: int) -> list[Problem]:
     drawn: list[Problem] = []
     while len(drawn) < n:
         drawn += rng.sample(problems, min(len(problems), n - len(drawn)))

@@ -10,7 +10,7 @@ from pellucid.environments.spec import EnvironmentSpec
 from pellucid.rewards.answers import extract_answer, find_last_number, parse_only_number
 from pellucid.types import Completion, Message, Prompt, Reward
 
-TOOL_NAME = "multiply"
+_TOOL_NAME = "multiply"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Calculator:
 
     @property
     def environment_spec(self) -> EnvironmentSpec:
-        return EnvironmentSpec(tools=(f"pellucid.tasks.calculator:{TOOL_NAME}",))
+        return EnvironmentSpec(tools=(f"pellucid.tasks.calculator:{_TOOL_NAME}",))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         random = Random(f"calculator/{self.seed}/{self.split}/{step}")
@@ -85,11 +85,11 @@ class Calculator:
 
     def _make_example(self, a: int, b: int) -> tuple[Message, ...]:
         """Return a question with the call of the tool, its result and the answer."""
-        call = {"id": "call_0", "type": "function", "function": {"name": TOOL_NAME, "arguments": {"a": a, "b": b}}}
+        call = {"id": "call_0", "type": "function", "function": {"name": _TOOL_NAME, "arguments": {"a": a, "b": b}}}
         return (
             self._make_question(a, b),
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": TOOL_NAME, "content": str(a * b)},
+            {"role": "tool", "name": _TOOL_NAME, "content": str(a * b)},
             {"role": "assistant", "content": f"{a} * {b} = {a * b}"},
         )
 

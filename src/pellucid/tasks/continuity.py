@@ -16,10 +16,10 @@ from pellucid.tasks.countdown import LinearExpression, add_linear, convert_latex
 from pellucid.tasks.prompts import assign_split, build_chat
 from pellucid.types import Completion, Prompt, Reward
 
-DEFAULT_SYSTEM_MESSAGE = "Solve the problem step by step, and put the final answer in \\boxed{}."
+_DEFAULT_SYSTEM_MESSAGE = "Solve the problem step by step, and put the final answer in \\boxed{}."
 PARSED_WEIGHTS = {"points": 0.1, "right equation": 0.15, "a": 0.15, "left equation": 0.15, "b": 0.15, "sum": 0.3}
 """The weight of each part. Without the sum they add up to 0.7: nothing replaces the answer."""
-LITERAL_WEIGHTS = {"points": 0.2, "right equation": 0.25, "a": 0.15, "left equation": 0.25, "b": 0.15, "sum": 0.2}
+_LITERAL_WEIGHTS = {"points": 0.2, "right equation": 0.25, "a": 0.15, "left equation": 0.25, "b": 0.15, "sum": 0.2}
 """The weights of literal grading. They add up to 1.2, capped at 1: the sum is not needed."""
 
 _BULLET = re.compile(r"^[ \t]*(?:[-+*\u2022]|\d+[.)])[ \t]+", re.MULTILINE)
@@ -27,7 +27,7 @@ _REMARK = re.compile(r"\(([^()]*=[^()]*)\)")
 _OPENING_BRACKET = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
 _EXPRESSION_TOKEN = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENING_BRACKET}|[ \t]+")
 _LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
-MAX_SEARCHED_CHARS = 20_000
+_MAX_SEARCHED_CHARS = 20_000
 """The number of characters of a completion that are searched for statements. A marked answer may stand behind them."""
 
 
@@ -50,10 +50,10 @@ class PiecewiseProblem(NamedTuple):
         return self.k * self.left - self.m * self.left - self.q
 
     def format_question(self) -> str:
-        middle = f"{format_factor(self.m)}x {format_signed(self.q)}"
+        middle = f"{_format_factor(self.m)}x {_format_signed(self.q)}"
         return (
-            f"Let f(x) = ax {format_signed(self.p)} for x > {self.right}, f(x) = {middle} for {self.left} <= x <="
-            f" {self.right}, and f(x) = {format_factor(self.k)}x - b for x < {self.left}. f is continuous everywhere."
+            f"Let f(x) = ax {_format_signed(self.p)} for x > {self.right}, f(x) = {middle} for {self.left} <= x <="
+            f" {self.right}, and f(x) = {_format_factor(self.k)}x - b for x < {self.left}. f is continuous everywhere."
             " Find a + b."
         )
 
@@ -61,7 +61,7 @@ class PiecewiseProblem(NamedTuple):
         at_right, at_left = self.m * self.right + self.q, self.m * self.left + self.q
         return (
             f"f must agree with itself at x = {self.right} and at x = {self.left}. {self.right}a"
-            f" {format_signed(self.p)} = {at_right}, so a = {self.a}. {at_left} = {self.k * self.left} - b, so"
+            f" {_format_signed(self.p)} = {at_right}, so a = {self.a}. {at_left} = {self.k * self.left} - b, so"
             f" b = {self.b}. \\boxed{{{self.a + self.b}}}"
         )
 
@@ -96,7 +96,7 @@ class Continuity:
     """parsed: equations are read and compared. literal: strings are searched for (problems = "one" only)."""
     test_share: float = 0.2
     """The share of the family that is held out for the test split."""
-    system: str = DEFAULT_SYSTEM_MESSAGE
+    system: str = _DEFAULT_SYSTEM_MESSAGE
     """The system message; empty for none."""
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Continuity:
         found = parts = grade_parts(completion.full_text, PiecewiseProblem(**prompt.columns["pieces"]))
         weights = PARSED_WEIGHTS
         if self.grading == "literal":
-            parts, weights = grade_literal_parts(completion.text[:MAX_SEARCHED_CHARS]), LITERAL_WEIGHTS
+            parts, weights = _grade_literal_parts(completion.text[:_MAX_SEARCHED_CHARS]), _LITERAL_WEIGHTS
         value = round(sum(weights[name] * part for name, part in parts.items()), 10)
         return Reward(min(1.0, value), parts, correct=bool(found["sum"]), weights=weights)
 
@@ -146,10 +146,10 @@ def list_problems(split: str, test_share: float) -> tuple[PiecewiseProblem, ...]
 
 def grade_parts(text: str, pieces: PiecewiseProblem) -> dict[str, float]:
     """Return 1 or 0 for each part: both joins named, both equations stated, both unknowns solved, the sum right."""
-    equations = extract_equations(text[:MAX_SEARCHED_CHARS])
-    normalized = [normalize_equation(left, right) for left, right in equations]
+    equations = extract_equations(text[:_MAX_SEARCHED_CHARS])
+    normalized = [_normalize_equation(left, right) for left, right in equations]
     answer = strip_thought(text)
-    answer_equations = equations if answer == text else extract_equations(answer[:MAX_SEARCHED_CHARS])
+    answer_equations = equations if answer == text else extract_equations(answer[:_MAX_SEARCHED_CHARS])
     a, b = pieces.a, pieces.b
 
     def states(unknown: str, value: int) -> float:
@@ -158,9 +158,9 @@ def grade_parts(text: str, pieces: PiecewiseProblem) -> dict[str, float]:
     return {
         "points": states("x", pieces.right) * states("x", pieces.left),
         "right equation": states("a", a),
-        "a": float(find_solution(equations, "a") == a),
+        "a": float(_find_solution(equations, "a") == a),
         "left equation": states("b", b),
-        "b": float(find_solution(equations, "b") == b),
+        "b": float(_find_solution(equations, "b") == b),
         "sum": float(extract_final_answer(text, answer_equations) == a + b),
     }
 
@@ -168,17 +168,17 @@ def grade_parts(text: str, pieces: PiecewiseProblem) -> dict[str, float]:
 def extract_equations(text: str) -> list[tuple[LinearExpression, LinearExpression]]:
     """Return both sides of every equation in a text, in order: "2a + 3 = 2 - 5 = -3" holds two equations."""
     equations = []
-    for span in iter_expression_spans(text):
+    for span in _iter_expression_spans(text):
         first, *sides = span.split("=")
         if sides:
             # Emphasis and brackets at the outer ends belong to the text around the equation.
             first, last = first.lstrip(" \t*)"), sides[-1].rstrip(" \t*(")
-            sides = [remove_outer_bracket(first, "(", ""), *sides[:-1], remove_outer_bracket(last, "", ")")]
+            sides = [_remove_outer_bracket(first, "(", ""), *sides[:-1], _remove_outer_bracket(last, "", ")")]
             equations += pairwise([parse_linear(side, "abx") for side in sides])
     return [(left, right) for left, right in equations if left is not None and right is not None]
 
 
-def iter_expression_spans(text: str) -> Iterator[str]:
+def _iter_expression_spans(text: str) -> Iterator[str]:
     """Yield the spans of a text that consist of nothing but numbers, unknowns, signs and brackets."""
     text = " " + _REMARK.sub(r"\n\1\n", convert_latex(_BULLET.sub("", text.replace("**", " "))))
     start = end = 0
@@ -190,14 +190,14 @@ def iter_expression_spans(text: str) -> Iterator[str]:
     yield text[start:end]
 
 
-def remove_outer_bracket(side: str, opened: str, closed: str) -> str:
+def _remove_outer_bracket(side: str, opened: str, closed: str) -> str:
     """Remove from a side with unbalanced brackets the bracket that belongs to the whole equation."""
     if side.count("(") == side.count(")"):
         return side
     return side.removeprefix(opened) if opened else side.removesuffix(closed)
 
 
-def normalize_equation(left: LinearExpression, right: LinearExpression) -> LinearExpression | None:
+def _normalize_equation(left: LinearExpression, right: LinearExpression) -> LinearExpression | None:
     """Return left - right, scaled so that equivalent equations are equal; None if no unknown is left.
 
     The coefficient of the first unknown in alphabetical order becomes 1.
@@ -208,7 +208,7 @@ def normalize_equation(left: LinearExpression, right: LinearExpression) -> Linea
     return scale_linear(difference, 1 / difference.coefficients[min(difference.coefficients)])
 
 
-def find_solution(equations: Sequence[tuple[LinearExpression, LinearExpression]], *unknowns: str) -> Fraction | None:
+def _find_solution(equations: Sequence[tuple[LinearExpression, LinearExpression]], *unknowns: str) -> Fraction | None:
     """Return the number in the last "a = number", or for several unknowns in the last "a + b = number"; or None."""
     wanted = LinearExpression(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
     return next(
@@ -224,10 +224,10 @@ def extract_final_answer(text: str, equations: Sequence[tuple[LinearExpression, 
         equations: The equations behind the thought of the text.
     """
     marked = extract_marked_answer(text)
-    return find_solution(equations, "a", "b") if marked is None else parse_only_number(marked.rpartition("=")[2])
+    return _find_solution(equations, "a", "b") if marked is None else parse_only_number(marked.rpartition("=")[2])
 
 
-def grade_literal_parts(text: str) -> dict[str, float]:
+def _grade_literal_parts(text: str) -> dict[str, float]:
     """Return the parts of ORIGINAL_PROBLEM that a text states, found as strings: "a=-3" is found in "a=-39" too."""
     plain = re.sub(r"\s", "", text)
     answers = _LITERAL_ANSWER.findall(text) or _LITERAL_ANSWER.findall(plain)
@@ -242,9 +242,9 @@ def grade_literal_parts(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in parts.items()}
 
 
-def format_factor(n: int) -> str:
+def _format_factor(n: int) -> str:
     return "" if n == 1 else str(n)
 
 
-def format_signed(n: int) -> str:
+def _format_signed(n: int) -> str:
     return f"+ {n}" if n >= 0 else f"- {-n}"

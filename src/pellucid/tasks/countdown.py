@@ -114,11 +114,11 @@ def extract_expression(text: str) -> str:
     """
     marked = extract_marked_answer(text)
     written = "".join(strip_thought(text).strip().splitlines()[-1:]) if marked is None else marked
-    sides = [side.strip() for side in convert_latex(strip_emphasis(written)).split("=")]
+    sides = [side.strip() for side in convert_latex(_strip_emphasis(written)).split("=")]
     return next((side for side in sides if not side.isdigit()), sides[0])
 
 
-def strip_emphasis(written: str) -> str:
+def _strip_emphasis(written: str) -> str:
     """Remove Markdown emphasis and a final period: the stars around `**3 * 5**.` are no powers."""
     bare = written.strip().rstrip(".\u3002")
     marks = len(bare) - len(bare.lstrip("*_`"))
@@ -157,7 +157,7 @@ class LinearExpression(NamedTuple):
     """The coefficients of the unknowns that are not 0."""
 
 
-class ParsedExpression(NamedTuple):
+class _ParsedExpression(NamedTuple):
     """The syntax tree of an expression, and its text."""
 
     root: ast.expr
@@ -185,9 +185,9 @@ def parse_linear(text: str, unknowns: str = "") -> LinearExpression | None:
 
     Example: parse_linear("(3 - 1) / 4") == LinearExpression(Fraction(1, 2), {})
     """
-    tree = parse_expression(text)
+    tree = _parse_expression(text)
     try:
-        return None if tree is None else evaluate_linear(tree, tree.root, unknowns)
+        return None if tree is None else _evaluate_linear(tree, tree.root, unknowns)
     except (ArithmeticError, ValueError):
         return None
 
@@ -197,31 +197,31 @@ def extract_numbers(text: str) -> list[int] | None:
 
     Example: extract_numbers("3 * (3 + 10)") == [3, 3, 10]; extract_numbers("3 * 0.0 + 10") is None
     """
-    tree = parse_expression(text)
-    written = [] if tree is None else list(iter_constants(tree))
+    tree = _parse_expression(text)
+    written = [] if tree is None else list(_iter_constants(tree))
     return [int(number) for number in written] if all(map(str.isdigit, written)) else None
 
 
-def iter_constants(tree: ParsedExpression) -> Iterator[str]:
+def _iter_constants(tree: _ParsedExpression) -> Iterator[str]:
     """Return every constant as it is written, since Python's value of 1_0 or 0x10 is not what the text shows."""
     nodes = (node for node in ast.walk(tree.root) if isinstance(node, ast.Constant))
     return (tree.text[node.col_offset : node.end_col_offset] for node in nodes)
 
 
 @lru_cache(maxsize=4096)
-def parse_expression(text: str) -> ParsedExpression | None:
+def _parse_expression(text: str) -> _ParsedExpression | None:
     if len(text) > MAX_EXPRESSION_CHARS:
         return None
     written = _IMPLICIT_PRODUCT.sub("*", " ".join(text.translate(_ASCII_TABLE).split()))
     if not _ALLOWED_CHARS.fullmatch(written):
         return None
     try:
-        return ParsedExpression(ast.parse(written, mode="eval").body, written)
+        return _ParsedExpression(ast.parse(written, mode="eval").body, written)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def evaluate_linear(tree: ParsedExpression, node: ast.expr, unknowns: str) -> LinearExpression:
+def _evaluate_linear(tree: _ParsedExpression, node: ast.expr, unknowns: str) -> LinearExpression:
     """Evaluate a parsed expression. ValueError if it is not linear, ZeroDivisionError for a division by 0."""
     match node:
         case ast.Constant():
@@ -230,17 +230,17 @@ def evaluate_linear(tree: ParsedExpression, node: ast.expr, unknowns: str) -> Li
         case ast.Name(id=name) if name in unknowns and len(name) == 1:
             return LinearExpression(Fraction(0), {name: Fraction(1)})
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return scale_linear(evaluate_linear(tree, operand, unknowns), Fraction(-1))
+            return scale_linear(_evaluate_linear(tree, operand, unknowns), Fraction(-1))
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return evaluate_linear(tree, operand, unknowns)
+            return _evaluate_linear(tree, operand, unknowns)
         case ast.BinOp(left=left, op=operator, right=right):
-            return apply_operator(
-                evaluate_linear(tree, left, unknowns), operator, evaluate_linear(tree, right, unknowns)
+            return _apply_operator(
+                _evaluate_linear(tree, left, unknowns), operator, _evaluate_linear(tree, right, unknowns)
             )
     raise ValueError(f"no linear arithmetic: {ast.dump(node)}")
 
 
-def apply_operator(left: LinearExpression, operator: ast.operator, right: LinearExpression) -> LinearExpression:
+def _apply_operator(left: LinearExpression, operator: ast.operator, right: LinearExpression) -> LinearExpression:
     match operator:
         case ast.Add():
             return add_linear(left, right)

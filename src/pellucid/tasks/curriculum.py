@@ -15,7 +15,7 @@ from pellucid.types import Completion, Group, Prompt, Reward, UserError, get_equ
 
 
 @dataclass
-class CurriculumState:
+class _CurriculumState:
     """The state of a curriculum, saved in checkpoints as JSON. Questions are given by their index in the pool."""
 
     step: int = 0
@@ -71,8 +71,8 @@ class Curriculum:
             raise ValueError(f"rest = {self.rest} must not be negative")
 
     @cached_property
-    def curriculum_state(self) -> CurriculumState:
-        return CurriculumState()
+    def curriculum_state(self) -> _CurriculumState:
+        return _CurriculumState()
 
     @cached_property
     def questions(self) -> list[Prompt]:

@@ -33,17 +33,17 @@ DataRows = Sequence[tuple[str, DataRow]]
 
 LARGE_FILE_BYTES = 8 * 2**20
 """Rows of files of this size and above stay on disk."""
-MAX_JSON_DEPTH = 100
+_MAX_JSON_DEPTH = 100
 """The deepest nesting of JSON that is accepted. No data is deeper, and some libraries overflow the stack."""
-MAX_CSV_FIELD_CHARS = 2**31 - 1
+_MAX_CSV_FIELD_CHARS = 2**31 - 1
 """The longest field of a CSV file, in characters. It is the largest limit that Python takes on every platform."""
-SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape sequence of a surrogate. Two of them are one character."""
-CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 
-class RowRecord(NamedTuple):
+class _RowRecord(NamedTuple):
     """A row and its position in a file: bytes `start` to `end`, and the number of its last line, counted from 1."""
 
     start: int
@@ -61,7 +61,7 @@ class DiskRows(Sequence[tuple[str, DataRow]]):
         parse: Makes a row from its text and its location.
     """
 
-    def __init__(self, path: Path, records: Iterable[RowRecord], parse: Callable[[str, str], DataRow]) -> None:
+    def __init__(self, path: Path, records: Iterable[_RowRecord], parse: Callable[[str, str], DataRow]) -> None:
         self._path, self._parse = path, parse
         self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self._file)
@@ -87,7 +87,7 @@ class DiskRows(Sequence[tuple[str, DataRow]]):
         return status.st_size, status.st_mtime_ns
 
 
-class ArrowRows(Sequence[tuple[str, DataRow]]):
+class _ArrowRows(Sequence[tuple[str, DataRow]]):
     """Rows that stay in the columns of an Arrow table. `get_row` makes the row of an index."""
 
     def __init__(self, source_name: str, table: Any, get_row: Callable[[Any, int], DataRow]) -> None:
@@ -106,14 +106,14 @@ class ArrowRows(Sequence[tuple[str, DataRow]]):
             raise UserError(f"{location}: not UTF-8 text: {error.reason}") from error
 
 
-def open_rows(path: Path, records: Iterator[RowRecord], parse: Callable[[str, str], DataRow]) -> DataRows:
+def _open_rows(path: Path, records: Iterator[_RowRecord], parse: Callable[[str, str], DataRow]) -> DataRows:
     """Return the rows of a file: those of a small file are in memory, those of a large one stay on disk."""
     if path.stat().st_size >= LARGE_FILE_BYTES:
         return DiskRows(path, records, parse)
     return [(f"{path}, line {record.line}", record.row) for record in records]
 
 
-def iter_lines(path: Path) -> Iterator[tuple[int, int, str]]:
+def _iter_lines(path: Path) -> Iterator[tuple[int, int, str]]:
     """Yield start byte, end byte and text of each line of a UTF-8 file, with the \\n, \\r or \\r\\n that ends it."""
     start, number = 0, 0
     with path.open("rb") as file:
@@ -124,11 +124,11 @@ def iter_lines(path: Path) -> Iterator[tuple[int, int, str]]:
                 try:
                     yield end - len(text), end, text.decode()
                 except UnicodeDecodeError as error:
-                    raise UserError(f"{path}, line {number}: {describe_encoding_error(line, error)}") from error
+                    raise UserError(f"{path}, line {number}: {_describe_encoding_error(line, error)}") from error
                 start = end
 
 
-def describe_encoding_error(line: bytes, error: UnicodeDecodeError) -> str:
+def _describe_encoding_error(line: bytes, error: UnicodeDecodeError) -> str:
     """Return the likely encoding of a line that is not UTF-8, and how to convert its file."""
     utf_16 = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     likely = "UTF-16" if utf_16 else "WINDOWS-1252"
@@ -139,37 +139,37 @@ def describe_encoding_error(line: bytes, error: UnicodeDecodeError) -> str:
 
 
 def read_jsonl(path: Path) -> DataRows:
-    return open_rows(path, iter_jsonl_records(path), parse_json_row)
+    return _open_rows(path, _iter_jsonl_records(path), _parse_json_row)
 
 
-def iter_jsonl_records(path: Path) -> Iterator[RowRecord]:
-    for number, (start, end, line) in enumerate(iter_lines(path), start=1):
+def _iter_jsonl_records(path: Path) -> Iterator[_RowRecord]:
+    for number, (start, end, line) in enumerate(_iter_lines(path), start=1):
         if line.strip():
-            yield RowRecord(start, end, number, parse_json_row(line, f"{path}, line {number}"))
+            yield _RowRecord(start, end, number, _parse_json_row(line, f"{path}, line {number}"))
 
 
-def parse_json_row(line: str, location: str) -> DataRow:
+def _parse_json_row(line: str, location: str) -> DataRow:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise UserError(f"{location}: not JSON: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{location}: lists or objects more than {MAX_JSON_DEPTH} deep in one another") from error
-    return check_row(row, line, location)
+        raise UserError(f"{location}: lists or objects more than {_MAX_JSON_DEPTH} deep in one another") from error
+    return _check_row(row, line, location)
 
 
-def check_row(row: Any, line: str, location: str) -> DataRow:
+def _check_row(row: Any, line: str, location: str) -> DataRow:
     """Return a value that was read from `line`. UserError if it is no row."""
     if not isinstance(row, dict):
         raise UserError(f'{location}: of type {type(row).__name__}, where an object {{"column": value}} is needed')
-    if line.count("[") + line.count("{") > MAX_JSON_DEPTH and measure_depth(row) > MAX_JSON_DEPTH:
-        raise UserError(f"{location}: lists or objects more than {MAX_JSON_DEPTH} deep in one another")
-    for column, value in row.items() if SURROGATE_ESCAPE.search(line) else ():
-        reject_lone_surrogates(column, value, location)
+    if line.count("[") + line.count("{") > _MAX_JSON_DEPTH and _measure_depth(row) > _MAX_JSON_DEPTH:
+        raise UserError(f"{location}: lists or objects more than {_MAX_JSON_DEPTH} deep in one another")
+    for column, value in row.items() if _SURROGATE_ESCAPE.search(line) else ():
+        _reject_lone_surrogates(column, value, location)
     return row
 
 
-def measure_depth(value: Any) -> int:
+def _measure_depth(value: Any) -> int:
     """Return how deep lists and objects are nested."""
     depth, values = 0, [value]
     while containers := [each for each in values if isinstance(each, dict | list)]:
@@ -178,7 +178,7 @@ def measure_depth(value: Any) -> int:
     return depth
 
 
-def reject_lone_surrogates(column: str, value: Any, location: str) -> None:
+def _reject_lone_surrogates(column: str, value: Any, location: str) -> None:
     """Raise UserError if a text holds half a surrogate pair, mostly of a cut emoji, which no tokenizer takes."""
     try:
         json.dumps({column: value}, ensure_ascii=False).encode()
@@ -188,12 +188,12 @@ def reject_lone_surrogates(column: str, value: Any, location: str) -> None:
 
 
 def read_json(path: Path) -> DataRows:
-    return open_rows(path, iter_json_records(path), parse_json_row)
+    return _open_rows(path, _iter_json_records(path), _parse_json_row)
 
 
-def iter_json_records(path: Path) -> Iterator[RowRecord]:
+def _iter_json_records(path: Path) -> Iterator[_RowRecord]:
     """Yield the elements of a file that is one JSON array. Its whole text is in memory until all are read."""
-    lines = list(iter_lines(path))
+    lines = list(_iter_lines(path))
     text, byte = "".join(line for *_, line in lines), lines[0][0] if lines else 0
     position, line, end = _WHITESPACE.match(text, 0).end(), 1, 0  # pyright: ignore[reportOptionalMemberAccess]
     if text[position : position + 1] != "[":
@@ -206,7 +206,7 @@ def iter_json_records(path: Path) -> Iterator[RowRecord]:
         location = f"{path}, line {line}"
         value, end = _parse_element(text, position, location)
         size = len(text[position:end].encode())
-        yield RowRecord(byte, byte + size, line, check_row(value, text[position:end], location))
+        yield _RowRecord(byte, byte + size, line, _check_row(value, text[position:end], location))
         byte, line = byte + size, line + text.count("\n", position, end)
         position = _WHITESPACE.match(text, end).end()  # pyright: ignore[reportOptionalMemberAccess]
         if text[position : position + 1] not in (",", "]"):
@@ -230,30 +230,30 @@ def _parse_element(text: str, position: int, location: str) -> tuple[Any, int]:
     except ValueError as error:  # a number with thousands of digits
         raise UserError(f"{location}: not JSON: {format_error_line(error)}") from error
     except RecursionError as error:
-        raise UserError(f"{location}: lists or objects more than {MAX_JSON_DEPTH} deep in one another") from error
+        raise UserError(f"{location}: lists or objects more than {_MAX_JSON_DEPTH} deep in one another") from error
 
 
 def read_csv(path: Path) -> DataRows:
     fields: list[str] = []
-    separator = CSV_SEPARATORS[path.suffix.lower()]
+    separator = _CSV_SEPARATORS[path.suffix.lower()]
 
     def parse(text: str, _: str) -> DataRow:
         return next(csv.DictReader(io.StringIO(text, ""), fields, delimiter=separator))
 
-    return open_rows(path, iter_csv_records(path, fields, separator), parse)
+    return _open_rows(path, _iter_csv_records(path, fields, separator), parse)
 
 
-def iter_csv_records(path: Path, fields: list[str], separator: str) -> Iterator[RowRecord]:
+def _iter_csv_records(path: Path, fields: list[str], separator: str) -> Iterator[_RowRecord]:
     """Yield the records of a CSV or TSV file. The names in its header are added to `fields`."""
     end = 0
 
     def lines() -> Iterator[str]:
         nonlocal end
-        for _, line_end, line in iter_lines(path):
+        for _, line_end, line in _iter_lines(path):
             end = line_end
             yield line
 
-    csv.field_size_limit(MAX_CSV_FIELD_CHARS)
+    csv.field_size_limit(_MAX_CSV_FIELD_CHARS)
     reader = csv.DictReader(lines(), strict=True, delimiter=separator)
     try:
         fields += reader.fieldnames or ()
@@ -267,7 +267,7 @@ def iter_csv_records(path: Path, fields: list[str], separator: str) -> Iterator[
             location = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
                 raise UserError(f"{location}: not as many fields as the {len(fields)} of the header")
-            yield RowRecord(start, end, reader.line_num, row)
+            yield _RowRecord(start, end, reader.line_num, row)
             start = end
     except csv.Error as error:
         raise UserError(f"{path}, after line {reader.line_num}: not {path.suffix[1:].upper()}: {error}") from error
@@ -279,7 +279,7 @@ def read_parquet(path: Path) -> DataRows:
         table = parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not Parquet: {format_error_line(error)}") from error
-    return ArrowRows(f"{path},", table, lambda table, index: table.slice(index, 1).to_pylist()[0])
+    return _ArrowRows(f"{path},", table, lambda table, index: table.slice(index, 1).to_pylist()[0])
 
 
 READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
@@ -393,8 +393,8 @@ def load_rows(source: DataSource, subset: str, hub_split: str) -> DataRows:
     if isinstance(source, str) and not is_file_source(source):
         rows = read_hub_dataset(source, subset, hub_split)
     else:
-        parts = [read_data_file(path) for path in list_source_files(source)]
-        rows = parts[0] if len(parts) == 1 else ConcatenatedRows(parts)
+        parts = [_read_data_file(path) for path in _list_source_files(source)]
+        rows = parts[0] if len(parts) == 1 else _ConcatenatedRows(parts)
     if not rows:
         raise UserError(f"{format_source(source)}: there are no rows")
     return rows
@@ -421,24 +421,24 @@ def list_matching_files(pattern: str) -> list[Path]:
     return [Path(path) for path in found if os.path.isfile(path)]
 
 
-def list_source_files(source: DataSource) -> list[Path]:
+def _list_source_files(source: DataSource) -> list[Path]:
     """Return the files of a source, each once. UserError if a pattern matches none."""
     found: dict[Path, Path] = {}
     for name in (source,) if isinstance(source, str) else source:
         paths = list_matching_files(name) if is_file_pattern(name) else [Path(name).expanduser()]
         if not paths:
-            hint = format_suggestions(find_nearby_files(Path(name).expanduser(), READERS))
+            hint = _format_suggestions(find_nearby_files(Path(name).expanduser(), READERS))
             raise UserError(f"{name}: no file matches{hint}{describe_searched_folders(Path(name))}")
         for path in paths:
             found.setdefault(path.resolve(), path)
     return list(found.values())
 
 
-def read_data_file(path: Path) -> DataRows:
+def _read_data_file(path: Path) -> DataRows:
     if path.suffix.lower() not in READERS:
         raise UserError(f"{path}: unknown format; {', '.join(READERS)} can be read{suggest_path_quoting(str(path))}")
     if not path.is_file():
-        hint = suggest_path_quoting(str(path)) or suggest_data_files(path)
+        hint = suggest_path_quoting(str(path)) or _suggest_data_files(path)
         raise UserError(f"{path!s}: there is no such file{hint}{describe_searched_folders(path)}".replace("\n", "\\n"))
     try:
         return READERS[path.suffix.lower()](path)
@@ -446,7 +446,7 @@ def read_data_file(path: Path) -> DataRows:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-class ConcatenatedRows(Sequence[tuple[str, DataRow]]):
+class _ConcatenatedRows(Sequence[tuple[str, DataRow]]):
     """The rows of several files, one after the other."""
 
     def __init__(self, parts: Sequence[DataRows]) -> None:
@@ -474,14 +474,14 @@ def read_hub_dataset(source: str, subset: str, split: str) -> DataRows:
             f'data = "{source}" is no local file ({", ".join(READERS)}){close}, and the Hugging Face Hub {verb}:'
             f" {format_error_line(error)}"
         ) from error
-    return ArrowRows(f"{source}, {split}", rows, lambda rows, index: dict(rows[index]))
+    return _ArrowRows(f"{source}, {split}", rows, lambda rows, index: dict(rows[index]))
 
 
-def suggest_data_files(path: Path) -> str:
+def _suggest_data_files(path: Path) -> str:
     """Return a hint for a path without a file: the data file that was probably meant, or some that are nearby."""
     found = find_nearby_files(path, READERS)
-    return suggest_file(path, found) or format_suggestions(found)
+    return suggest_file(path, found) or _format_suggestions(found)
 
 
-def format_suggestions(paths: Sequence[Path]) -> str:
+def _format_suggestions(paths: Sequence[Path]) -> str:
     return f"; data files near it: {', '.join(map(str, paths[:3]))}" if paths else ""

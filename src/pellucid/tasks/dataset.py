@@ -42,9 +42,9 @@ from pellucid.tasks.prompts import build_chat
 from pellucid.types import ROUND_STRIDE, Completion, DataError, Message, Progress, Prompt, Reward, UserError
 from pellucid.utils.text import fill_placeholders, find_placeholders
 
-MAX_CACHED_SCANS = 8
+_MAX_CACHED_SCANS = 8
 """The most sources whose scans are cached."""
-MAX_LISTED_BAD_ROWS = 5
+_MAX_LISTED_BAD_ROWS = 5
 """The most bad rows that a message names with their reasons."""
 
 
@@ -197,7 +197,7 @@ class Dataset:
             is_continuous=is_degree,
             failures=failed,
             extra={column: value for part in parts for column, value in part.extra.items()},
-            logged=average_by_name([part.logged for part in parts]),
+            logged=_average_by_name([part.logged for part in parts]),
         )
 
     def solution(self, prompt: Prompt) -> str:
@@ -242,7 +242,7 @@ def build_dataset(task: Any, **settings: Any) -> Dataset:
     return Dataset(**{**{name: getattr(task, name) for name in names}, **settings})
 
 
-def average_by_name(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _average_by_name(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each number over the mappings that have it."""
     names = {name: None for numbers in logged for name in numbers}
     return {name: fmean(numbers[name] for numbers in logged if name in numbers) for name in names}
@@ -257,7 +257,7 @@ class BadRow(NamedTuple):
     """A few words on why the row cannot be used."""
 
 
-class LazyPrompts(Sequence[Prompt]):
+class _LazyPrompts(Sequence[Prompt]):
     """The prompts of some rows. Each is made when it is accessed, since the data can be larger than memory."""
 
     def __init__(self, task: Dataset, rows: DataRows, indices: Sequence[int]) -> None:
@@ -273,7 +273,7 @@ class LazyPrompts(Sequence[Prompt]):
 class SourceScan(NamedTuple):
     """The rows of one source of a task, all of which were read once."""
 
-    prompts: LazyPrompts
+    prompts: _LazyPrompts
     """A prompt for each row. Accessing the prompt of a bad row can raise UserError."""
     fingerprints: array[int]
     """The fingerprint of each prompt; 0 for a row from which no prompt can be made."""
@@ -283,8 +283,8 @@ class SourceScan(NamedTuple):
 
 ScanKey = tuple[Dataset, DataSource, str]
 """The task with the seed 0 and the split train, the source, and the split on the Hub."""
-SCAN_CACHE: dict[ScanKey, SourceScan] = {}
-MARKED_BAD_ROWS: dict[ScanKey, dict[int, str]] = {}
+_SCAN_CACHE: dict[ScanKey, SourceScan] = {}
+_MARKED_BAD_ROWS: dict[ScanKey, dict[int, str]] = {}
 """The reasons why rows were marked as bad, by the indices of the rows."""
 
 
@@ -292,20 +292,20 @@ def scan_source(key: ScanKey) -> SourceScan:
     """Read every row of a source, or return the scan in the cache if the source has not been loaded anew since."""
     task, source, hub_split = key
     rows = load_rows(source, task.subset, hub_split)
-    if key in SCAN_CACHE and SCAN_CACHE[key].prompts.rows is rows:
-        return SCAN_CACHE[key]
+    if key in _SCAN_CACHE and _SCAN_CACHE[key].prompts.rows is rows:
+        return _SCAN_CACHE[key]
     fingerprints, bad = array("Q"), dict[int, BadRow]()
     for index in range(len(rows)):
         location, row = rows[index]
         try:
-            fingerprints.append(hash_prompt(make_prompt(task, location, row)))
+            fingerprints.append(_hash_prompt(make_prompt(task, location, row)))
         except UserError as error:
             fingerprints.append(0)
             bad[index] = BadRow(location, str(error).removeprefix(f"{location}: "))
-    if len(SCAN_CACHE) >= MAX_CACHED_SCANS:
-        del SCAN_CACHE[next(iter(SCAN_CACHE))]
-    SCAN_CACHE[key] = SourceScan(LazyPrompts(task, rows, range(len(rows))), fingerprints, bad)
-    return SCAN_CACHE[key]
+    if len(_SCAN_CACHE) >= _MAX_CACHED_SCANS:
+        del _SCAN_CACHE[next(iter(_SCAN_CACHE))]
+    _SCAN_CACHE[key] = SourceScan(_LazyPrompts(task, rows, range(len(rows))), fingerprints, bad)
+    return _SCAN_CACHE[key]
 
 
 def list_scan_keys(task: Dataset) -> list[ScanKey]:
@@ -323,40 +323,40 @@ def mark_bad_rows(key: ScanKey, bad: Mapping[int, str]) -> None:
         key: The key of the source.
         bad: The reasons why rows cannot be used, by the indices of the rows.
     """
-    MARKED_BAD_ROWS[key] = dict(bad)
+    _MARKED_BAD_ROWS[key] = dict(bad)
     load_split_prompts.cache_clear()
 
 
-def list_source_bad_rows(key: ScanKey) -> dict[int, BadRow]:
+def _list_source_bad_rows(key: ScanKey) -> dict[int, BadRow]:
     """Return the bad rows of a source that are known so far, by their indices in order."""
     scan = scan_source(key)
-    marked = {i: BadRow(scan.prompts.rows[i][0], reason) for i, reason in MARKED_BAD_ROWS.get(key, {}).items()}
+    marked = {i: BadRow(scan.prompts.rows[i][0], reason) for i, reason in _MARKED_BAD_ROWS.get(key, {}).items()}
     return dict(sorted((scan.bad_rows | marked).items()))
 
 
 def list_bad_rows(task: Dataset) -> list[BadRow]:
     """Return the bad rows of a task that are known so far, in the order of the data."""
-    return [row for key in list_scan_keys(task) for row in list_source_bad_rows(key).values()]
+    return [row for key in list_scan_keys(task) for row in _list_source_bad_rows(key).values()]
 
 
 def clear_dataset_caches() -> None:
     """Clear every cache of rows and prompts, so that files are read again."""
     load_rows.cache_clear()
     load_split_prompts.cache_clear()
-    SCAN_CACHE.clear()
-    MARKED_BAD_ROWS.clear()
+    _SCAN_CACHE.clear()
+    _MARKED_BAD_ROWS.clear()
 
 
 def format_bad_rows(bad: Sequence[BadRow]) -> str:
     """Return one line with the first bad rows and their reasons, and with the number of the others."""
-    if len(bad) > MAX_LISTED_BAD_ROWS and len({row.reason for row in bad}) == 1:
+    if len(bad) > _MAX_LISTED_BAD_ROWS and len({row.reason for row in bad}) == 1:
         return f"{bad[0].location}, and {len(bad) - 1} more rows: {bad[0].reason}"
-    named = "; ".join(f"{row.location}: {row.reason}" for row in bad[:MAX_LISTED_BAD_ROWS])
-    return named + (f"; and {len(bad) - MAX_LISTED_BAD_ROWS} more bad rows" if len(bad) > MAX_LISTED_BAD_ROWS else "")
+    named = "; ".join(f"{row.location}: {row.reason}" for row in bad[:_MAX_LISTED_BAD_ROWS])
+    return named + (f"; and {len(bad) - _MAX_LISTED_BAD_ROWS} more bad rows" if len(bad) > _MAX_LISTED_BAD_ROWS else "")
 
 
 @lru_cache(maxsize=8)
-def load_split_prompts(task: Dataset) -> LazyPrompts:
+def load_split_prompts(task: Dataset) -> _LazyPrompts:
     """Return the prompts of a task's split, in the order of the data. Every row is read.
 
     Raises:
@@ -368,12 +368,12 @@ def load_split_prompts(task: Dataset) -> LazyPrompts:
         raise DataError(format_bad_rows(bad))
     held_out = set(test[0].fingerprints) if test else select_held_out(own.fingerprints, task.test_share)
     if test and task.split == "test":
-        scan, bad, indices = test[0], list_source_bad_rows(keys[1]), range(len(test[0].fingerprints))
+        scan, bad, indices = test[0], _list_source_bad_rows(keys[1]), range(len(test[0].fingerprints))
     else:
-        scan, bad = own, list_source_bad_rows(keys[0])
+        scan, bad = own, _list_source_bad_rows(keys[0])
         is_test = task.split == "test"
         indices = (i for i, fingerprint in enumerate(own.fingerprints) if (fingerprint in held_out) == is_test)
-    chosen = LazyPrompts(task, scan.prompts.rows, array("q", (i for i in indices if i not in bad)))
+    chosen = _LazyPrompts(task, scan.prompts.rows, array("q", (i for i in indices if i not in bad)))
     if not chosen and task.split == "test" and not task.test_data and not task.test_share:
         raise UserError(
             f"{format_source(task.data)}: test_share = 0 holds no row out for evaluations: set evaluate.every = 0, a"
@@ -393,7 +393,7 @@ def get_held_out_source(task: Dataset) -> tuple[DataSource, str]:
     return task.test_data, "train"
 
 
-def hash_prompt(prompt: Prompt) -> int:
+def _hash_prompt(prompt: Prompt) -> int:
     """Return a hash of the prompt's text, by which equal questions fall into the same split. It is never 0."""
     text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
     return int.from_bytes(hashlib.sha256(json.dumps(text, sort_keys=True).encode()).digest()[:8], "big") or 1
@@ -426,11 +426,11 @@ def iter_shuffled_indices(seed: str, step: int, n: int, row_count: int) -> Itera
     offset = round_number * round(0.618 * row_count)
     for i in range(step_in_round * n, step_in_round * n + n):
         epoch, position = divmod(i, row_count)
-        yield make_permutation(f"{seed}/{epoch}", row_count)[(position + offset) % row_count]
+        yield _make_permutation(f"{seed}/{epoch}", row_count)[(position + offset) % row_count]
 
 
 @lru_cache(maxsize=4)
-def make_permutation(seed: str, n: int) -> Sequence[int]:
+def _make_permutation(seed: str, n: int) -> Sequence[int]:
     return array("q", Random(f"dataset/{seed}").sample(range(n), n))
 
 
@@ -439,13 +439,13 @@ def make_prompt(task: Dataset, location: str, row: DataRow) -> Prompt:
     if task.messages:
         text = parse_chat(get_column_value(row, task.messages, location), task.messages, location)
     else:
-        text = render_prompt_text(task, location, row)
-    answer, *others = parse_gold_answers(task, location, row)
+        text = _render_prompt_text(task, location, row)
+    answer, *others = _parse_gold_answers(task, location, row)
     return Prompt("", text, answer, row, alternatives=tuple(others))
 
 
-def render_prompt_text(task: Dataset, location: str, row: DataRow) -> str | tuple[Message, ...]:
-    question = fill_columns(task.template, task.question, location, row)
+def _render_prompt_text(task: Dataset, location: str, row: DataRow) -> str | tuple[Message, ...]:
+    question = _fill_columns(task.template, task.question, location, row)
     if not question.strip():
         raise UserError(f"{location}: the question is empty")
     if not task.chat:
@@ -453,14 +453,14 @@ def render_prompt_text(task: Dataset, location: str, row: DataRow) -> str | tupl
     return build_chat(task.system, question)
 
 
-def fill_columns(template: str, question: str, location: str, row: DataRow) -> str:
+def _fill_columns(template: str, question: str, location: str, row: DataRow) -> str:
     """Replace each {column} by the text of that column, and {{...}} by {...}; {} and braces in the data are kept."""
     return fill_placeholders(
         template, lambda name: get_column_text(row, question if name == "question" else name, location)
     )
 
 
-def parse_gold_answers(task: Dataset, location: str, row: DataRow) -> list[str]:
+def _parse_gold_answers(task: Dataset, location: str, row: DataRow) -> list[str]:
     """Return the gold answers of a row, any of which is right, or an empty one if no reward term needs any.
 
     A column that holds a list has several gold answers.
@@ -472,16 +472,16 @@ def parse_gold_answers(task: Dataset, location: str, row: DataRow) -> list[str]:
         return [""]
     value = get_column_value(row, task.answer, location)
     texts = ["" if each is None else str(each) for each in (value or [None] if isinstance(value, list) else [value])]
-    return list(dict.fromkeys(parse_gold_answer(task, location, text.strip()) for text in texts))
+    return list(dict.fromkeys(_parse_gold_answer(task, location, text.strip()) for text in texts))
 
 
-def parse_gold_answer(task: Dataset, location: str, text: str) -> str:
+def _parse_gold_answer(task: Dataset, location: str, text: str) -> str:
     """Return the gold answer in the text of its column. UserError if one that is needed cannot be read."""
     if task.answer_pattern:
         match = compile_pattern(task.answer_pattern).search(text)
         if match is None:
             raise UserError(
-                f'{location}: answer_pattern "{task.answer_pattern}" is not found in {shorten_to_line(text)}'
+                f'{location}: answer_pattern "{task.answer_pattern}" is not found in {_shorten_to_line(text)}'
             )
         text = (match[1] or "").strip()
     if not task.needs_gold:
@@ -491,11 +491,11 @@ def parse_gold_answer(task: Dataset, location: str, text: str) -> str:
         raise UserError(f"{location}: the answer is empty, and a reward compares with it")
     for name in dict.fromkeys(term.name for term in task.rewards if term.name in GOLD_TERMS):
         if fault := find_gold_fault(name, text):
-            raise UserError(f"{location}: the answer {shorten_to_line(text)} {fault}")
+            raise UserError(f"{location}: the answer {_shorten_to_line(text)} {fault}")
     return text
 
 
-def shorten_to_line(text: str) -> str:
+def _shorten_to_line(text: str) -> str:
     """Shorten a text to one line of at most 60 characters. Its end is kept, where an answer tends to be."""
     line = " ".join(text.split())
     return f'"{line}"' if len(line) <= 60 else f'"...{line[-57:]}"'

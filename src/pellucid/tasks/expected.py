@@ -34,9 +34,9 @@ QUESTIONS = {
 }
 """For each language and answer, the question of the train split, and the same in other words for the test split. The
 Chinese questions are from the task's description; the English ones are for models that know no Chinese."""
-MAX_COMBINING_MARKS = 30
+_MAX_COMBINING_MARKS = 30
 """The most combining marks on a letter, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
-LITERAL_IGNORED_CHARS = " \n\t。，,.!?：:\"'"
+_LITERAL_IGNORED_CHARS = " \n\t。，,.!?：:\"'"
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def make_stream_safe(text: str) -> str:
         return text
     safe, marks = [], 0
     for c in text:
-        marks = marks + 1 if is_combining_mark(c) else 0
-        if marks > MAX_COMBINING_MARKS:
+        marks = marks + 1 if _is_combining_mark(c) else 0
+        if marks > _MAX_COMBINING_MARKS:
             safe.append("\u034f")
             marks = 1
         safe.append(c)
@@ -127,7 +127,7 @@ def make_stream_safe(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def is_combining_mark(c: str) -> bool:
+def _is_combining_mark(c: str) -> bool:
     """Whether a character is, or decomposes into, a combining mark, which normalization sorts among its neighbors."""
     return unicodedata.combining(unicodedata.normalize("NFKD", c)[0]) > 0
 
@@ -137,4 +137,4 @@ def normalize_literally(text: str) -> str:
 
     Example: normalize_literally("czq 是神！") == "czq是神！"
     """
-    return text.strip().lower().translate(str.maketrans("", "", LITERAL_IGNORED_CHARS))
+    return text.strip().lower().translate(str.maketrans("", "", _LITERAL_IGNORED_CHARS))

@@ -63,7 +63,7 @@ class Guess:
         ]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        guesses = extract_guesses(completion.messages)[: self.guesses]
+        guesses = _extract_guesses(completion.messages)[: self.guesses]
         found = int(prompt.answer) in guesses
         turns = [message["content"] for message in completion.messages if message["role"] == "assistant"]
         number_share = sum(turn.strip().isdecimal() for turn in turns) / max(1, len(turns))
@@ -88,7 +88,7 @@ class Game:
 
     def reply(self, messages: Sequence[dict[str, Any]]) -> str | None:
         self.remaining_guesses -= 1
-        guesses = extract_guesses(messages[-1:])
+        guesses = _extract_guesses(messages[-1:])
         if self.remaining_guesses == 0 or guesses == [self.number]:
             return None
         if not guesses:
@@ -96,7 +96,7 @@ class Game:
         return "Higher." if guesses[0] < self.number else "Lower."
 
 
-def extract_guesses(messages: Sequence[Message]) -> list[int]:
+def _extract_guesses(messages: Sequence[Message]) -> list[int]:
     """Return the last number of each message of the policy that has a number; nine digits of it are read."""
     turns = [_NUMBER.findall(message["content"]) for message in messages if message["role"] == "assistant"]
     return [int(numbers[-1][:9]) for numbers in turns if numbers]

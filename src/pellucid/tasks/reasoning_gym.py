@@ -15,7 +15,7 @@ from pellucid.tasks.prompts import assign_split, build_chat
 from pellucid.types import Completion, Prompt, Reward, UserError
 from pellucid.utils.plugins import did_you_mean, import_extra
 
-FamilyOptions = dict[str, bool | int | float | str | list[int | float | str | dict[str, Any]]]
+_FamilyOptions = dict[str, bool | int | float | str | list[int | float | str | dict[str, Any]]]
 
 TEST_SHARE = 0.25
 MAX_TRIES = 1000
@@ -23,7 +23,7 @@ UNORDERED_FAMILIES = (
     "codeio isomorphic_strings knight_swap list_functions polynomial_multiplication ransom_note word_ladder"
 )
 """Families that iterate over sets of strings, whose order differs between processes."""
-GRADER_ERRORS = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+_GRADER_ERRORS = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 """The errors that graders raise for an answer that they cannot read."""
 
 
@@ -44,20 +44,20 @@ class ReasoningGym:
     """`train` or `test`."""
     family: str = "chain_sum"
     """A data set of the package, such as mini_sudoku; composite mixes those in options.datasets."""
-    options: FamilyOptions = field(default_factory=dict)
+    options: _FamilyOptions = field(default_factory=dict)
     """The family's own settings, such as max_terms of chain_sum."""
     system: str = "default"
     """The system message: default, simple, direct, chain_of_draft or DeepSeekZero of the package, or your own text;
     empty for none."""
 
     def __post_init__(self) -> None:
-        families = import_package_module("factory").DATASETS
+        families = _import_package_module("factory").DATASETS
         if self.family not in families:
             suggestion = did_you_mean(self.family, families) or f"; there are {', '.join(sorted(families))}"
             raise ValueError(f'family "{self.family}" is unknown{suggestion}')
         try:
-            dataset = create_family_dataset(self.family, self.options, 0)
-        except (AssertionError, *GRADER_ERRORS) as error:
+            dataset = _create_family_dataset(self.family, self.options, 0)
+        except (AssertionError, *_GRADER_ERRORS) as error:
             known = [name for name in families[self.family][1].__dataclass_fields__ if name not in ("seed", "size")]
             raise ValueError(f"options = {self.options}: {error}; {self.family} has {', '.join(known)}") from error
         names = getattr(dataset, "datasets", [self.family])
@@ -74,10 +74,10 @@ class ReasoningGym:
         return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        grader = load_grader(self.family, json.dumps(self.options))
+        grader = _load_grader(self.family, json.dumps(self.options))
         try:
             score = float(grader.score_answer(extract_answer(completion.full_text), prompt.columns["entry"]))
-        except GRADER_ERRORS:
+        except _GRADER_ERRORS:
             score = 0.0
         return Reward(score, correct=score >= 1)
 
@@ -87,29 +87,31 @@ class ReasoningGym:
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(MAX_TRIES):
-            entry = create_family_dataset(self.family, self.options, rng.getrandbits(31))[0]
+            entry = _create_family_dataset(self.family, self.options, rng.getrandbits(31))[0]
             if assign_split(entry["question"], TEST_SHARE) == self.split:
-                system = import_package_module("utils").SYSTEM_PROMPTS.get(self.system, self.system).strip()
+                system = _import_package_module("utils").SYSTEM_PROMPTS.get(self.system, self.system).strip()
                 return Prompt(id, build_chat(system, entry["question"]), entry["answer"] or "", {"entry": entry})
         raise UserError(
             f"{self.family} has no {self.split} question in {MAX_TRIES}: give it options that make more of them"
         )
 
 
-def import_package_module(module: str) -> Any:
+def _import_package_module(module: str) -> Any:
     return import_extra(f"reasoning_gym.{module}", "gym", 'task "reasoning_gym"')
 
 
-def create_family_dataset(family: str, options: Mapping[str, Any], seed: int) -> Any:
+def _create_family_dataset(family: str, options: Mapping[str, Any], seed: int) -> Any:
     """Return the family's data set with one question, which this seed makes."""
     if family == "composite":
         options = {
-            "datasets": [import_package_module("composite").DatasetSpec(**each) for each in options.get("datasets", [])]
+            "datasets": [
+                _import_package_module("composite").DatasetSpec(**each) for each in options.get("datasets", [])
+            ]
         }
-    return import_package_module("factory").create_dataset(family, **options, seed=seed, size=1)
+    return _import_package_module("factory").create_dataset(family, **options, seed=seed, size=1)
 
 
 @cache
-def load_grader(family: str, options: str) -> Any:
+def _load_grader(family: str, options: str) -> Any:
     """Return a data set that grades; its options are JSON. It is cached, since some families read long files."""
-    return create_family_dataset(family, json.loads(options), 0)
+    return _create_family_dataset(family, json.loads(options), 0)

@@ -15,7 +15,7 @@ from pellucid.tasks.prompts import assign_split
 from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
-INVALID_NUMBER = -1
+_INVALID_NUMBER = -1
 """Stands for a number below 0 or of 20 digits and more, which no right answer contains."""
 Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
 
@@ -61,7 +61,7 @@ class Sorting:
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         written = _NUMBERS.findall(extract_answer(completion.full_text))
-        answer = [int(digits) if digits.isdigit() and len(digits) < 20 else INVALID_NUMBER for digits in written]
+        answer = [int(digits) if digits.isdigit() and len(digits) < 20 else _INVALID_NUMBER for digits in written]
         right = sorted(prompt.columns["numbers"])
         return Reward(GRADINGS[self.grading](answer, right), correct=answer == right)
 

@@ -16,7 +16,7 @@ from pellucid.types import Completion, ConversationOutcome, Prompt, Reward, User
 from pellucid.utils.plugins import import_extra
 
 TEST_SHARE = 0.1
-MAX_TASKS = 10_000
+_MAX_TASKS = 10_000
 """The most tasks that are read, since some tasksets have no end."""
 
 
@@ -40,15 +40,15 @@ class Verifiers:
 
     def __post_init__(self) -> None:
         try:
-            import_verifiers_environment().load_environment(json.dumps(self.env))
+            _import_verifiers_environment().load_environment(json.dumps(self.env))
         except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"env = {self.env}: {reason}; [task.env] is what verifiers calls [env]") from error
-        AgentSpec(import_verifiers_environment().Episode, self.timeout)  # to check the timeout
+        AgentSpec(_import_verifiers_environment().Episode, self.timeout)  # to check the timeout
 
     @property
     def environment_spec(self) -> AgentSpec:
-        return AgentSpec(import_verifiers_environment().Episode(json.dumps(self.env)), self.timeout)
+        return AgentSpec(_import_verifiers_environment().Episode(json.dumps(self.env)), self.timeout)
 
     @property
     def question_count(self) -> int:
@@ -70,7 +70,7 @@ class Verifiers:
 @cache
 def load_split_prompts(env_json: str, split: str) -> list[Prompt]:
     """Return the prompts of a split; equal tasks are in the same split. UserError if there are none."""
-    tasks = list(islice(import_verifiers_environment().load_environment(env_json).taskset, MAX_TASKS))
+    tasks = list(islice(_import_verifiers_environment().load_environment(env_json).taskset, _MAX_TASKS))
     keys = [int.from_bytes(hashlib.sha256(task.key.encode()).digest(), "big") for task in tasks]
     held_out = select_held_out(keys, TEST_SHARE)
     chosen = [task.data for task, key in zip(tasks, keys, strict=True) if (key in held_out) == (split == "test")]
@@ -79,5 +79,5 @@ def load_split_prompts(env_json: str, split: str) -> list[Prompt]:
     return [Prompt("", data.prompt_text, columns={"task": data.model_dump(mode="json")}) for data in chosen]
 
 
-def import_verifiers_environment() -> Any:
+def _import_verifiers_environment() -> Any:
     return import_extra("pellucid.environments.verifiers", "verifiers", 'task "verifiers"')

@@ -57,14 +57,14 @@ def with_seed(task: Any, seed: int) -> Any:
 
 def is_process_bound(task: Task) -> bool:
     """Whether no other process could load the task, because its class or one of its rewards has no file."""
-    return any(is_local_class(type(layer)) or has_reward_objects(layer) for layer in list_task_layers(task))
+    return any(is_local_class(type(layer)) or _has_reward_objects(layer) for layer in list_task_layers(task))
 
 
 def is_local_class(cls: type) -> bool:
     return cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
 
 
-def has_reward_objects(task: Any) -> bool:
+def _has_reward_objects(task: Any) -> bool:
     terms = getattr(task, "rewards", ())  # a task of the user's own can have anything here
     names = [getattr(term, "name", "") for term in terms] if isinstance(terms, list | tuple) else []
     return any(isinstance(name, str) and name.startswith(IN_PROCESS_PREFIX) for name in names)

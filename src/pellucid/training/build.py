@@ -40,13 +40,13 @@ from pellucid.utils import files, hardware
 from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import escape_controls
 
-MERGED_IN_FP32 = (
+_MERGED_IN_FP32 = (
     'sampler.adapter = "merged": vLLM samples in float32, since {} would round most of the adapter\'s update away;'
     ' "request" gives it the adapter by itself'
 )
 MAX_REWARD_LOG_BYTES = 2**24
 """The size limit of rewards.log in bytes. It can be exceeded by the output of half a second."""
-IN_PROCESS_TASKS = (Arithmetic, Curriculum, Prefixed)
+_IN_PROCESS_TASKS = (Arithmetic, Curriculum, Prefixed)
 """Tasks whose rewards cannot raise, hang or exit, so they are computed in the training process."""
 
 
@@ -141,9 +141,9 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
     sampler = enable_int8(evaluation_sampler, learner) if cfg.sampler.dtype == "int8" else evaluation_sampler
     total_updates = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total_updates, cfg.runtime)
-    check_step_size(cfg, runtime.world_size)
+    _check_step_size(cfg, runtime.world_size)
     # After the policy was sharded, so that two unsharded models never exist at the same time.
-    reference = load_reference(cfg, learner) if algorithm.kl_coef else None
+    reference = _load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
         learner.set_kl_reference(reference)
     if isinstance(reference, Policy):
@@ -183,18 +183,18 @@ def check_settings(cfg: Config) -> None:
     get_advantage_function(cfg.algorithm.advantage)  # these may be in files of the user
     get_objective_function(cfg.algorithm.objective)
     if cfg.runtime.engine in ("fsdp2", "deepspeed"):
-        check_sharding(cfg, dtype)
+        _check_sharding(cfg, dtype)
     if cfg.policy.load_in_4bit:
-        check_4bit(cfg)
+        _check_4bit(cfg)
     if dtype == torch.float16:
         check_float16(cfg, device)
     check_sampler(cfg)
     if cfg.algorithm.kl_coef and cfg.policy.lora and cfg.algorithm.reference_every:
         raise UserError(LORA_REFERENCE_ERROR)
-    check_step_size(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    _check_step_size(cfg, int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def check_step_size(cfg: Config, world_size: int) -> None:
+def _check_step_size(cfg: Config, world_size: int) -> None:
     unit = world_size * cfg.algorithm.minibatches
     if cfg.algorithm.prompts_per_step % unit:
         raise UserError(
@@ -212,7 +212,7 @@ def check_float16(cfg: Config, device: torch.device) -> None:
     hardware.check_float16(device)
 
 
-def check_4bit(cfg: Config) -> None:
+def _check_4bit(cfg: Config) -> None:
     if cfg.runtime.engine in ("fsdp2", "deepspeed"):
         raise UserError(
             f'policy.load_in_4bit: runtime.engine = "{cfg.runtime.engine}" cannot share out 4-bit numbers: use "ddp"'
@@ -221,7 +221,7 @@ def check_4bit(cfg: Config) -> None:
         raise UserError("policy.load_in_4bit: optimizer.offload would gain nothing, an adapter is small: leave it out")
 
 
-def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
+def _check_sharding(cfg: Config, dtype: torch.dtype) -> None:
     for setting, value in {
         "policy.dtype": str(dtype).removeprefix("torch."),
         "policy.engine": cfg.policy.engine,
@@ -236,7 +236,7 @@ def check_sampler(cfg: Config) -> None:
     """Raise UserError for settings that the sampler does not support."""
     s = cfg.sampler
     if s.name == "vllm":
-        check_vllm(cfg)
+        _check_vllm(cfg)
     if s.ahead and s.name != "vllm":
         raise UserError('sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"')
     if s.ahead and cfg.algorithm.correction == "none":
@@ -245,7 +245,7 @@ def check_sampler(cfg: Config) -> None:
         )
 
 
-def check_vllm(cfg: Config) -> None:
+def _check_vllm(cfg: Config) -> None:
     if cfg.runtime.engine in ("fsdp2", "deepspeed") or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError('sampler.name = "vllm" is for one process that has the whole model: set "native"')
     if cfg.policy.load_in_4bit:
@@ -267,13 +267,13 @@ def isolate_task_rewards(task: Task, cfg: RewardConfig, log: Path | None = None)
         cfg: The settings of the workers.
         log: The file that gets what rewards print. The judge keeps its answers beside it.
     """
-    if all(type(layer) in IN_PROCESS_TASKS for layer in list_task_layers(task)):
+    if all(type(layer) in _IN_PROCESS_TASKS for layer in list_task_layers(task)):
         return task
     judge_cache = log.with_name("judge") if log else None
     return GradedTask(task, cfg, log, load_graders(task, judge_cache), in_process=is_process_bound(task))
 
 
-def load_reference(cfg: Config, learner: Policy) -> Policy | LoraReference:
+def _load_reference(cfg: Config, learner: Policy) -> Policy | LoraReference:
     if cfg.policy.lora:
         return LoraReference(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
@@ -290,7 +290,7 @@ def make_environments(cfg: Config, learner: Policy, log: Path | None = None) -> 
     task = get_innermost_task(cfg.task)
     spec = getattr(task, "environment_spec", None)
     if isinstance(spec, AgentSpec):
-        environments = make_agents(spec, learner, cfg.reward, log, task.seed)
+        environments = _make_agents(spec, learner, cfg.reward, log, task.seed)
     else:
         environments = create_environments(task, cfg.reward, log, in_process=is_process_bound(task))
     if environments and (note := chat_template.check_bridge(learner.tokenizer, learner.eos_ids)) and is_first_process():
@@ -298,7 +298,7 @@ def make_environments(cfg: Config, learner: Policy, log: Path | None = None) -> 
     return environments
 
 
-def make_agents(spec: AgentSpec, learner: Policy, cfg: RewardConfig, log: Path | None, seed: int) -> AsyncEnvironments:
+def _make_agents(spec: AgentSpec, learner: Policy, cfg: RewardConfig, log: Path | None, seed: int) -> AsyncEnvironments:
     for library in ("fastapi", "uvicorn"):
         import_extra(library, "agents", "an agent")
     from pellucid.serve.agent_endpoint import AgentPool  # noqa: PLC0415 - it imports the libraries checked above
@@ -317,7 +317,7 @@ def pick_sampler(
     if isinstance(sampler, NativeSampler | VLLMSampler):
         sampler.deterministic = cfg.policy.deterministic
     merged = s.name == "vllm" and s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32
-    merge_note = MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
+    merge_note = _MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
     for line in filter(None, (note, merge_note)):
         if is_first_process():
             print(escape_controls(f"! {line}"), flush=True)

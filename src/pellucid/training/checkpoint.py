@@ -43,9 +43,9 @@ from pellucid.types import Group, UserError, as_stateful_task
 from pellucid.utils import files
 
 T = TypeVar("T")
-TensorStates = Mapping[str, Mapping[str, Tensor]]
+_TensorStates = Mapping[str, Mapping[str, Tensor]]
 """Tensors by file name and by name in the file."""
-ReplayBuffer = Sequence[tuple[int, Batch]]
+_ReplayBuffer = Sequence[tuple[int, Batch]]
 """Rollouts that may be trained on again, each with the step that generated them."""
 REPLAY_PREFIX = "replay."
 OPTIMIZER_PREFIX = "optimizer."
@@ -188,15 +188,15 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         if learner.adapter:
             shutil.rmtree(adapter, ignore_errors=True)
             save_adapter(learner.adapter, trained, adapter)
-            finalize_folder(adapter)
-        finalize_folder(model)  # last, since a run with a model is finished
+            _finalize_folder(adapter)
+        _finalize_folder(model)  # last, since a run with a model is finished
 
     def clean_up() -> None:
         shutil.rmtree(model, ignore_errors=True)
         shutil.rmtree(adapter, ignore_errors=True)
 
     try:
-        run_collectively(begin, save_own_part, end, clean_up, processes)
+        _run_collectively(begin, save_own_part, end, clean_up, processes)
     except (OSError, UserError) as error:
         checkpoints = list_checkpoints(run_dir)[-1:]
         is_saved = bool(checkpoints) and get_checkpoint_step(checkpoints[0]) == parts.state.step
@@ -206,7 +206,7 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         raise UserError(f"{folder} could not be saved ({error}); {mend if is_saved else lost}") from error
 
 
-def finalize_folder(partial_folder: Path) -> None:
+def _finalize_folder(partial_folder: Path) -> None:
     """Rename a complete folder to its final name, durably. A folder of that name is replaced."""
     folder = partial_folder.with_suffix("")
     files.sync_tree(partial_folder)
@@ -218,7 +218,7 @@ def finalize_folder(partial_folder: Path) -> None:
 # ---------------------------------------------------------------- work of several processes
 
 
-def run_collectively(
+def _run_collectively(
     begin: Callable[[], None],
     save_own_part: Callable[[], Sequence[T]],
     end: Callable[[Sequence[T]], None],
@@ -238,16 +238,16 @@ def run_collectively(
         OSError, UserError: One of the processes failed; raised in all of them.
     """
     try:
-        run_in_all_processes(begin if processes.is_main else None, processes)
-        results = run_in_all_processes(save_own_part, processes)
-        run_in_all_processes(partial(end, results) if processes.is_main else None, processes)
+        _run_in_all_processes(begin if processes.is_main else None, processes)
+        results = _run_in_all_processes(save_own_part, processes)
+        _run_in_all_processes(partial(end, results) if processes.is_main else None, processes)
     except (OSError, UserError):
         if processes.is_main:
             clean_up()
         raise
 
 
-def run_in_all_processes(action: Callable[[], Sequence[T] | None] | None, processes: ProcessGroup) -> list[T]:
+def _run_in_all_processes(action: Callable[[], Sequence[T] | None] | None, processes: ProcessGroup) -> list[T]:
     """Run an action in each process that has one, and return the results of all processes.
 
     Raises:
@@ -273,7 +273,7 @@ def run_in_all_processes(action: Callable[[], Sequence[T] | None] | None, proces
 def write_checkpoint(
     run_dir: Path,
     step: int,
-    tensors: TensorStates,
+    tensors: _TensorStates,
     facts: Mapping[str, Any],
     keep_last: int,
     processes: ProcessGroup = SINGLE_PROCESS,
@@ -325,7 +325,7 @@ def write_checkpoint(
         shutil.rmtree(partial_folder, ignore_errors=True)
 
     try:
-        run_collectively(begin, save_own_shards, end, clean_up, processes)
+        _run_collectively(begin, save_own_shards, end, clean_up, processes)
     except OSError as error:
         raise UserError(
             f"step {step} could not be saved in {folder.parent} ({error}); earlier checkpoints are whole"
@@ -333,7 +333,7 @@ def write_checkpoint(
     return folder
 
 
-def _write_files(folder: Path, tensors: TensorStates, facts: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
+def _write_files(folder: Path, tensors: _TensorStates, facts: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
     """Write tensors, facts and the checksums of all files; `checksums` are those of files that are already written.
 
     Each file is synced and its checksum computed while the next one is being written.
@@ -413,8 +413,8 @@ def load_newest_checkpoint(
         nonlocal loaded
         loaded = loaded or load_checkpoint(folder, is_verified=True)
 
-    [(folder, notes)] = run_in_all_processes(find if processes.is_main else None, processes)
-    run_in_all_processes(load, processes)
+    [(folder, notes)] = _run_in_all_processes(find if processes.is_main else None, processes)
+    _run_in_all_processes(load, processes)
     assert loaded
     return *loaded, notes
 
@@ -474,7 +474,7 @@ def verify_checksums(folder: Path, only_names: bool = False) -> None:
 # ---------------------------------------------------------------- replay buffers and random states
 
 
-def pack_replay(buffers: Sequence[ReplayBuffer]) -> tuple[dict[str, dict[str, Tensor]], list[list[dict[str, Any]]]]:
+def pack_replay(buffers: Sequence[_ReplayBuffer]) -> tuple[dict[str, dict[str, Tensor]], list[list[dict[str, Any]]]]:
     """Return the replay buffers of all processes as tensors and facts of a checkpoint."""
     tensors = {
         f"{REPLAY_PREFIX}{rank}.{i}": batch.get_tensors()
@@ -492,7 +492,7 @@ def pack_replay(buffers: Sequence[ReplayBuffer]) -> tuple[dict[str, dict[str, Te
 
 
 def unpack_replay(
-    tensors: TensorStates, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int
+    tensors: _TensorStates, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int
 ) -> list[tuple[int, Batch]]:
     """Return the replay buffer of one process."""
     return [

@@ -55,8 +55,8 @@ EXTRAS = {
     "deepspeed": ["deepspeed"],
     "quantized": ["bitsandbytes"],
 }
-PLANNED_DEVICE_COUNTS = (1, 2, 4, 8)
-SUGGESTED_LORA_RANK = 16
+_PLANNED_DEVICE_COUNTS = (1, 2, 4, 8)
+_SUGGESTED_LORA_RANK = 16
 """The rank of the adapter that is suggested if training the whole model does not fit."""
 ENGINE_SETTINGS = {
     "ddp": {"engine": "ddp"},
@@ -86,18 +86,18 @@ def collect_findings() -> Iterator[tuple[str, str]]:
     yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on one CPU thread"
     chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
     yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.describe_missing_bf16(device))))
-    yield from describe_gpu(device) if device.type == "cuda" else describe_cpu()
+    yield from _describe_gpu(device) if device.type == "cuda" else _describe_cpu()
     is_glibc = hardware.keep_freed_memory()
     yield "allocator", "keeps freed memory (glibc mallopt)" if is_glibc else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"
     for name in load.PACKAGED_MODELS:
-        yield name, describe_embedded_model(name)
+        yield name, _describe_embedded_model(name)
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         yield extra, f"missing: pip install 'pellucid[{extra}]'" if missing else "installed"
 
 
-def describe_cpu() -> Iterator[tuple[str, str]]:
+def _describe_cpu() -> Iterator[tuple[str, str]]:
     kernel, reason = fused_check.load_fused_kernel()
     instructions = "AMX" if kernel and kernel.uses_amx else "AVX-512"
     yield (
@@ -106,7 +106,7 @@ def describe_cpu() -> Iterator[tuple[str, str]]:
     )
 
 
-def describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
+def _describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield how a small model is decoded and scored on a GPU. The CPU kernels are not compiled for it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,16 +137,16 @@ def print_memory_plan(cfg: Config) -> int:
     names = list(memory.estimate_parts(model, cfg))
     in_4bit, by_vllm = cfg.policy.load_in_4bit, cfg.sampler.name == "vllm"
     heads = ["devices", "engine", *names, "peak", *([] if in_4bit else ["with offload"])]
-    print(format_table_row(heads), format_table_row(["---"] * len(heads)), sep="\n")
+    print(_format_table_row(heads), _format_table_row(["---"] * len(heads)), sep="\n")
     # Only ddp trains on a 4-bit base, and vLLM is for one process.
     for name, changes in list(ENGINE_SETTINGS.items())[: 1 if in_4bit or by_vllm else None]:
         with_engine = replace(cfg, runtime=replace(cfg.runtime, **changes))
         with_offload = replace(with_engine, optimizer=replace(cfg.optimizer, offload=True))
-        for devices in PLANNED_DEVICE_COUNTS[: 1 if by_vllm else None]:
+        for devices in _PLANNED_DEVICE_COUNTS[: 1 if by_vllm else None]:
             parts = memory.estimate_parts(model, with_engine, devices).values()
             variants = [with_engine] if in_4bit else [with_engine, with_offload]
             peaks = [memory.format_peak(model, settings, devices) for settings in variants]
-            print(format_table_row([str(devices), name, *map(memory.format_gb, parts), *peaks]))
+            print(_format_table_row([str(devices), name, *map(memory.format_gb, parts), *peaks]))
     if note := memory.describe_checkpointing(model, cfg):
         print(f"\nOn one device, {note}.")
     if reason := memory.explain_unknown_memory(model.config):
@@ -154,13 +154,13 @@ def print_memory_plan(cfg: Config) -> int:
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
         f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that."
-        f" Parts that are not there at the same time do not add up to it. {describe_sampling_memory(model, cfg)}"
-        f"\n\n{describe_fit(model, cfg)}"
+        f" Parts that are not there at the same time do not add up to it. {_describe_sampling_memory(model, cfg)}"
+        f"\n\n{_describe_fit(model, cfg)}"
     )
     return 0
 
 
-def describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
+def _describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
     """Return whether a run of one process fits this machine, and if not, settings that fit."""
     device = hardware.pick_device(cfg.policy.device)
     available, needed = hardware.get_device_memory_gb(device), memory.estimate_peak(model, cfg)
@@ -169,7 +169,7 @@ def describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
     need = f"{qualifier} {needed:.1f} GB are needed and {owner} has {available:.1f} GB"
     if needed <= available:
         return f"Verdict for this machine: fits, {need}."
-    for settings, gb in suggest_smaller_settings(model, cfg, device):
+    for settings, gb in _suggest_smaller_settings(model, cfg, device):
         if gb <= available:
             return f"Verdict for this machine: does not fit, {need}. It fits with {settings}: {gb:.1f} GB."
     return (
@@ -178,7 +178,7 @@ def describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
     )
 
 
-def suggest_smaller_settings(
+def _suggest_smaller_settings(
     model: memory.ModelFacts, cfg: Config, device: torch.device
 ) -> Iterator[tuple[str, float]]:
     """Yield settings that need less memory, with the GB that they need, in the order of how much they change.
@@ -191,40 +191,40 @@ def suggest_smaller_settings(
     if device.type == "cuda" and not cfg.policy.load_in_4bit and cfg.policy.dtype != "float16":
         changes += [] if cfg.optimizer.offload else [("optimizer.offload", True)]
     for key, value in changes:
-        yield f"{key} = {format_setting(value)}", memory.estimate_peak(model, replace_setting(cfg, key, value))
+        yield f"{key} = {_format_setting(value)}", memory.estimate_peak(model, _replace_setting(cfg, key, value))
     for key, value in changes[max(0, rows.bit_length() - 2) :]:  # of the micro-batches, only the smallest
-        combined = replace_setting(combined, key, value)
-        texts.append(f"{key} = {format_setting(value)}")
+        combined = _replace_setting(combined, key, value)
+        texts.append(f"{key} = {_format_setting(value)}")
         yield ", ".join(texts), memory.estimate_peak(model, combined)
     if device.type == "cuda" and torch.cuda.device_count() > 1 and not cfg.policy.load_in_4bit:
         devices = torch.cuda.device_count()
-        sharded = replace_setting(combined, "runtime.engine", "fsdp2")
+        sharded = _replace_setting(combined, "runtime.engine", "fsdp2")
         yield (
             f'{", ".join(texts)}, runtime.engine = "fsdp2" on {devices} GPUs',
             memory.estimate_peak(model, sharded, devices),
         )
     if not cfg.policy.lora:
         for settings, others in ((cfg, []), (combined, texts)):
-            adapted = replace_setting(
-                replace_setting(settings, "policy.lora", SUGGESTED_LORA_RANK), "optimizer.offload", False
+            adapted = _replace_setting(
+                _replace_setting(settings, "policy.lora", _SUGGESTED_LORA_RANK), "optimizer.offload", False
             )
             names = [
-                f"policy.lora = {SUGGESTED_LORA_RANK}",
+                f"policy.lora = {_SUGGESTED_LORA_RANK}",
                 *(text for text in others if not text.startswith("optimizer.")),
             ]
             yield ", ".join(names), memory.estimate_peak(memory.describe_policy_model(adapted.policy), adapted)
 
 
-def replace_setting(cfg: Config, key: str, value: Any) -> Config:
+def _replace_setting(cfg: Config, key: str, value: Any) -> Config:
     section, _, name = key.partition(".")
     return replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
 
 
-def format_setting(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
+def _describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
     """Return a sentence on the memory of sampling."""
     s, dtype_bytes = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
     engine = f"{dtype_bytes * model.parameter_count / 1e9:.1f} GB of weights and"
@@ -239,12 +239,12 @@ def describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
     return f"vLLM keeps {engine} {s.cache_gb:g} GB of keys and values (sampler.cache_gb) beside the trainer."
 
 
-def format_table_row(cells: Sequence[str]) -> str:
+def _format_table_row(cells: Sequence[str]) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
-def describe_embedded_model(name: str) -> str:
+def _describe_embedded_model(name: str) -> str:
     try:
         return f"ready in {load.locate_model(name)}"
     except UserError as error:
@@ -254,9 +254,9 @@ def describe_embedded_model(name: str) -> str:
 # ---------------------------------------------------------------- pellucid train --profile
 
 
-PROFILED_STEP = 3
+_PROFILED_STEP = 3
 """The step that is profiled. The first two fill caches."""
-LEFT_OPERAND_INDEX = {
+_LEFT_OPERAND_INDEX = {
     torch.ops.aten.mm: 0,
     torch.ops.aten.bmm: 0,
     torch.ops.aten.addmm: 1,
@@ -264,7 +264,7 @@ LEFT_OPERAND_INDEX = {
 }
 """The operators that are matrix products, with the index of their left argument."""
 if torch.backends.mkldnn.is_available():
-    LEFT_OPERAND_INDEX[torch.ops.mkldnn._linear_pointwise] = 0
+    _LEFT_OPERAND_INDEX[torch.ops.mkldnn._linear_pointwise] = 0
 COLLECTIVE_PREFIXES = ("gloo:", "nccl:")
 """Prefixes of the names of collective operations. Their time includes the wait for slower processes."""
 STEP_PHASES: tuple[str, ...] = ("generate", "reward", "score", "update")
@@ -320,10 +320,10 @@ def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -
     """
     flops_per_token: dict[str, float] = {}
     for number in itertools.count(1):
-        if number == PROFILED_STEP - 1:
-            result, flops_per_token = count_flops(steps)
-        elif number == PROFILED_STEP:
-            result = profile_step(steps, flops_per_token, path, dtype)
+        if number == _PROFILED_STEP - 1:
+            result, flops_per_token = _count_flops(steps)
+        elif number == _PROFILED_STEP:
+            result = _profile_step(steps, flops_per_token, path, dtype)
         else:
             result = next(steps, None)
         if result is None:
@@ -331,7 +331,7 @@ def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -
         yield result
 
 
-def count_flops(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, float]]:
+def _count_flops(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, float]]:
     """Take a step, and count its floating-point operations for each sampled token, by phase.
 
     It is not the profiled step, since counting slows operators down, and torch.profiler holds gigabytes if it counts.
@@ -342,24 +342,24 @@ def count_flops(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[st
         result = next(steps, None)
     if result is None:
         return None, {}
-    phase_at, tokens = make_phase_lookup(result.metrics), count_tokens(result)
+    phase_at, tokens = _make_phase_lookup(result.metrics), _count_tokens(result)
     flops_per_token = dict.fromkeys(STEP_PHASES, 0.0)
     for seconds, n in counter.operations:
         flops_per_token[phase_at(seconds - start)] += n / max(1, tokens)
     return result, flops_per_token
 
 
-def profile_step(
+def _profile_step(
     steps: Iterator[StepResult], flops_per_token: Mapping[str, float], path: Path, dtype: torch.dtype
 ) -> StepResult | None:
     """Take a step, and write and print its profile."""
-    with sample_memory() as samples, torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with _sample_memory() as samples, torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         result = next(steps, None)
     if result is None:
         return None
     phases = group_by_phase(list(profiler.events() or []), samples, start, result.metrics)
-    tflop = {name: flops * count_tokens(result) / 1e12 for name, flops in flops_per_token.items()}
+    tflop = {name: flops * _count_tokens(result) / 1e12 for name, flops in flops_per_token.items()}
     peak_tflops = hardware.measure_matmul_tflops(dtype, size=2048, repeats=5, threads=torch.get_num_threads())
     text = format_profile(phases, tflop, peak_tflops, str(dtype).removeprefix("torch."))
     path.write_text(text)
@@ -367,7 +367,7 @@ def profile_step(
     return result
 
 
-def count_tokens(result: StepResult) -> int:
+def _count_tokens(result: StepResult) -> int:
     return sum(c.length for group in result.groups for c in group.completions)
 
 
@@ -390,13 +390,13 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (left := LEFT_OPERAND_INDEX.get(func.overloadpacket)) is not None:
+        if (left := _LEFT_OPERAND_INDEX.get(func.overloadpacket)) is not None:
             self.operations.append((time.perf_counter(), 2.0 * result.numel() * args[left].shape[-1]))
         return result
 
 
 @contextmanager
-def sample_memory() -> Iterator[list[MemorySample]]:
+def _sample_memory() -> Iterator[list[MemorySample]]:
     """Sample the resident memory every 20 ms."""
     samples: list[MemorySample] = []
     stop = threading.Event()
@@ -414,7 +414,7 @@ def sample_memory() -> Iterator[list[MemorySample]]:
         thread.join()
 
 
-def make_phase_lookup(metrics: Mapping[str, float]) -> Callable[[float], str]:
+def _make_phase_lookup(metrics: Mapping[str, float]) -> Callable[[float], str]:
     """Return a function from seconds since the start of a step to its phase. Phases follow one another."""
     ends = list(itertools.accumulate(metrics[f"time/{name}"] for name in STEP_PHASES))
     return lambda seconds: STEP_PHASES[min(bisect.bisect_right(ends, seconds), len(STEP_PHASES) - 1)]
@@ -424,7 +424,7 @@ def group_by_phase(
     events: Sequence[Any], samples: Sequence[MemorySample], start: float, metrics: Mapping[str, float]
 ) -> dict[str, PhaseProfile]:
     """Return the profile of each phase. An operator belongs to the phase in which it started."""
-    phase_at = make_phase_lookup(metrics)
+    phase_at = _make_phase_lookup(metrics)
     origin = min((event.time_range.start for event in events), default=0.0)
     phases = {name: PhaseProfile(metrics[f"time/{name}"], defaultdict(float), [], []) for name in STEP_PHASES}
     for event in events:
@@ -438,7 +438,7 @@ def group_by_phase(
     return phases
 
 
-def measure_union(intervals: Sequence[tuple[float, float]]) -> float:
+def _measure_union(intervals: Sequence[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
     total, last_end = 0.0, -math.inf
     for start, end in sorted(intervals):
@@ -476,7 +476,7 @@ def format_profile(
         row(f"  {kind}", [s.seconds_by_kind[kind] for s in each], ".2f")
     row("  Python and dispatch", [max(0.0, s.seconds - sum(s.seconds_by_kind.values())) for s in each], ".2f")
     if any(s.communication for s in each):
-        row("between processes", [measure_union(s.communication) for s in each], ".2f")
+        row("between processes", [_measure_union(s.communication) for s in each], ".2f")
     row("matrix products, TFLOP", products, ".3f")
     row("  at this machine's speed", [x / peak_tflops for x in products], ".2f")
     shares = [x / peak_tflops / s.seconds if s.seconds else 0.0 for x, s in zip(products, each, strict=True)]

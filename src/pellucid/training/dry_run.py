@@ -20,7 +20,7 @@ from pellucid.training.preflight import run_preflight_checks, show_plan
 from pellucid.types import Prompt, UserError, with_split
 from pellucid.utils.text import escape_controls
 
-ENVIRONMENT_STARTUP_SECONDS = 60.0
+_ENVIRONMENT_STARTUP_SECONDS = 60.0
 """The time limit for starting the processes of an environment, added to the time limit of a call."""
 
 
@@ -47,13 +47,13 @@ def show_dry_run(cfg: Config, run_dir: Path) -> int:
     if isinstance(getattr(task, "environment_spec", None), AgentSpec):
         print("\nThe agent writes its prompts by itself: they are shown when it runs. The row that it is given first:")
     else:
-        prompt = get_environment_prompt(cfg, prompt)
+        prompt = _get_environment_prompt(cfg, prompt)
     text = str(tokenizer.decode([*encode_question(tokenizer, prompt), *encode_prefix(tokenizer, prompt)]))
     rich.print(f"\n[dim]{escape(escape_controls(text))}[/dim][bold cyan]|[/bold cyan]")
     return 0
 
 
-def get_environment_prompt(cfg: Config, prompt: Prompt) -> Prompt:
+def _get_environment_prompt(cfg: Config, prompt: Prompt) -> Prompt:
     """Return the prompt with the tools and messages that its environment adds; as it is if the task has none.
 
     Raises:
@@ -65,7 +65,7 @@ def get_environment_prompt(cfg: Config, prompt: Prompt) -> Prompt:
         return prompt
     try:
         environments.start_conversation(0, prompt, 0)
-        replies = environments.receive_replies(task.environment_spec.timeout + ENVIRONMENT_STARTUP_SECONDS)
+        replies = environments.receive_replies(task.environment_spec.timeout + _ENVIRONMENT_STARTUP_SECONDS)
         if not replies:
             raise UserError("the environment did not say its question: run it by itself, or raise task.timeout")
         reply = replies[0][1]

@@ -73,7 +73,7 @@ def evaluate(
         sample_and_grade(task, sampler, own_prompts, make_greedy_sampling(sampling), progress)
     )
     groups = processes.gather(sample_and_grade(task, sampler, own_prompts, sampling, progress)) if k else []
-    decided_groups = [group for group in groups if count_decided(group)]
+    decided_groups = [group for group in groups if _count_decided(group)]
     greedy_rewards = [group.rewards[0] for group in greedy_groups]
     by_key = sorted(
         ((prompt.key, group) for prompt, group in zip(prompts, greedy_groups, strict=True)), key=itemgetter(0)
@@ -85,22 +85,22 @@ def evaluate(
         n=len(prompts),
         k=k,
         greedy=estimate_if_enough(
-            estimate_share, [count_correct(group) for group in greedy_groups if count_decided(group)]
+            estimate_share, [_count_correct(group) for group in greedy_groups if _count_decided(group)]
         ),
         mean_at_k=estimate_if_enough(
-            estimate_share, [count_correct(group) / count_decided(group) for group in decided_groups]
+            estimate_share, [_count_correct(group) / _count_decided(group) for group in decided_groups]
         ),
         pass_at_k=estimate_if_enough(
-            estimate_share, [compute_pass_at_k(k, sampling.n, count_correct(group)) for group in decided_groups]
+            estimate_share, [compute_pass_at_k(k, sampling.n, _count_correct(group)) for group in decided_groups]
         ),
-        greedy_correct=tuple(count_correct(group) if count_decided(group) else None for _, group in by_key),
+        greedy_correct=tuple(_count_correct(group) if _count_decided(group) else None for _, group in by_key),
         questions_digest=digest_questions([question for question, _ in by_key]),
         failed=sum(reward.failed and reward.applies for reward in rewards),
         left_out=sum(not reward.applies for reward in greedy_rewards),
         undecided=sum(reward.applies and not reward.is_decided for reward in greedy_rewards),
-        reward=estimate_mean_reward(greedy_groups),
-        reward_at_k=estimate_mean_reward(groups),
-        rewards=tuple(compute_group_mean(group) for _, group in by_key),
+        reward=_estimate_mean_reward(greedy_groups),
+        reward_at_k=_estimate_mean_reward(groups),
+        rewards=tuple(_compute_group_mean(group) for _, group in by_key),
         has_verdicts=rewards_are_verdicts(rewards),
     )
     return evaluation, groups, greedy_groups
@@ -145,11 +145,11 @@ def split_into_chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), max(1, size))]
 
 
-def count_correct(group: Group) -> int:
+def _count_correct(group: Group) -> int:
     return sum(reward.is_correct for reward in group.rewards)
 
 
-def count_decided(group: Group) -> int:
+def _count_decided(group: Group) -> int:
     """Return how many answers of a group are right or wrong.
 
     An answer whose reward failed is wrong. One is neither if no reward applies or if the deciding term returned None.
@@ -157,16 +157,16 @@ def count_decided(group: Group) -> int:
     return sum(reward.applies and reward.is_decided for reward in group.rewards)
 
 
-def compute_group_mean(group: Group) -> float:
+def _compute_group_mean(group: Group) -> float:
     """Return the mean of the rewards of a group that have not failed; NaN if all have."""
     values = [float(reward.value) for reward in group.rewards if not reward.failed]
     return fmean(values) if values else math.nan
 
 
-def estimate_mean_reward(groups: Sequence[Group]) -> Estimate:
+def _estimate_mean_reward(groups: Sequence[Group]) -> Estimate:
     """Return the mean reward over the prompts for which at least one answer was graded."""
     return estimate_if_enough(
-        estimate_mean, [mean for group in groups if not math.isnan(mean := compute_group_mean(group))]
+        estimate_mean, [mean for group in groups if not math.isnan(mean := _compute_group_mean(group))]
     )
 
 
@@ -225,15 +225,15 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
 def compute_student_quantile(freedom: int, probability: float = 0.95) -> float:
     """Return the t for which a Student variable with these degrees of freedom is in [-t, t] with this probability."""
     low, high = 0.0, 1.0
-    while compute_student_probability(high, freedom) < probability:
+    while _compute_student_probability(high, freedom) < probability:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if compute_student_probability(middle, freedom) < probability else (low, middle)
+        low, high = (middle, high) if _compute_student_probability(middle, freedom) < probability else (low, middle)
     return high
 
 
-def compute_student_probability(t: float, freedom: int) -> float:
+def _compute_student_probability(t: float, freedom: int) -> float:
     """Return the probability of [-t, t] for integer degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)

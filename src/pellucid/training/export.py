@@ -47,7 +47,7 @@ def export_model(run_dir: Path, output: Path) -> int:
     tensors, facts, notes = load_newest_checkpoint(run_dir)
     for note in notes:
         print(escape_controls(f"! {note}"), flush=True)
-    learner = load_initial_policy(cfg)
+    learner = _load_initial_policy(cfg)
     if "policy" in facts.get("sharded", ()):
         folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
         tensors["policy"] = load_shards(folder / "policy", learner.trainable())
@@ -66,7 +66,7 @@ def export_model(run_dir: Path, output: Path) -> int:
     return 0
 
 
-def load_initial_policy(cfg: Config) -> Policy:
+def _load_initial_policy(cfg: Config) -> Policy:
     """Return the policy of a run before its first step, on the CPU. A 4-bit base is loaded in fp32."""
     p = cfg.policy
     return load_policy(

@@ -35,15 +35,15 @@ from pellucid.rewards.grading import find_reward_models
 from pellucid.rewards.reward_model import compute_weights_gb
 from pellucid.utils.hardware import pick_device
 
-ASSUMED_PROMPT_TOKENS = 64
+_ASSUMED_PROMPT_TOKENS = 64
 """The assumed length of a prompt in tokens."""
 BYTES_PER_4BIT_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit number, with its share of the scale of its block, and of the scale of 256 blocks."""
 LIBRARIES_GB = 0.6
 """The memory of code and libraries."""
-MIN_CHECKPOINTING_SAVING = 0.02
+_MIN_CHECKPOINTING_SAVING = 0.02
 """The share of the peak from which gradient checkpointing, which costs time, is recommended."""
-VLLM_OVERHEAD_GB = 1.0
+_VLLM_OVERHEAD_GB = 1.0
 """The memory of vLLM besides weights and cache, as measured on a CPU."""
 
 
@@ -112,13 +112,13 @@ def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[s
     Weights, gradients and optimizer are exact. With ddp every process has fp32 masters and a copy in the compute dtype;
     with fsdp2 and deepspeed they are sharded. The parts do not all exist at the same time: see `estimate_peak`.
     """
-    own_decoder = uses_own_decoder(model, cfg)
-    tokens = count_backward_tokens(cfg, processes, shares_prompts=own_decoder)
+    own_decoder = _uses_own_decoder(model, cfg)
+    tokens = _count_backward_tokens(cfg, processes, shares_prompts=own_decoder)
     is_known = not explain_unknown_memory(model.config)
-    state = estimate_training_state(model, cfg, processes) | estimate_reward_models(cfg) | estimate_vllm(model, cfg)
+    state = estimate_training_state(model, cfg, processes) | estimate_reward_models(cfg) | _estimate_vllm(model, cfg)
     return state | {
         "activations": tokens * estimate_activation_bytes(model.config, cfg, own_decoder) / 1e9 if is_known else None,
-        "logits": estimate_logits(model, cfg, tokens),
+        "logits": _estimate_logits(model, cfg, tokens),
         "libraries": LIBRARIES_GB,
     }
 
@@ -138,37 +138,37 @@ def estimate_phases(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[
     parts = estimate_parts(model, cfg, processes)
     steady = sum_known(parts) - sum(parts[name] or 0.0 for name in ("gradients", "activations", "logits"))
     gradients, forward = parts["gradients"] or 0.0, (parts["activations"] or 0.0) + (parts["logits"] or 0.0)
-    backward = max(gradients, forward) if has_single_backward_pass(cfg, processes) else gradients + forward
+    backward = max(gradients, forward) if _has_single_backward_pass(cfg, processes) else gradients + forward
     predicts = bool(cfg.log.tokens and cfg.log.predictions) and pick_device(cfg.policy.device).type == "cpu"
     copy = 4 * model.trained_count / 1e9 if predicts else 0.0
     # The copy of the first step exists before the moments do, so only a later one adds to the peak.
     update_copy = copy if cfg.algorithm.steps >= cfg.log.predictions else 0.0
     p = model.parameter_count / 1e9
     is_sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
-    start = 4 * p * (1 + has_reference(cfg) / processes) + LIBRARIES_GB if is_sharded else 0.0
+    start = 4 * p * (1 + _has_reference(cfg) / processes) + LIBRARIES_GB if is_sharded else 0.0
     return {
         "start": start + sum(estimate_reward_models(cfg).values()),
         "sampling": steady
-        + (estimate_packed_weights(model, cfg) + (estimate_kv_cache(model.config, cfg, processes) or 0.0)),
+        + (_estimate_packed_weights(model, cfg) + (estimate_kv_cache(model.config, cfg, processes) or 0.0)),
         "update": steady + backward + update_copy,
         "microscope": steady + 2 * copy + (parts["logits"] or 0.0) if predicts else 0.0,
     }
 
 
-def has_single_backward_pass(cfg: Config, processes: int) -> bool:
+def _has_single_backward_pass(cfg: Config, processes: int) -> bool:
     """Whether an optimizer step has a single micro-batch, and the engine keeps no gradient buffers during it."""
     a = cfg.algorithm
     minibatch = a.prompts_per_step * a.group_size // (a.minibatches * processes)
     return cfg.runtime.engine != "deepspeed" and count_backward_rows(cfg, processes) >= minibatch
 
 
-def estimate_packed_weights(model: ModelFacts, cfg: Config) -> float:
+def _estimate_packed_weights(model: ModelFacts, cfg: Config) -> float:
     """Return the memory of the packed weights that the CPU kernels sample with, beside those of the update."""
-    has_kernels = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16" and uses_own_decoder(model, cfg)
+    has_kernels = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16" and _uses_own_decoder(model, cfg)
     return 2 * model.parameter_count / 1e9 if has_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
 
 
-def estimate_logits(model: ModelFacts, cfg: Config, tokens: float) -> float:
+def _estimate_logits(model: ModelFacts, cfg: Config, tokens: float) -> float:
     """Return the memory of the logits that exist at once, and of the gradient of the head.
 
     The gradient is in fp32, and in half precision once more as the matrix product that is added to it.
@@ -194,10 +194,10 @@ def describe_checkpointing(model: ModelFacts, cfg: Config, processes: int = 1) -
     if explain_unknown_memory(model.config):
         return ""
     is_on, (saved, peak) = cfg.policy.gradient_checkpointing, estimate_checkpointing_saving(model, cfg, processes)
-    if saved < MIN_CHECKPOINTING_SAVING * peak:
+    if saved < _MIN_CHECKPOINTING_SAVING * peak:
         advice = ": leave it out, it costs time" if is_on else ""
         return (
-            f"policy.gradient_checkpointing saves less than {MIN_CHECKPOINTING_SAVING:.0%} of the memory here{advice}"
+            f"policy.gradient_checkpointing saves less than {_MIN_CHECKPOINTING_SAVING:.0%} of the memory here{advice}"
         )
     return f"policy.gradient_checkpointing {'saves' if is_on else 'would save'} {saved:.1f} of {peak:.1f} GB"
 
@@ -208,7 +208,7 @@ def suggest_memory_remedy(model: ModelFacts, cfg: Config, processes: int = 1) ->
     if not cfg.policy.gradient_checkpointing and not explain_unknown_memory(model.config):
         one_row = replace(cfg, algorithm=replace(cfg.algorithm, micro_batch=1))
         saved, peak = estimate_checkpointing_saving(model, one_row, processes)
-        if saved >= MIN_CHECKPOINTING_SAVING * peak:
+        if saved >= _MIN_CHECKPOINTING_SAVING * peak:
             remedies.insert(0, f"set policy.gradient_checkpointing, which saves {saved:.1f} of {peak:.1f} GB")
     return ", or ".join(remedies)
 
@@ -249,12 +249,12 @@ def _uses_kv_cache(kind: str) -> bool:
     return "attention" in kind and "linear" not in kind
 
 
-def count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool) -> float:
+def _count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool) -> float:
     """Return the number of tokens of one backward pass. A shared prompt counts once for a group."""
     rows = count_backward_rows(cfg, processes)
     return (
         rows * cfg.sampler.max_tokens
-        + (rows / cfg.algorithm.group_size if shares_prompts else rows) * ASSUMED_PROMPT_TOKENS
+        + (rows / cfg.algorithm.group_size if shares_prompts else rows) * _ASSUMED_PROMPT_TOKENS
     )
 
 
@@ -266,8 +266,8 @@ def count_backward_rows(cfg: Config, processes: int) -> int:
 
 def estimate_training_state(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float]:
     """Return the memory of weights, gradients, optimizer and reference."""
-    estimators = {"fsdp2": estimate_fsdp2_state, "deepspeed": estimate_zero_state}
-    return estimators.get(cfg.runtime.engine, estimate_ddp_state)(model, cfg, processes)
+    estimators = {"fsdp2": _estimate_fsdp2_state, "deepspeed": _estimate_zero_state}
+    return estimators.get(cfg.runtime.engine, _estimate_ddp_state)(model, cfg, processes)
 
 
 def estimate_reward_models(cfg: Config) -> dict[str, float]:
@@ -281,7 +281,7 @@ def estimate_reward_models(cfg: Config) -> dict[str, float]:
     return {"reward model": sum(sizes)} if sizes else {}
 
 
-def estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
+def _estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
     """Return the memory of vLLM beside the trainer; empty without it.
 
     With servers and sampler.ahead it is that of the pushed weights, which are kept for servers that restart.
@@ -292,10 +292,10 @@ def estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
         return {}
     if cfg.sampler.urls:
         return {"pushed weights": weights}
-    return {"vLLM": weights + cfg.sampler.cache_gb + VLLM_OVERHEAD_GB}
+    return {"vLLM": weights + cfg.sampler.cache_gb + _VLLM_OVERHEAD_GB}
 
 
-def has_reference(cfg: Config) -> bool:
+def _has_reference(cfg: Config) -> bool:
     """Whether there is a reference on the device of the policy."""
     p = cfg.policy
     if not cfg.algorithm.kl_coef or p.lora:
@@ -303,21 +303,21 @@ def has_reference(cfg: Config) -> bool:
     return p.reference == "auto" or pick_device(p.reference) == pick_device(p.device)
 
 
-def estimate_ddp_state(model: ModelFacts, cfg: Config, _: int) -> dict[str, float]:
+def _estimate_ddp_state(model: ModelFacts, cfg: Config, _: int) -> dict[str, float]:
     p, t, q = model.parameter_count / 1e9, model.trained_count / 1e9, model.quantized_count / 1e9
     half = cfg.policy.dtype != "float32"
     if cfg.optimizer.offload:
-        copied = count_fused_weights(model.config) if half and uses_own_decoder(model, cfg) else p * half
+        copied = _count_fused_weights(model.config) if half and _uses_own_decoder(model, cfg) else p * half
         state = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
     else:
         base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
         if model.quantized_count:
             base += (BYTES_PER_4BIT_WEIGHT - 4 + 2 * half) * q - 2 * half * (p - t)  # frozen weights have no copy
         state = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
-    return state | {"reference": (4 + 2 * half) * p * has_reference(cfg)}
+    return state | {"reference": (4 + 2 * half) * p * _has_reference(cfg)}
 
 
-def estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
+def _estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
     """The state is sharded among `runtime.shards` processes; the weights for sampling are not."""
     p, t, shards = model.parameter_count / 1e9, model.trained_count / 1e9, cfg.runtime.shards or processes
     half = cfg.policy.dtype != "float32"
@@ -326,10 +326,10 @@ def estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dict
     total = {"weights": base, "gradients": 4 * t, "optimizer": 8 * t}
     state = {name: 0.0 if is_offloaded else size / shards for name, size in total.items()}
     state["weights"] += (4 - 2 * half) * p
-    return state | {"reference": 4 * p * has_reference(cfg) / shards}
+    return state | {"reference": 4 * p * _has_reference(cfg) / shards}
 
 
-def estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
+def _estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
     """DeepSpeed's ZeRO (arXiv 1910.02054, figure 1), with gradients in fp32.
 
     A parameter has 2 bytes of weights in bf16, 4 of gradients and 12 of optimizer state. Stage 2 shards all but the
@@ -338,18 +338,18 @@ def estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict[
     p, t = model.parameter_count / 1e9, model.trained_count / 1e9
     half, is_stage_3 = cfg.policy.dtype != "float32", cfg.runtime.zero_stage == 3
     dtype_bytes, is_offloaded = 4 - 2 * half, cfg.optimizer.offload and cfg.policy.device != "cpu"
-    has_copies = half and not is_stage_3 and uses_own_decoder(model, cfg)
-    copied = 2 * count_fused_weights(model.config) if has_copies else 0.0
+    has_copies = half and not is_stage_3 and _uses_own_decoder(model, cfg)
+    copied = 2 * _count_fused_weights(model.config) if has_copies else 0.0
     own_masters = half or not is_stage_3 or cfg.optimizer.offload  # else the weights are the masters
     return {
         "weights": dtype_bytes * p * (1 + 1 / processes if is_stage_3 else 1) + copied,
         "gradients": 4 * (REDUCE_BUCKET_ELEMENTS / 1e9 + (0.0 if is_offloaded else t / processes)),
         "optimizer": 0.0 if is_offloaded else (8 + 4 * own_masters) * t / processes,
-        "reference": has_reference(cfg) * (dtype_bytes * p / processes if is_stage_3 else (4 + 2 * half) * p),
+        "reference": _has_reference(cfg) * (dtype_bytes * p / processes if is_stage_3 else (4 + 2 * half) * p),
     }
 
 
-def uses_own_decoder(model: ModelFacts, cfg: Config) -> bool:
+def _uses_own_decoder(model: ModelFacts, cfg: Config) -> bool:
     return not predict_fallback_reason(model, cfg)
 
 
@@ -364,17 +364,17 @@ def predict_fallback_reason(model: ModelFacts, cfg: Config) -> str:
     return find_fallback_reason(model.config)
 
 
-def count_fused_weights(config: Any) -> float:
+def _count_fused_weights(config: Any) -> float:
     """Return the number of weights, in 1e9, of projections that our decoder fuses.
 
     They are a copy even if the masters have the dtype of the decoder.
     """
-    heads, key_heads, size = get_head_sizes(config)
+    heads, key_heads, size = _get_head_sizes(config)
     rows = (heads + 2 * key_heads) * size + 2 * config.intermediate_size
     return rows * config.hidden_size * config.num_hidden_layers / 1e9
 
 
-def get_head_sizes(config: Any) -> tuple[int, int, int]:
+def _get_head_sizes(config: Any) -> tuple[int, int, int]:
     """Return the number of query heads, of key heads, and the head size."""
     config = config.get_text_config()
     heads = config.num_attention_heads
@@ -401,7 +401,7 @@ def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
     Attention by operators pads rows and repeats the keys and values of a prompt for each response. The kernel,
     in half precision, keeps the output of the heads instead.
     """
-    heads, key_heads, size = get_head_sizes(config)
+    heads, key_heads, size = _get_head_sizes(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     normed, projected, rotated = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
     padded = (2 * heads + 4 * key_heads) * size
@@ -415,8 +415,8 @@ def estimate_kv_cache(config: Any, cfg: Config, processes: int) -> float | None:
         return None
     config, a, s = config.get_text_config(), cfg.algorithm, cfg.sampler
     rows = min(s.rows, max(a.group_size, a.prompts_per_step * a.group_size // processes))
-    tokens = rows * s.max_tokens + rows / a.group_size * ASSUMED_PROMPT_TOKENS
-    _, key_heads, size = get_head_sizes(config)
+    tokens = rows * s.max_tokens + rows / a.group_size * _ASSUMED_PROMPT_TOKENS
+    _, key_heads, size = _get_head_sizes(config)
     dtype_bytes = 4 if cfg.policy.dtype == "float32" else 2
     return 2 * dtype_bytes * tokens * config.num_hidden_layers * key_heads * size / 1e9
 
@@ -471,7 +471,7 @@ def plan_disk(cfg: Config, model: ModelFacts, run_dir: Path) -> DiskPlan:
         checkpoint_gb=count_checkpoint_bytes(model, cfg) / 1e9,
         max_checkpoints=min(settings.keep_last + 1, saves),
         final_checkpoints=min({"newest": 1, "all": settings.keep_last, "none": 0}[settings.keep_finished], saves),
-        replaced_gb=count_replaced_bytes(run_dir) / 1e9,
+        replaced_gb=_count_replaced_bytes(run_dir) / 1e9,
         free_gb=shutil.disk_usage(nearest).free / 1e9,
     )
 
@@ -487,7 +487,7 @@ def count_checkpoint_bytes(model: ModelFacts, cfg: Config) -> int:
     return 12 * model.trained_count + reference
 
 
-def count_replaced_bytes(run_dir: Path) -> int:
+def _count_replaced_bytes(run_dir: Path) -> int:
     """Return the bytes on disk that a resumed run will replace."""
     paths = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*"), *run_dir.glob("adapter/*")]
     return sum(os.path.getsize(path) for path in paths if path.is_file())

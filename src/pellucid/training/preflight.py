@@ -81,14 +81,14 @@ from pellucid.utils import files, hardware
 from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import escape_controls
 
-CUT_OFF_WARNING_SHARE = 0.1
+_CUT_OFF_WARNING_SHARE = 0.1
 """The share of cut-off samples from which a warning is printed."""
 MAX_GIVEN_CHARACTERS = 4000
 """The most characters that are shown of tokens that were not sampled."""
-MARK_STYLE = "bold cyan"
-FAILED_WARNING_SHARE = 0.1
+_MARK_STYLE = "bold cyan"
+_FAILED_WARNING_SHARE = 0.1
 """The share of failed rewards from which the advice is to mend them."""
-OTHER_ARITHMETIC_NOTE = '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
+_OTHER_ARITHMETIC_NOTE = '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
 
 
 def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
@@ -114,19 +114,19 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
         vllm_client.check_servers(cfg.sampler.urls, cfg.sampler.timeout)
     elif cfg.sampler.name == "vllm":
         vllm.check_vllm_installed()
-    model = find_model_facts(cfg)
+    model = _find_model_facts(cfg)
     if model:
-        check_model_config(cfg, model)
-        check_configured_prompts(cfg, model.config)
+        _check_model_config(cfg, model)
+        _check_configured_prompts(cfg, model.config)
     prompts = with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
     check_reward_signatures(cfg, prompts)
     if cfg.evaluate.every:  # raises a UserError if nothing is held out
         sample_held_out_prompts(with_split(cfg.task, "test"), cfg.evaluate.n)
     if model:
-        check_disk_space(cfg, model, run_dir)
+        _check_disk_space(cfg, model, run_dir)
 
 
-def find_model_facts(cfg: Config) -> memory.ModelFacts | None:
+def _find_model_facts(cfg: Config) -> memory.ModelFacts | None:
     """Return the facts of the model of a run; None if it cannot be found."""
     try:
         return memory.describe_policy_model(cfg.policy)
@@ -153,7 +153,7 @@ def check_reward_signatures(cfg: Config, prompts: Sequence[Prompt]) -> None:
                 raise UserError(f"reward {error}") from error
 
 
-def check_model_config(cfg: Config, model: memory.ModelFacts) -> None:
+def _check_model_config(cfg: Config, model: memory.ModelFacts) -> None:
     """Raise UserError if the configuration of the model does not fit the settings."""
     text = model.config.get_text_config()
     if cfg.sampler.max_tokens >= get_context_length(text):
@@ -162,19 +162,19 @@ def check_model_config(cfg: Config, model: memory.ModelFacts) -> None:
             f" context of {get_context_length(text)} tokens"
         )
     if cfg.algorithm.similarity != "none":
-        check_similarity_layer(cfg.algorithm.similarity_layer, text)
+        _check_similarity_layer(cfg.algorithm.similarity_layer, text)
     if cfg.policy.lora_targets:
         check_lora_targets(memory.build_meta_model(cfg.policy.model, cfg.policy.access)[1], cfg.policy.lora_targets)
 
 
-def check_similarity_layer(layer: int, text: Any) -> None:
+def _check_similarity_layer(layer: int, text: Any) -> None:
     """Raise UserError if the model does not have this layer."""
     layers = getattr(text, "num_hidden_layers", None)
     if layers is not None and not -layers <= layer + 1 <= layers + 1:
         raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
 
 
-def check_disk_space(cfg: Config, model: memory.ModelFacts, run_dir: Path) -> None:
+def _check_disk_space(cfg: Config, model: memory.ModelFacts, run_dir: Path) -> None:
     """Raise UserError if the disk has no room for the model and its checkpoints, one more than are kept."""
     plan = memory.plan_disk(cfg, model, run_dir)
     if plan.needed_gb > plan.free_gb:
@@ -206,7 +206,7 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
         f" {model.trained_count / 1e6:.1f} M trained",
         "computes": f"in {cfg.policy.dtype} on {device}, {world_size} process{'es' if world_size > 1 else ''}, by"
         + (f" transformers ({fallback})" if fallback else " our decoder"),
-        **describe_rows(cfg),
+        **_describe_rows(cfg),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
@@ -224,14 +224,14 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
     rich.print(table)
     slow = {"float32": hardware.describe_missing_bf16, "float16": hardware.describe_slow_float16}.get(cfg.policy.dtype)
     inexact = cfg.sampler.inexact_setting
-    correction_note = OTHER_ARITHMETIC_NOTE.format(inexact, a.correction) if inexact else ""
+    correction_note = _OTHER_ARITHMETIC_NOTE.format(inexact, a.correction) if inexact else ""
     for line in filter(None, (slow(device) if slow else "", correction_note, *find_inert_settings(a))):
         print(escape_controls(f"! {line}"), flush=True)
 
 
-def describe_rows(cfg: Config) -> dict[str, str]:
+def _describe_rows(cfg: Config) -> dict[str, str]:
     """Return how many rows train and how many are held out; empty for a task that generates its questions."""
-    train, test = (count_split_rows(cfg, split) for split in ("train", "test"))
+    train, test = (_count_split_rows(cfg, split) for split in ("train", "test"))
     if train is None:
         return {}
     if not test:
@@ -240,7 +240,7 @@ def describe_rows(cfg: Config) -> dict[str, str]:
     return {"data": f"{format_count(train, 'row')} to train on, {test:,} held out ({evaluations})"}
 
 
-def count_split_rows(cfg: Config, split: str) -> int | None:
+def _count_split_rows(cfg: Config, split: str) -> int | None:
     """Return the number of rows of a split; None if the task does not know it."""
     try:
         return getattr(with_split(get_innermost_task(cfg.task), split), "question_count", None)
@@ -251,10 +251,10 @@ def count_split_rows(cfg: Config, split: str) -> int | None:
 def show_exchange(policy: Policy, group: Group) -> None:
     """Print the exact strings, special tokens included. A bar marks where sampled tokens begin and end."""
     completion, reward = group.completions[0], group.rewards[0]
-    text, was_sampled = format_tokens(policy, group.prompt_ids, is_given=True), False
-    for ids, is_given in split_spans(completion):
-        text.append("" if is_given and not was_sampled else "|", MARK_STYLE).append_text(
-            format_tokens(policy, ids, is_given)
+    text, was_sampled = _format_tokens(policy, group.prompt_ids, is_given=True), False
+    for ids, is_given in _split_spans(completion):
+        text.append("" if is_given and not was_sampled else "|", _MARK_STYLE).append_text(
+            _format_tokens(policy, ids, is_given)
         )
         was_sampled = not is_given
     rich.print(Text("\n"), text, sep="")
@@ -267,16 +267,16 @@ def show_exchange(policy: Policy, group: Group) -> None:
     rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {escape(lengths)}; {escape(grade)}\n")
 
 
-def format_tokens(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
+def _format_tokens(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
     """Return the string of these tokens for the screen. Given tokens are dim; of many, the middle is left out."""
     text = escape_controls(policy.decode(ids, special=True))
     begin, left_out, end = cut_middle(text, MAX_GIVEN_CHARACTERS if is_given else len(text))
     between = f"[{format_count(left_out, 'character')} left out]" if left_out else ""
     style = "dim" if is_given else ""
-    return Text.assemble((begin, style), (between, MARK_STYLE), (end, style))
+    return Text.assemble((begin, style), (between, _MARK_STYLE), (end, style))
 
 
-def split_spans(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
+def _split_spans(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Yield the tokens of a completion span by span, with whether a span was given and not sampled."""
     position = 0
     for start, end in completion.given_spans:
@@ -317,18 +317,18 @@ def show_signal(groups: Sequence[Group], cfg: Config, eos_ids: Collection[int]) 
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
-    share, prediction = estimate_zero_variance_share(groups, cfg)
+    share, prediction = _estimate_zero_variance_share(groups, cfg)
     few = len(groups) < MIN_INTERVAL_PROMPTS
     print(
-        f"{describe_outcome(graded, len(groups))}; {prediction}",
-        describe_failures(groups) or give_advice(share, graded, can_add_prefixes(cfg), few),
+        f"{_describe_outcome(graded, len(groups))}; {prediction}",
+        _describe_failures(groups) or _give_advice(share, graded, _can_add_prefixes(cfg), few),
     )
     completions = [completion for group in groups for completion in group.completions]
     for warning in find_cut_off_warnings(completions, cfg, eos_ids):
         print(escape_controls(f"! {warning}"), flush=True)
 
 
-def estimate_zero_variance_share(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:
+def _estimate_zero_variance_share(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:
     """Return the share of groups that will have equal rewards, and a clause on it for a sentence."""
     size, min_range = cfg.algorithm.group_size, cfg.algorithm.min_reward_range
     rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
@@ -339,18 +339,18 @@ def estimate_zero_variance_share(groups: Sequence[Group], cfg: Config) -> tuple[
     return dead.value, f"judging by them, {dead.value:.0%} of groups of {size} will be dead ({interval})."
 
 
-def describe_failures(groups: Sequence[Group]) -> str:
+def _describe_failures(groups: Sequence[Group]) -> str:
     """Return advice to mend the rewards if FAILED_WARNING_SHARE of them failed; else an empty string."""
     rewards = [reward for group in groups for reward in group.rewards if reward.applies]
     share = fmean(reward.failed for reward in rewards) if rewards else 0.0
-    if share < FAILED_WARNING_SHARE:
+    if share < _FAILED_WARNING_SHARE:
         return ""
     terms = format_failed_terms(compute_failed_shares(rewards))
     in_brackets = f" ({terms})" if terms else ""
     return f"{share:.0%} of rewards failed{in_brackets}, the first with {find_first_error(groups)}: mend them first."
 
 
-def describe_outcome(graded: Sequence[Reward], prompts: int) -> str:
+def _describe_outcome(graded: Sequence[Reward], prompts: int) -> str:
     """Return the share of right samples, or the mean reward, and the number of samples."""
     n = f"{format_count(len(graded), 'sample')} of {format_count(prompts, 'prompt')}"
     if rewards_are_verdicts(graded):
@@ -358,7 +358,7 @@ def describe_outcome(graded: Sequence[Reward], prompts: int) -> str:
     return f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
 
 
-def give_advice(
+def _give_advice(
     zero_variance_share: float, graded: Sequence[Reward], has_workings: bool = False, few: bool = False
 ) -> str:
     """Return what to change if many groups will have zero variance, and so no gradient.
@@ -384,7 +384,7 @@ def give_advice(
     return f"{subject} will teach little: use {', '.join(changes[:-1])}, or {changes[-1]}."
 
 
-def can_add_prefixes(cfg: Config) -> bool:
+def _can_add_prefixes(cfg: Config) -> bool:
     """Whether the task has workings that could be prefixes, and gives none yet."""
     is_prefixed = any(isinstance(layer, Prefixed) for layer in list_task_layers(cfg.task))
     return not is_prefixed and hasattr(get_innermost_task(cfg.task), "working")
@@ -396,15 +396,15 @@ def find_cut_off_warnings(completions: Sequence[Completion], cfg: Config, eos_id
     A conversation that ended with the last of sampler.turns is not cut off.
     """
     n, turn_limit, limit = len(completions), cfg.sampler.turn_tokens, cfg.sampler.max_tokens
-    cut_turns = [find_cut_turns(completion, turn_limit, eos_ids) for completion in completions]
+    cut_turns = [_find_cut_turns(completion, turn_limit, eos_ids) for completion in completions]
     with_cut_turn = sum(any(turns) for turns in cut_turns)
     cut_off = sum(not c.finished and not (turns and turns[-1]) for c, turns in zip(completions, cut_turns, strict=True))
-    if with_cut_turn and with_cut_turn >= CUT_OFF_WARNING_SHARE * n:
+    if with_cut_turn and with_cut_turn >= _CUT_OFF_WARNING_SHARE * n:
         yield (
             f"{with_cut_turn / n:.0%} of {format_count(n, 'sample')} have a turn that was cut off at"
             f" sampler.turn_tokens = {turn_limit}: raise it, or ask for shorter turns"
         )
-    if cut_off >= CUT_OFF_WARNING_SHARE * n:
+    if cut_off >= _CUT_OFF_WARNING_SHARE * n:
         has_conversations = any(completion.messages for completion in completions)
         scope = ", which is for all that follows the question, whoever says it" if has_conversations else ""
         yield (
@@ -413,10 +413,12 @@ def find_cut_off_warnings(completions: Sequence[Completion], cfg: Config, eos_id
         )
 
 
-def find_cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection[int]) -> list[bool]:
+def _find_cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection[int]) -> list[bool]:
     """Return whether each turn of a conversation was cut off at `max_tokens`; an empty list if turns have no limit."""
     turns = (
-        [ids for ids, is_given in split_spans(completion) if not is_given] if max_tokens and completion.messages else []
+        [ids for ids, is_given in _split_spans(completion) if not is_given]
+        if max_tokens and completion.messages
+        else []
     )
     return [len(ids) == max_tokens and ids[-1] not in eos_ids for ids in turns]
 
@@ -437,15 +439,15 @@ def describe_loaded_model(policy: Policy) -> memory.ModelFacts:
 # All prompts of a data set are tokenized before the model is loaded, to find those that the policy cannot read.
 
 
-TOKENIZE_BATCH_SIZE = 1024
+_TOKENIZE_BATCH_SIZE = 1024
 """The number of prompts that are tokenized at once, in parallel by a fast tokenizer."""
 MIN_CACHED_ROWS = 2048
 """The number of rows from which the result is cached on disk."""
-PROBE_PROMPT_COUNT = 256
+_PROBE_PROMPT_COUNT = 256
 """The number of prompts that are checked of a task that generates them."""
 
 
-class PromptLimits(NamedTuple):
+class _PromptLimits(NamedTuple):
     """The limits that each prompt must be within."""
 
     max_prompt_tokens: int
@@ -456,7 +458,7 @@ class PromptLimits(NamedTuple):
     """The number of embeddings of the model."""
 
 
-def check_configured_prompts(cfg: Config, config: PreTrainedConfig) -> None:
+def _check_configured_prompts(cfg: Config, config: PreTrainedConfig) -> None:
     """Check the prompts of both splits against the tokenizer and the configuration of the policy, without its weights.
 
     Raises:
@@ -487,24 +489,24 @@ def check_prompts(
     Raises:
         DataError: There are bad prompts that are not to be skipped.
     """
-    limits = PromptLimits(context_length - cfg.sampler.max_tokens, cfg.sampler.max_tokens, vocabulary_size)
+    limits = _PromptLimits(context_length - cfg.sampler.max_tokens, cfg.sampler.max_tokens, vocabulary_size)
     task = get_innermost_task(cfg.task)
     # The prompt of a conversation is only known when its environment has started.
     if limits.max_prompt_tokens < 1 or hasattr(task, "environment_spec"):
         return
     if hasattr(task, "as_dataset"):
-        check_dataset_prompts(task.as_dataset(), tokenizer, limits, splits)
+        _check_dataset_prompts(task.as_dataset(), tokenizer, limits, splits)
     else:
-        check_probe_prompts(cfg, tokenizer, limits, splits)
+        _check_probe_prompts(cfg, tokenizer, limits, splits)
 
 
-def check_dataset_prompts(
-    task: Dataset, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits, splits: Sequence[str]
+def _check_dataset_prompts(
+    task: Dataset, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits, splits: Sequence[str]
 ) -> None:
     """Mark the bad rows of a data set. Raise DataError if they are not to be skipped, or no other rows remain."""
-    bad_rows = {key: find_bad_rows(scan_source(key), tokenizer, limits) for key in list_scan_keys(task)}
+    bad_rows = {key: _find_bad_rows(scan_source(key), tokenizer, limits) for key in list_scan_keys(task)}
     for key, bad in bad_rows.items():
-        mark_bad_rows(key, bad if task.skip_bad_rows or len(splits) > 1 else filter_by_split(task, key, bad, splits))
+        mark_bad_rows(key, bad if task.skip_bad_rows or len(splits) > 1 else _filter_by_split(task, key, bad, splits))
     if not task.skip_bad_rows and (bad := list_bad_rows(task)):
         raise DataError(
             f"{format_bad_rows(bad)}; fix {'it' if len(bad) == 1 else 'them'}, or set task.skip_bad_rows = true"
@@ -513,11 +515,12 @@ def check_dataset_prompts(
         load_split_prompts(replace(task, split=split))
     if (bad := list_bad_rows(task)) and is_first_process():
         print(
-            f"! task.skip_bad_rows leaves out {len(bad)} of {count_rows(task)} rows: {format_bad_rows(bad)}", flush=True
+            f"! task.skip_bad_rows leaves out {len(bad)} of {_count_rows(task)} rows: {format_bad_rows(bad)}",
+            flush=True,
         )
 
 
-def filter_by_split(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits: Sequence[str]) -> dict[int, str]:
+def _filter_by_split(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits: Sequence[str]) -> dict[int, str]:
     """Return the bad rows of a source that are in one of these splits."""
     prompts_by_split = [load_split_prompts(replace(task, split=split)) for split in splits]
     rows = scan_source(key).prompts.rows
@@ -525,62 +528,62 @@ def filter_by_split(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits:
     return {index: reason for index, reason in bad.items() if index in indices}
 
 
-def count_rows(task: Dataset) -> int:
+def _count_rows(task: Dataset) -> int:
     return sum(len(scan_source(key).prompts) for key in list_scan_keys(task))
 
 
-def check_probe_prompts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits, splits: Sequence[str]
+def _check_probe_prompts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits, splits: Sequence[str]
 ) -> None:
     """Raise DataError for a bad prompt among the first ones of a task that generates its questions."""
-    prompts = list(sample_first_prompts(cfg, splits))
+    prompts = list(_sample_first_prompts(cfg, splits))
     for prompt, fault in zip(prompts, find_prompt_faults(prompts, tokenizer, limits), strict=True):
         if fault:
             question = " ".join(prompt.question.split())[:60]
             raise DataError(f'{cfg.task_name}: prompt {prompt.id}, "{question}": {fault}')
 
 
-def sample_first_prompts(cfg: Config, splits: Sequence[str]) -> Iterator[Prompt]:
+def _sample_first_prompts(cfg: Config, splits: Sequence[str]) -> Iterator[Prompt]:
     """Yield PROBE_PROMPT_COUNT prompts of a task of ours, or those of the first step of a task of the user.
 
     A task of the user may depend on being called once for each step.
     """
     train, n = get_innermost_task(with_split(cfg.task, "train")), cfg.algorithm.prompts_per_step
     is_ours = type(train).__module__.startswith("pellucid.")
-    for step in range(-(-PROBE_PROMPT_COUNT // n) if is_ours else 1) if "train" in splits else ():
+    for step in range(-(-_PROBE_PROMPT_COUNT // n) if is_ours else 1) if "train" in splits else ():
         yield from train.sample(step, n)
     if "test" in splits and cfg.evaluate.every:
         yield from sample_held_out_prompts(get_innermost_task(with_split(cfg.task, "test")), cfg.evaluate.n)
 
 
-def find_bad_rows(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits) -> dict[int, str]:
+def _find_bad_rows(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits) -> dict[int, str]:
     """Return the faults of bad rows of a source by their indices, from the cache of an earlier run if there is one."""
     if len(scanned.prompts) < MIN_CACHED_ROWS:
-        return find_bad_rows_uncached(scanned, tokenizer, limits)
-    path = get_cache_path(scanned, tokenizer, limits)
+        return _find_bad_rows_uncached(scanned, tokenizer, limits)
+    path = _get_cache_path(scanned, tokenizer, limits)
     with suppress(OSError, ValueError, AttributeError):  # a damaged file is replaced
         return {int(index): str(fault) for index, fault in json.loads(path.read_text(encoding="utf-8")).items()}
-    bad = find_bad_rows_uncached(scanned, tokenizer, limits)
+    bad = _find_bad_rows_uncached(scanned, tokenizer, limits)
     with suppress(OSError):  # the next run tokenizes them again
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_file_atomically(path, json.dumps(bad))
     return bad
 
 
-def find_bad_rows_uncached(
-    scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
+def _find_bad_rows_uncached(
+    scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits
 ) -> dict[int, str]:
     indices = [index for index, fingerprint in enumerate(scanned.fingerprints) if fingerprint]
     bad: dict[int, str] = {}
-    for start in range(0, len(indices), TOKENIZE_BATCH_SIZE):
-        batch = indices[start : start + TOKENIZE_BATCH_SIZE]
+    for start in range(0, len(indices), _TOKENIZE_BATCH_SIZE):
+        batch = indices[start : start + _TOKENIZE_BATCH_SIZE]
         faults = find_prompt_faults([scanned.prompts[index] for index in batch], tokenizer, limits)
         bad |= {index: fault for index, fault in zip(batch, faults, strict=True) if fault}
     return bad
 
 
 def find_prompt_faults(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits
 ) -> list[str]:
     """Return the fault of each prompt; empty for a good one."""
     faults: list[str] = [""] * len(prompts)
@@ -602,7 +605,7 @@ def find_prompt_faults(
     return faults
 
 
-def get_cache_path(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits) -> Path:
+def _get_cache_path(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits) -> Path:
     """Return the path of the cached result for these prompts, this tokenizer and these limits."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)

@@ -101,8 +101,8 @@ from pellucid.utils.files import exit_if_forked
 from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS, StopRequests, collect_stop_requests
 from pellucid.utils.text import escape_controls
 
-NO_REWARD = "None: no reward applies to its rows"
-MIN_PROBE_ANSWERS = 8
+_NO_REWARD = "None: no reward applies to its rows"
+_MIN_PROBE_ANSWERS = 8
 """The number of answers that are graded before all others, to see that rewards work."""
 
 
@@ -174,10 +174,10 @@ class TrainingRun:
         with ExitStack() as stack:
             with self.stop_requests.interrupt_immediately():
                 parts = self._build(stack)
-                evaluation = begin_run(self.cfg, self.run_dir, parts, self.resume_changes)
+                evaluation = _begin_run(self.cfg, self.run_dir, parts, self.resume_changes)
             self.resume_changes, self.prepare = self.resume_changes or {}, None
             is_main = parts.runtime.is_main
-            log = open_logs(self.cfg, self.run_dir, parts.state.step) if is_main else CompositeLogger([])
+            log = _open_logs(self.cfg, self.run_dir, parts.state.step) if is_main else CompositeLogger([])
             with closing(log), detect_lost_processes(self.run_dir):
                 if evaluation:
                     log.log_evaluation(0, evaluation)
@@ -197,7 +197,7 @@ class TrainingRun:
             raise UserError(
                 f"{self._data_error}; saved after step {self.stopped_step}: mend the data, then {self.resume_hint}"
             )
-        if is_out_of_patience(self.cfg, parts):
+        if _is_out_of_patience(self.cfg, parts):
             raise UserError(
                 f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]};"
                 " nothing is lost, and reward.patience is how many such steps a run bears with"
@@ -230,7 +230,7 @@ class TrainingRun:
             if self.resume_changes is None:
                 check_free_run_dir(self.run_dir)  # before `prepare` writes rows over those of another run
         if self.prepare is not None:
-            run_in_first_process(self.prepare, self.cfg)
+            _run_in_first_process(self.prepare, self.cfg)
             self._check_preflight()
         set_seed(self.cfg.algorithm.seed)  # the initial weights of adapters are random
         parts = build_components(self.cfg, self.run_dir / "rewards.log")
@@ -256,8 +256,8 @@ class TrainingRun:
         watcher, heap, is_new = InertSettingWatcher(cfg.algorithm), hardware.HeapTrimmer(), parts.state.step == 0
         if (
             not is_new
-            and is_evaluation_missing(cfg, self.run_dir, parts)
-            and not evaluate_and_log(cfg, parts, log, self.stop_requests)
+            and _is_evaluation_missing(cfg, self.run_dir, parts)
+            and not _evaluate_and_log(cfg, parts, log, self.stop_requests)
         ):
             self.stopped_step = parts.state.step
             return
@@ -268,7 +268,7 @@ class TrainingRun:
             metrics = {
                 **compute_group_metrics(groups, cfg.algorithm.min_reward_range),
                 **measured,
-                **measure_memory(parts),
+                **_measure_memory(parts),
             }
             if "reward/kl" in metrics:
                 metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
@@ -276,14 +276,16 @@ class TrainingRun:
             heap.trim_after_step()
             for note in watcher.observe_step(metrics) if parts.runtime.is_main and is_new else []:
                 print(escape_controls(f"! {note}"), flush=True)
-            is_last, is_due = is_last_step(cfg, parts), is_evaluation_due(cfg, parts)
+            is_last, is_due = _is_last_step(cfg, parts), _is_evaluation_due(cfg, parts)
             is_saved = cfg.checkpoint.every > 0 and (is_last or step % cfg.checkpoint.every == 0)
-            parts.failures = [*parts.failures, find_first_error(groups) or NO_REWARD] if have_all_failed(groups) else []
-            stop = parts.runtime.any_rank(bool(self.stop_requests)) or is_out_of_patience(cfg, parts)
+            parts.failures = (
+                [*parts.failures, find_first_error(groups) or _NO_REWARD] if have_all_failed(groups) else []
+            )
+            stop = parts.runtime.any_rank(bool(self.stop_requests)) or _is_out_of_patience(cfg, parts)
             # The checkpoint comes before the evaluation: a supervisor waits only seconds between SIGTERM and SIGKILL.
             if is_saved or stop:
                 self._save_checkpoint(parts)
-            if is_due and not stop and not evaluate_and_log(cfg, parts, log, self.stop_requests):
+            if is_due and not stop and not _evaluate_and_log(cfg, parts, log, self.stop_requests):
                 stop = True
                 if not is_saved:
                     self._save_checkpoint(parts)
@@ -308,7 +310,7 @@ class TrainingRun:
 
     def _stop_early(self, parts: Components) -> None:
         """Save the run if the caller leaves the iteration before the last step."""
-        if not is_last_step(self.cfg, parts):
+        if not _is_last_step(self.cfg, parts):
             self.stopped_step = parts.state.step
             if self._saved_step != self.stopped_step:
                 self._save_checkpoint(parts)
@@ -336,7 +338,7 @@ def end_forked_copies(steps: Iterator[StepResult]) -> Iterator[StepResult]:
         yield result
 
 
-def begin_run(
+def _begin_run(
     cfg: Config, run_dir: Path, parts: Components, resume_changes: SettingChanges | None
 ) -> Evaluation | None:
     """Restore the run if it is resumed, and write config.json. Return the evaluation before step 1."""
@@ -350,10 +352,10 @@ def begin_run(
             show_plan(cfg, model, fallback_reason, parts.runtime.world_size, run_dir)
     # A barrier: rewards of other processes write into the run directory, which the main process has checked now.
     parts.runtime.any_rank(False)
-    return evaluate_before_training(cfg, parts) if parts.state.step == 0 else None
+    return _evaluate_before_training(cfg, parts) if parts.state.step == 0 else None
 
 
-def run_in_first_process(action: Callable[[], None], cfg: Config) -> None:
+def _run_in_first_process(action: Callable[[], None], cfg: Config) -> None:
     """Run an action in the first process while the others wait."""
 
     def decide() -> str:
@@ -363,17 +365,17 @@ def run_in_first_process(action: Callable[[], None], cfg: Config) -> None:
     broadcast_decision(decide, hardware.pick_device(cfg.policy.device), cfg.runtime.timeout)
 
 
-def measure_memory(parts: Components) -> dict[str, float]:
+def _measure_memory(parts: Components) -> dict[str, float]:
     """Return the memory of this process in GB: its peak, on the GPU if there is one, and its resident size."""
     return {"memory/peak_gb": parts.runtime.get_peak_memory_gb(), "memory/resident_gb": hardware.get_resident_gb()}
 
 
-def is_out_of_patience(cfg: Config, parts: Components) -> bool:
+def _is_out_of_patience(cfg: Config, parts: Components) -> bool:
     """Whether the run must end because too many steps in a row had no reward. All processes agree."""
     return 0 < cfg.reward.patience <= len(parts.failures)
 
 
-def is_last_step(cfg: Config, parts: Components) -> bool:
+def _is_last_step(cfg: Config, parts: Components) -> bool:
     return parts.state.step == cfg.algorithm.steps or is_out_of_time(cfg, parts)
 
 
@@ -385,19 +387,19 @@ def is_out_of_time(cfg: Config, parts: Components) -> bool:
 # ---------------------------------------------------------------- evaluation
 
 
-def is_evaluation_due(cfg: Config, parts: Components) -> bool:
+def _is_evaluation_due(cfg: Config, parts: Components) -> bool:
     """Whether the policy is evaluated after this step."""
     every = cfg.evaluate.every
-    return every > 0 and (parts.state.step % every == 0 or is_last_step(cfg, parts))
+    return every > 0 and (parts.state.step % every == 0 or _is_last_step(cfg, parts))
 
 
-def is_evaluation_missing(cfg: Config, run_dir: Path, parts: Components) -> bool:
+def _is_evaluation_missing(cfg: Config, run_dir: Path, parts: Components) -> bool:
     """Whether the last step was not evaluated, because the run was stopped or killed between the two."""
     is_logged = parts.runtime.is_main and parts.state.step in read_evaluations(run_dir)
-    return is_evaluation_due(cfg, parts) and not parts.runtime.any_rank(is_logged)
+    return _is_evaluation_due(cfg, parts) and not parts.runtime.any_rank(is_logged)
 
 
-def evaluate_and_log(cfg: Config, parts: Components, log: Logger, stop_requests: StopRequests) -> bool:
+def _evaluate_and_log(cfg: Config, parts: Components, log: Logger, stop_requests: StopRequests) -> bool:
     """Evaluate the policy. Return False if a stop request came: the resumed run then makes the evaluation.
 
     A single process interrupts the evaluation; several, which wait for one another, finish it.
@@ -422,14 +424,14 @@ def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Gr
     return evaluation, groups
 
 
-def evaluate_before_training(cfg: Config, parts: Components) -> Evaluation | None:
+def _evaluate_before_training(cfg: Config, parts: Components) -> Evaluation | None:
     """Evaluate the policy before step 1, and show one exchange and the predicted share of zero-variance groups.
 
     Raises:
         NotBegunError: No reward applies, or all fail.
     """
     parts.sampler.sync(parts.policy, parts.state.step)
-    try_rewards(cfg, parts)
+    _try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
     sampling, progress = make_training_sampling(cfg), make_progress(cfg, 0)
     is_same_sampling = replace(make_evaluation_sampling(cfg), n=sampling.n) == sampling
@@ -445,18 +447,18 @@ def evaluate_before_training(cfg: Config, parts: Components) -> Evaluation | Non
     return evaluation
 
 
-def try_rewards(cfg: Config, parts: Components) -> None:
+def _try_rewards(cfg: Config, parts: Components) -> None:
     """Raise NotBegunError if none of MIN_PROBE_ANSWERS answers has a reward.
 
     Without this, an evaluation whose rewards all hang would take hours. The answers are greedy, to held-out prompts.
     If there are too few of these, prompts of the first step are added, and then several answers to each prompt.
     """
     if isinstance(parts.task, GradedTask):
-        prompts = list(parts.test_prompts[:MIN_PROBE_ANSWERS])
-        if len(prompts) < MIN_PROBE_ANSWERS:
-            prompts = [*prompts, *parts.task.sample(0, cfg.algorithm.prompts_per_step)][:MIN_PROBE_ANSWERS]
+        prompts = list(parts.test_prompts[:_MIN_PROBE_ANSWERS])
+        if len(prompts) < _MIN_PROBE_ANSWERS:
+            prompts = [*prompts, *parts.task.sample(0, cfg.algorithm.prompts_per_step)][:_MIN_PROBE_ANSWERS]
         sampling, progress = make_training_sampling(cfg), make_progress(cfg, 0)
-        n = -(-MIN_PROBE_ANSWERS // len(prompts))
+        n = -(-_MIN_PROBE_ANSWERS // len(prompts))
         sampling = make_greedy_sampling(sampling) if n == 1 else replace(sampling, n=n)
         groups = sample_and_grade(parts.task, parts.sampler, parts.runtime.shard(prompts), sampling, progress)
         refuse_failed_rewards(parts.runtime.gather(groups))
@@ -486,7 +488,7 @@ def start_run_dir(run_dir: Path, cfg: Config, step: int, resume_changes: Setting
     )
 
 
-def open_logs(cfg: Config, run_dir: Path, first_step: int) -> CompositeLogger:
+def _open_logs(cfg: Config, run_dir: Path, first_step: int) -> CompositeLogger:
     """Open the loggers of a run: its files, the boards that the settings name, and the screen."""
     screen: Logger
     if is_in_notebook():

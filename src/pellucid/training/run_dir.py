@@ -37,16 +37,16 @@ from pellucid.utils import files
 from pellucid.utils.files import check_unlocked, hold_lock
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, load_object, suggest_path
 
-LOCK_FILE = ".lock"
+_LOCK_FILE = ".lock"
 DATA_FILE = "data.jsonl"
 """The rows that `pellucid.train` was given in memory."""
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """The environment variables in which launchers say which process this is, as Accelerate reads them."""
 
 
 def is_first_process() -> bool:
     """Whether this is the process of the run that writes files. Known before torch is imported."""
-    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
+    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def hold_run_dir(run_dir: Path) -> Iterator[None]:
     """
     new_folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
-    with hold_lock(run_dir / LOCK_FILE, format_lock_owner(run_dir)):
+    with hold_lock(run_dir / _LOCK_FILE, _format_lock_owner(run_dir)):
         had_rows = (run_dir / DATA_FILE).exists()
         try:
             yield
@@ -72,16 +72,16 @@ def hold_run_dir(run_dir: Path) -> Iterator[None]:
         finally:
             if not had_rows and not (run_dir / "config.json").exists():
                 (run_dir / DATA_FILE).unlink(missing_ok=True)
-            if new_folders and set(os.listdir(run_dir)) <= {LOCK_FILE}:
+            if new_folders and set(os.listdir(run_dir)) <= {_LOCK_FILE}:
                 with suppress(OSError):  # Windows keeps open files, and the parents may have other content by now
-                    (run_dir / LOCK_FILE).unlink()
+                    (run_dir / _LOCK_FILE).unlink()
                     for folder in new_folders:
                         folder.rmdir()
 
 
 def clear_run_dir(run_dir: Path) -> None:
     """Remove everything but the lock."""
-    for path in [path for path in run_dir.iterdir() if path.name != LOCK_FILE]:
+    for path in [path for path in run_dir.iterdir() if path.name != _LOCK_FILE]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -90,10 +90,10 @@ def clear_run_dir(run_dir: Path) -> None:
 
 def refuse_locked_run_dir(run_dir: Path) -> None:
     """Raise UserError if another process trains in the directory."""
-    check_unlocked(run_dir / LOCK_FILE, format_lock_owner(run_dir))
+    check_unlocked(run_dir / _LOCK_FILE, _format_lock_owner(run_dir))
 
 
-def format_lock_owner(run_dir: Path) -> str:
+def _format_lock_owner(run_dir: Path) -> str:
     return f"trains in {run_dir}"
 
 
@@ -152,7 +152,7 @@ def check_resumable_run_dir(run_dir: Path) -> None:
 
 def describe_finished_run(run_dir: Path, resume_changes: SettingChanges, steps: int) -> str:
     """Return a message if a resume with these settings has nothing to do; else an empty string."""
-    if resume_changes or not is_run_finished(run_dir) or not has_last_model(run_dir):
+    if resume_changes or not is_run_finished(run_dir) or not _has_last_model(run_dir):
         return ""
     done = max((row["step"] for row in read_records(run_dir / "metrics.jsonl")), default=0)
     checkpoints = list_checkpoints(run_dir)
@@ -163,7 +163,7 @@ def describe_finished_run(run_dir: Path, resume_changes: SettingChanges, steps: 
     return f"{run_dir} is finished after step {done}: {reason}; --algorithm.steps {2 * steps} would take more steps"
 
 
-def has_last_model(run_dir: Path) -> bool:
+def _has_last_model(run_dir: Path) -> bool:
     """Whether the model was saved after the last step was logged. An older one is the model of fewer steps."""
     times = [path.stat().st_mtime_ns for path in (run_dir / "model").glob("*")]
     return max(times, default=0) >= (run_dir / "metrics.jsonl").stat().st_mtime_ns
@@ -222,7 +222,7 @@ CHANGEABLE_SETTINGS = (
 """The number of steps, the machine and the speed. The learning rate of each step is in metrics.jsonl, and so is which
 rewards failed for lack of time or memory. Questions, rewards, sampling and objective must stay the same."""
 
-NUMERICALLY_NEUTRAL_SETTINGS = (
+_NUMERICALLY_NEUTRAL_SETTINGS = (
     "policy.save_dtype",
     "checkpoint.",
     "log.",
@@ -232,18 +232,18 @@ NUMERICALLY_NEUTRAL_SETTINGS = (
 )
 """Settings that change no result of a run."""
 
-CHANGEABLE_TERM_SETTINGS = {
+_CHANGEABLE_TERM_SETTINGS = {
     "judge": ("base_url", "key", "concurrency", "timeout", "retries", "step_timeout", "cache"),
     "reward_model": ("device", "batch"),
 }
 """By the table of a reward term, its keys that may change: where and how fast the term is computed."""
 
-COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
+_COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 
-DATA_KEY_PATTERN = re.compile(r"task\.(?:task\.)*(?:data|test_data)(?:\.\d+)?")
+_DATA_KEY_PATTERN = re.compile(r"task\.(?:task\.)*(?:data|test_data)(?:\.\d+)?")
 """Settings that name data, of the task itself or of one within it. If the data ended the run, these settings and the
 content of the files may change."""
-SKIP_BAD_ROWS_PATTERN = re.compile(r"task\.(?:task\.)*skip_bad_rows")
+_SKIP_BAD_ROWS_PATTERN = re.compile(r"task\.(?:task\.)*skip_bad_rows")
 """This may always change, since the rows that it leaves out were never trained on."""
 
 SettingChanges = Mapping[str, Sequence[Any]]
@@ -256,18 +256,18 @@ def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
     Raises:
         UserError: One of them must not change.
     """
-    changed, steps = find_setting_changes(run_dir, dump_settings(cfg)), cfg.algorithm.steps
+    changed, steps = _find_setting_changes(run_dir, dump_settings(cfg)), cfg.algorithm.steps
     done = max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0)
     if steps < done:
         raise UserError(f"{run_dir} has taken {done} steps already: algorithm.steps = {steps} must be at least {done}")
     data_may_change = get_bad_data_path(run_dir).is_file()
     for key, (old, new) in changed.items():
-        if data_may_change and DATA_KEY_PATTERN.fullmatch(key):
+        if data_may_change and _DATA_KEY_PATTERN.fullmatch(key):
             continue
         if (
             not key.startswith(CHANGEABLE_SETTINGS)
-            and not SKIP_BAD_ROWS_PATTERN.fullmatch(key)
-            and not (key.endswith(".rewards") and is_same_grading(old, new))
+            and not _SKIP_BAD_ROWS_PATTERN.fullmatch(key)
+            and not (key.endswith(".rewards") and _is_same_grading(old, new))
         ):
             when = "" if (run_dir / "model").is_dir() else "when it is finished, "
             raise UserError(
@@ -282,28 +282,28 @@ def get_bad_data_path(run_dir: Path) -> Path:
     return run_dir / "bad_data.txt"
 
 
-def is_same_grading(old: Any, new: Any) -> bool:
+def _is_same_grading(old: Any, new: Any) -> bool:
     """Whether two lists of reward terms differ only in how the terms are computed."""
     return (
         isinstance(old, list)
         and isinstance(new, list)
-        and list(map(strip_execution_settings, old)) == list(map(strip_execution_settings, new))
+        and list(map(_strip_execution_settings, old)) == list(map(_strip_execution_settings, new))
     )
 
 
-def strip_execution_settings(term: Any) -> Any:
+def _strip_execution_settings(term: Any) -> Any:
     """Return a reward term without the settings of where and how fast it is computed."""
     if not isinstance(term, Mapping):
         return term
     tables = {
         name: {key: value for key, value in term[name].items() if key not in changeable}
-        for name, changeable in CHANGEABLE_TERM_SETTINGS.items()
+        for name, changeable in _CHANGEABLE_TERM_SETTINGS.items()
         if isinstance(term.get(name), Mapping)
     }
     return {**term, **tables, "timeout": None}
 
 
-def find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
+def _find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
     """Return the differences between the settings of a run and other settings (`dump_settings`).
 
     A file counts as changed if its content is different, wherever it is. The dtype "auto" is that of the run. A branch
@@ -315,7 +315,7 @@ def find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
     old_digests, new_digests = read_config(run_dir)["digests"], digest_named_files(settings)
     if new["policy.dtype"] == "auto":
         new["policy.dtype"] = old["policy.dtype"]
-    if commit := find_cached_commit(new["policy.model"], new["policy.revision"], old["policy.revision"]):
+    if commit := _find_cached_commit(new["policy.model"], new["policy.revision"], old["policy.revision"]):
         new["policy.revision"] = commit
     changed = {
         key: (old.get(key), new.get(key))
@@ -323,16 +323,16 @@ def find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
         if old.get(key) != new.get(key) and not (key in old_digests and old_digests[key] == new_digests.get(key))
     }
     edited = {
-        key: (format_file_digest(digest), format_file_digest(new_digests.get(key, "none")))
+        key: (_format_file_digest(digest), _format_file_digest(new_digests.get(key, "none")))
         for key, digest in old_digests.items()
         if digest != new_digests.get(key)
     }
     return {**edited, **changed}
 
 
-def find_cached_commit(model: str, revision: str, recorded: str) -> str:
+def _find_cached_commit(model: str, revision: str, recorded: str) -> str:
     """Return the commit of a revision by the cache of the Hub; the recorded one if the cache does not know it."""
-    if revision == recorded or not COMMIT_PATTERN.fullmatch(recorded) or COMMIT_PATTERN.fullmatch(revision):
+    if revision == recorded or not _COMMIT_PATTERN.fullmatch(recorded) or _COMMIT_PATTERN.fullmatch(revision):
         return revision
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - most models have no revision
 
@@ -347,12 +347,12 @@ def find_relevant_changes(run_dir: Path, settings: Record) -> SettingChanges:
     """Return `find_setting_changes` without the settings that change no result."""
     return {
         key: change
-        for key, change in find_setting_changes(run_dir, settings).items()
-        if not key.startswith(NUMERICALLY_NEUTRAL_SETTINGS)
+        for key, change in _find_setting_changes(run_dir, settings).items()
+        if not key.startswith(_NUMERICALLY_NEUTRAL_SETTINGS)
     }
 
 
-def format_file_digest(digest: str) -> str:
+def _format_file_digest(digest: str) -> str:
     return f"a file of sha256 {digest[:12]}"
 
 
@@ -387,34 +387,34 @@ def dump_settings(cfg: Config) -> dict[str, Any]:
     values = dump_config(cfg)
     model = values["policy"]["model"]
     if model != PolicyConfig.model and os.path.exists(os.path.expanduser(model)):
-        values["policy"]["model"] = make_absolute(model)
-    values["policy"]["template"] = resolve_paths(values["policy"]["template"])
-    own = {axis: resolve_paths(values["algorithm"][axis]) for axis in AXES}
-    return {**values, "task": resolve_paths(values["task"]), "algorithm": {**values["algorithm"], **own}}
+        values["policy"]["model"] = _make_absolute(model)
+    values["policy"]["template"] = _resolve_paths(values["policy"]["template"])
+    own = {axis: _resolve_paths(values["algorithm"][axis]) for axis in AXES}
+    return {**values, "task": _resolve_paths(values["task"]), "algorithm": {**values["algorithm"], **own}}
 
 
-def resolve_paths(value: Any) -> Any:
+def _resolve_paths(value: Any) -> Any:
     """Return the section of a task, or a value in it, with absolute paths."""
     if isinstance(value, Mapping):
-        return {key: resolve_paths(item) for key, item in value.items()}
+        return {key: _resolve_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [resolve_paths(item) for item in value]
-    return resolve_path(value) if isinstance(value, str) else value
+        return [_resolve_paths(item) for item in value]
+    return _resolve_path(value) if isinstance(value, str) else value
 
 
-def resolve_path(value: str) -> str:
+def _resolve_path(value: str) -> str:
     """Return a text with the absolute path of the files or the reward model that it names; any other unchanged."""
     if is_file_pattern(value):
-        return make_absolute(value)
+        return _make_absolute(value)
     if value.startswith(REWARD_MODEL_PREFIX):
         folder = value.removeprefix(REWARD_MODEL_PREFIX)
-        return REWARD_MODEL_PREFIX + make_absolute(folder) if os.path.isdir(os.path.expanduser(folder)) else value
-    if find_file(value) is None:
+        return REWARD_MODEL_PREFIX + _make_absolute(folder) if os.path.isdir(os.path.expanduser(folder)) else value
+    if _find_file(value) is None:
         return value
     source, colon, name = value.rpartition(":")
     if source.endswith(".py"):
-        return f"{make_absolute(source)}{colon}{name}"
-    return value if colon else make_absolute(value)
+        return f"{_make_absolute(source)}{colon}{name}"
+    return value if colon else _make_absolute(value)
 
 
 def digest_named_files(settings: Record) -> dict[str, str]:
@@ -424,24 +424,24 @@ def digest_named_files(settings: Record) -> dict[str, str]:
     source.
     """
     sources = [
-        *find_named_files(settings["task"], "task"),
-        *find_named_files({axis: settings["algorithm"][axis] for axis in AXES}, "algorithm"),
-        *find_named_files({"template": settings["policy"]["template"]}, "policy"),
+        *_find_named_files(settings["task"], "task"),
+        *_find_named_files({axis: settings["algorithm"][axis] for axis in AXES}, "algorithm"),
+        *_find_named_files({"template": settings["policy"]["template"]}, "policy"),
     ]
-    return {key: digest_source(source) for key, source in sources}
+    return {key: _digest_source(source) for key, source in sources}
 
 
 def digest_code_files(settings: Record) -> dict[str, str]:
     """Return by dotted key the sha256 of each code file that the settings of task and axes name."""
     values = {**settings["task"], **{axis: settings["algorithm"][axis] for axis in AXES}}
     return {
-        key.removeprefix("."): digest_source(path)
-        for key, path in find_named_files(values, "")
+        key.removeprefix("."): _digest_source(path)
+        for key, path in _find_named_files(values, "")
         if isinstance(path, Path) and path.suffix == ".py"
     }
 
 
-def digest_source(source: Path | Sequence[Path] | str) -> str:
+def _digest_source(source: Path | Sequence[Path] | str) -> str:
     """Return the sha256 of a file, of several files, or of a text.
 
     That of several is the sha256 of what `sha256sum` prints of them, so it changes if a file is added, removed or
@@ -454,23 +454,23 @@ def digest_source(source: Path | Sequence[Path] | str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def find_named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Path] | str]]:
+def _find_named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Path] | str]]:
     """Yield by dotted key the file that a setting names, all files of a pattern, or the source of an object."""
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from find_named_files(item, f"{key}.{name}")
+            yield from _find_named_files(item, f"{key}.{name}")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            yield from find_named_files(item, f"{key}.{i}")
+            yield from _find_named_files(item, f"{key}.{i}")
     elif isinstance(value, str) and is_file_pattern(value):
         yield key, list_matching_files(value)
     elif isinstance(value, str) and value.startswith(IN_PROCESS_PREFIX):
-        yield from ((key, source) for source in [get_source(load_object(value))] if source)
-    elif isinstance(value, str) and (path := find_file(value)):
+        yield from ((key, source) for source in [_get_source(load_object(value))] if source)
+    elif isinstance(value, str) and (path := _find_file(value)):
         yield key, path
 
 
-def find_file(value: str) -> Path | None:
+def _find_file(value: str) -> Path | None:
     """Return the file of `path/to/file.ext`, `path/to/file.py:Name` or, once it is imported, `module:Name`."""
     source, _, name = value.rpartition(":")
     if name.isidentifier() and source in sys.modules:
@@ -480,7 +480,7 @@ def find_file(value: str) -> Path | None:
     return path if path.suffix and os.path.isfile(path) else None
 
 
-def get_source(thing: Any) -> str:
+def _get_source(thing: Any) -> str:
     """Return the source of a function or a class; empty if there is none by itself, as of a lambda within a line."""
     if getattr(thing, "__name__", "<lambda>") == "<lambda>":
         return ""
@@ -489,5 +489,5 @@ def get_source(thing: Any) -> str:
     return ""
 
 
-def make_absolute(path: str) -> str:
+def _make_absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))

@@ -41,9 +41,9 @@ from pellucid.training.build import Components
 from pellucid.types import Completion, Group, Reward
 from pellucid.utils import hardware
 
-TokenTable = dict[str, list[Any]]
+_TokenTable = dict[str, list[Any]]
 """Columns of `token_files.TOKEN_SCHEMA`."""
-RowColumns = Mapping[str, Tensor]
+_RowColumns = Mapping[str, Tensor]
 """Columns of the n sampled tokens of one row: [n] each, or [n, K]."""
 
 
@@ -51,10 +51,10 @@ def record_steps(steps: Iterator[StepResult], cfg: Config, run_dir: Path, parts:
     """Yield the steps and record them if log.tokens is set. The metric time/record is the time that this takes."""
     if not cfg.log.tokens:
         return steps
-    return TokenRecorder(cfg, run_dir, parts).record_steps(steps)
+    return _TokenRecorder(cfg, run_dir, parts).record_steps(steps)
 
 
-class TokenRecorder:
+class _TokenRecorder:
     """Records the steps of a run into tokens/."""
 
     def __init__(self, cfg: Config, run_dir: Path, parts: Components) -> None:
@@ -63,7 +63,7 @@ class TokenRecorder:
         self.texts = TokenTexts(lambda ids: parts.policy.decode(ids, special=True))
         self.weights_before: Mapping[str, Tensor] = {}
         """The weights before a step whose changes are predicted; else empty."""
-        reason = explain_no_prediction(cfg)
+        reason = _explain_no_prediction(cfg)
         self.makes_predictions = cfg.log.predictions > 0 and not reason
         if cfg.log.predictions and reason and parts.runtime.is_main:
             print(f"! log.predictions: {reason}: tokens are recorded without predictions", flush=True)
@@ -99,9 +99,9 @@ class TokenRecorder:
     def record_step(self, result: StepResult) -> None:
         """Write the file of a finished step. All processes call this with what they trained on."""
         runtime, groups = self.parts.runtime, result.groups
-        chosen = choose_groups(groups, self.cfg.log.tokens)
+        chosen = _choose_groups(groups, self.cfg.log.tokens)
         own_groups = {i: groups[i] for i in chosen if i % runtime.world_size == runtime.rank}
-        origins = list_row_origins(groups[runtime.rank :: runtime.world_size])
+        origins = _list_row_origins(groups[runtime.rank :: runtime.world_size])
         after = self.compute_columns_after(list(own_groups.values()), groups)
         own_tables = {}
         for i, group in own_groups.items():
@@ -110,7 +110,7 @@ class TokenRecorder:
         tables = {i: table for process_tables in runtime.gather([own_tables]) for i, table in process_tables.items()}
         if runtime.is_main:
             metadata = self.describe_step() | make_group_metadata({i: groups[i] for i in chosen})
-            write_tokens(self.run_dir, result.step, join_tables([tables[i] for i in chosen]), metadata)
+            write_tokens(self.run_dir, result.step, _join_tables([tables[i] for i in chosen]), metadata)
 
     def describe_step(self) -> dict[str, Any]:
         """Return the metadata of a step. `dtype` is that of the logits, whose rounding limits changes of log-probs."""
@@ -121,7 +121,7 @@ class TokenRecorder:
     # ------------------------------------------------------------ after the update
 
     @torch.no_grad()
-    def compute_columns_after(self, own_groups: Sequence[Group], groups: Sequence[Group]) -> list[RowColumns]:
+    def compute_columns_after(self, own_groups: Sequence[Group], groups: Sequence[Group]) -> list[_RowColumns]:
         """Return the columns after the step of each row, for one group after another in the row order of `collate`.
 
         If processes share parameters, all must make the same number of forward passes: one without groups makes them
@@ -140,7 +140,7 @@ class TokenRecorder:
             policy.module(policy.scorer.examine, chunks[-1].select_rows(slice(1)))
         return rows if own_groups else []
 
-    def compute_row_columns(self, batch: Batch) -> list[RowColumns]:
+    def compute_row_columns(self, batch: Batch) -> list[_RowColumns]:
         """Return the columns of each row of a batch."""
         policy, examine = self.parts.policy, self.parts.policy.scorer.examine
         # The module of ddp would wait for processes that have no group, so it is only called if parameters are sharded.
@@ -149,9 +149,9 @@ class TokenRecorder:
         flat = {
             "logprob_after": statistics.logprobs,
             "entropy_after": statistics.entropy,
-            **make_distribution_columns(statistics, "after"),
+            **_make_distribution_columns(statistics, "after"),
         }
-        return split_by_row(flat | self.predict_columns(batch), batch.scored_mask.sum(-1).tolist())
+        return _split_by_row(flat | self.predict_columns(batch), batch.scored_mask.sum(-1).tolist())
 
     def predict_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the columns of a prediction; empty if none is due. If memory runs out, no more are made."""
@@ -170,8 +170,8 @@ class TokenRecorder:
     # ------------------------------------------------------------ tables
 
     def make_group_table(
-        self, step: int, index: int, group: Group, before: Sequence[RowColumns], after: Sequence[RowColumns]
-    ) -> TokenTable:
+        self, step: int, index: int, group: Group, before: Sequence[_RowColumns], after: Sequence[_RowColumns]
+    ) -> _TokenTable:
         """Return the rows of a group. `before` and `after` have its completions first and then their branches."""
         zero_rule = self.explain_zero_advantage(group)
         tables = [self.make_prompt_table(group.prompt_ids)]
@@ -185,10 +185,10 @@ class TokenRecorder:
             sequences = [(completion, columns_by_row[number]), *zip(completion.branches, branch_columns, strict=True)]
             for branch, (sequence, columns) in enumerate(sequences):
                 table = self.make_sequence_table(sequence, columns)
-                add_rules(table, advantage, zero_rule, "overlong_filter" if advantage else "no_advantage")
-                answer = {"completion": number, "branch": branch, **make_answer_columns(completion, reward)}
-                tables.append(add_constant_columns(table, answer))
-        return add_constant_columns(join_tables(tables), {"step": step, "group": index, "prompt_id": group.prompt.id})
+                _add_rules(table, advantage, zero_rule, "overlong_filter" if advantage else "no_advantage")
+                answer = {"completion": number, "branch": branch, **_make_answer_columns(completion, reward)}
+                tables.append(_add_constant_columns(table, answer))
+        return _add_constant_columns(_join_tables(tables), {"step": step, "group": index, "prompt_id": group.prompt.id})
 
     def explain_zero_advantage(self, group: Group) -> str:
         """Return the rule that makes an advantage of this group 0."""
@@ -197,16 +197,20 @@ class TokenRecorder:
         dead = bool(is_zero_variance(collect_task_rewards([group]), self.cfg.algorithm.min_reward_range))
         return "zero_variance" if dead else "no_advantage"
 
-    def make_prompt_table(self, ids: Sequence[int]) -> TokenTable:
+    def make_prompt_table(self, ids: Sequence[int]) -> _TokenTable:
         table = {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.decode_each(ids)}
-        return add_constant_columns(table, {"kind": KIND_PROMPT, "completion": -1, "branch": 0})
+        return _add_constant_columns(table, {"kind": KIND_PROMPT, "completion": -1, "branch": 0})
 
-    def make_sequence_table(self, sequence: Completion, columns: RowColumns) -> TokenTable:
+    def make_sequence_table(self, sequence: Completion, columns: _RowColumns) -> _TokenTable:
         """Return the columns of the tokens of one sequence."""
         ids = sequence.token_ids
         given = {t for start, end in sequence.given_spans for t in range(start, end)}
         sampled = [t for t in range(len(ids)) if t not in given]
-        table: TokenTable = {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.decode_each(ids)}
+        table: _TokenTable = {
+            "position": list(range(len(ids))),
+            "token": list(ids),
+            "text": self.texts.decode_each(ids),
+        }
         table["kind"] = [KIND_GIVEN if t in given else KIND_SAMPLED for t in range(len(ids))]
         table["sampler_logprob"] = [None if t in given else sequence.logprobs[t] for t in range(len(ids))]
         for name, values in self.convert_columns(columns).items():
@@ -214,9 +218,9 @@ class TokenRecorder:
             table[name] = [by_position.get(t) for t in range(len(ids))]
         return table
 
-    def convert_columns(self, columns: RowColumns) -> TokenTable:
+    def convert_columns(self, columns: _RowColumns) -> _TokenTable:
         """Return the columns as lists, with the texts of the top tokens, and without truncated top tokens."""
-        values: TokenTable = {name: x.tolist() for name, x in columns.items()}
+        values: _TokenTable = {name: x.tolist() for name, x in columns.items()}
         for when in ("before", "after"):
             if f"top_{when}" in values:
                 is_possible = [[x > -torch.inf for x in row] for row in values[f"top_{when}_logprob"]]
@@ -232,7 +236,7 @@ class TokenRecorder:
         return values
 
 
-def add_rules(table: TokenTable, advantage: float, zero_rule: str, unscored_rule: str) -> None:
+def _add_rules(table: _TokenTable, advantage: float, zero_rule: str, unscored_rule: str) -> None:
     """Add rules and advantages to the table of a sequence.
 
     Args:
@@ -249,7 +253,7 @@ def add_rules(table: TokenTable, advantage: float, zero_rule: str, unscored_rule
     table.setdefault("advantage", [advantage if sampled else None for sampled in is_sampled])
 
 
-def make_answer_columns(completion: Completion, reward: Reward) -> dict[str, Any]:
+def _make_answer_columns(completion: Completion, reward: Reward) -> dict[str, Any]:
     """Return the columns that are the same for all tokens of a completion and of its branches."""
     parts = {name: float(value) for name, value in reward.parts.items()}
     return {
@@ -262,13 +266,13 @@ def make_answer_columns(completion: Completion, reward: Reward) -> dict[str, Any
     }
 
 
-def add_constant_columns(table: TokenTable, values: Mapping[str, Any]) -> TokenTable:
+def _add_constant_columns(table: _TokenTable, values: Mapping[str, Any]) -> _TokenTable:
     """Return the table with more columns, each with one value in all rows."""
     length = len(table["token"])
     return {**table, **{name: [value] * length for name, value in values.items()}}
 
 
-def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
+def _join_tables(tables: Sequence[_TokenTable]) -> _TokenTable:
     """Return the rows of all tables; a column that one of them lacks is null there."""
     names = dict.fromkeys(name for table in tables for name in table)
     joined: defaultdict[str, list[Any]] = defaultdict(list)
@@ -278,14 +282,14 @@ def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
     return dict(joined)
 
 
-def choose_groups(groups: Sequence[Group], max_groups: int) -> list[int]:
+def _choose_groups(groups: Sequence[Group], max_groups: int) -> list[int]:
     """Return the indices of the first groups with an advantage, filled up with other groups, in ascending order."""
     live = [i for i, group in enumerate(groups) if any(group.advantages)]
     others = [i for i, group in enumerate(groups) if not any(group.advantages)]
     return sorted([*live, *others][:max_groups])
 
 
-def list_row_origins(groups: Sequence[Group]) -> list[list[int]]:
+def _list_row_origins(groups: Sequence[Group]) -> list[list[int]]:
     """Return the row indices of each group of a process in its batch, completions before branches."""
     origins, completion_start = [], 0
     branch_start = sum(len(group.completions) for group in groups)
@@ -297,7 +301,7 @@ def list_row_origins(groups: Sequence[Group]) -> list[list[int]]:
     return origins
 
 
-def explain_no_prediction(cfg: Config) -> str:
+def _explain_no_prediction(cfg: Config) -> str:
     """Return why changes cannot be predicted in this run; empty if they can."""
     if cfg.runtime.engine in ("fsdp2", "deepspeed"):
         return f'runtime.engine = "{cfg.runtime.engine}" shares out the weights that a prediction reads whole'
@@ -320,7 +324,7 @@ class UpdateWatcher:
     def __init__(self, get_settings: Callable[[], GRPOConfig], max_prompts: int) -> None:
         self.get_settings, self.max_prompts = get_settings, max_prompts
         self.signal_prompts = set[int]()
-        self.rows_by_origin = dict[int, RowColumns]()
+        self.rows_by_origin = dict[int, _RowColumns]()
         """The columns of each row by its index in the batch of the step."""
 
     def clear(self) -> None:
@@ -340,13 +344,15 @@ class UpdateWatcher:
         ids = batch.response_ids[scored][tokens].to(hidden.device)
         selected = tokens.to(hidden.device)
         statistics = compute_token_statistics(hidden[selected], ids, select_rows(reading, selected), gradients)
-        columns = make_update_columns(scores, batch, explanation)
+        columns = _make_update_columns(scores, batch, explanation)
         flat = {name: x[scored][tokens] for name, x in columns.items()}
-        flat |= make_distribution_columns(statistics, "before")
+        flat |= _make_distribution_columns(statistics, "before")
         flat["gradient"] = statistics.gradient_norm
         counts = scored[rows].sum(-1).tolist()
         assert batch.step_row_indices is not None
-        self.rows_by_origin |= dict(zip(batch.step_row_indices[rows].tolist(), split_by_row(flat, counts), strict=True))
+        self.rows_by_origin |= dict(
+            zip(batch.step_row_indices[rows].tolist(), _split_by_row(flat, counts), strict=True)
+        )
 
     def select_rows(self, batch: Batch) -> Tensor:
         """Return a mask [B] of the rows to record."""
@@ -360,7 +366,7 @@ class UpdateWatcher:
         return is_new & (batch.prompt_indices <= first[-1]) if len(first) == self.max_prompts else is_new
 
 
-def make_update_columns(scores: Scores, batch: Batch, explanation: LossExplanation) -> dict[str, Tensor]:
+def _make_update_columns(scores: Scores, batch: Batch, explanation: LossExplanation) -> dict[str, Tensor]:
     """Return columns of TOKEN_SCHEMA, [B, T] each."""
     assert batch.advantages is not None and batch.token_weights is not None
     reference = {} if batch.ref_logprobs is None else {"ref_logprob": batch.ref_logprobs}
@@ -379,12 +385,12 @@ def make_update_columns(scores: Scores, batch: Batch, explanation: LossExplanati
     }
 
 
-def make_distribution_columns(examined_rows: TokenStatistics, when: str) -> dict[str, Tensor]:
+def _make_distribution_columns(examined_rows: TokenStatistics, when: str) -> dict[str, Tensor]:
     """Return the columns of the top tokens, [N, K] each; `when` is "before" or "after"."""
     return {f"top_{when}": examined_rows.top_ids, f"top_{when}_logprob": examined_rows.top_logprobs}
 
 
-def split_by_row(flat: RowColumns, counts: list[int]) -> list[RowColumns]:
+def _split_by_row(flat: _RowColumns, counts: list[int]) -> list[_RowColumns]:
     """Split columns of the tokens of all rows into those of each row, on the CPU."""
     split = {name: x.cpu().split(counts) for name, x in flat.items()}
     return [{name: parts[i] for name, parts in split.items()} for i in range(len(counts))]
@@ -414,20 +420,20 @@ def predict_logprob_changes(policy: Policy, batch: Batch, before: Mapping[str, T
         The log-probs at the weights before, and their predicted change, [N] each.
     """
     names, now = {id(p): name for name, p in policy.trainable().items()}, policy.masters()
-    with forward_ad.dual_level(), use_parameters_in_place(policy.scorer), sdpa_kernel(SDPBackend.MATH):
+    with forward_ad.dual_level(), _use_parameters_in_place(policy.scorer), sdpa_kernel(SDPBackend.MATH):
         dual_weights = {}
         for path, p in policy.scorer.named_parameters():
             if name := names.get(id(p)):
                 change = now[name].detach() - before[name].to(now[name].device)
                 dual_weights[path] = forward_ad.make_dual(before[name].to(p), change.to(p))
-        logprobs = functional_call(policy.scorer, dual_weights, (compute_sampled_logprobs, policy.scorer, batch))
+        logprobs = functional_call(policy.scorer, dual_weights, (_compute_sampled_logprobs, policy.scorer, batch))
         primal, tangent = forward_ad.unpack_dual(logprobs)
         assert tangent is not None
         return primal.clone(), tangent.clone()
 
 
 @contextmanager
-def use_parameters_in_place(scorer: Scorer) -> Iterator[None]:
+def _use_parameters_in_place(scorer: Scorer) -> Iterator[None]:
     """Let the decoder use the parameters of its modules, not its cast copies, and no gradient checkpointing.
 
     A forward pass keeps no activations, and torch 2.8 has no forward-mode gradient of a checkpointed one.
@@ -444,7 +450,7 @@ def use_parameters_in_place(scorer: Scorer) -> Iterator[None]:
             weights.is_uncached = False
 
 
-def compute_sampled_logprobs(scorer: Scorer, batch: Batch) -> Tensor:
+def _compute_sampled_logprobs(scorer: Scorer, batch: Batch) -> Tensor:
     """Return the log-probs [N] of the sampled tokens, by operations that have forward-mode gradients."""
     if scorer.decoder:
         hidden, matrix = compute_hidden_states(scorer.decoder, batch)

@@ -20,9 +20,9 @@ from pellucid.types import UserError
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 NO_KEY = "none"
 """The key for endpoints that need none."""
-MIN_KEY_CHARACTERS = 4
+_MIN_KEY_CHARACTERS = 4
 """Shorter keys are not redacted: they are part of ordinary words."""
-MIN_REDACTED_CHARACTERS = 6
+_MIN_REDACTED_CHARACTERS = 6
 """So many consecutive characters of a key are never stored or shown. Fewer are part of ordinary words."""
 MAX_ANSWER_BYTES = 2**24
 """The largest answer; thousands of tokens with log-probs are smaller."""
@@ -114,8 +114,8 @@ def describe_destination(base_url: str, variable: str, content: str) -> str:
 
 def redact_and_shorten(text: str, key: str) -> str:
     """Return at most 200 characters of a text without the key: [key] replaces its parts, and words that begin as it."""
-    if key != NO_KEY and len(key) >= MIN_KEY_CHARACTERS:
-        text = re.sub(rf"{re.escape(key[:MIN_KEY_CHARACTERS])}\S*", "[key]", text)
+    if key != NO_KEY and len(key) >= _MIN_KEY_CHARACTERS:
+        text = re.sub(rf"{re.escape(key[:_MIN_KEY_CHARACTERS])}\S*", "[key]", text)
     return " ".join(remove_key(text, key).split())[:200]
 
 
@@ -124,9 +124,9 @@ def remove_key(text: str, key: str) -> str:
 
     Example: remove_key("7 for sk-abcdefgh", "sk-abcdefghijkl") == "7 for [key]"
     """
-    if key == NO_KEY or len(key) < MIN_KEY_CHARACTERS:
+    if key == NO_KEY or len(key) < _MIN_KEY_CHARACTERS:
         return text
-    parts = {key[i : i + MIN_REDACTED_CHARACTERS] for i in range(max(1, len(key) - MIN_REDACTED_CHARACTERS + 1))}
+    parts = {key[i : i + _MIN_REDACTED_CHARACTERS] for i in range(max(1, len(key) - _MIN_REDACTED_CHARACTERS + 1))}
     found = [part for part in parts if part in text]
     if not found:
         return text
@@ -171,7 +171,7 @@ def limit_answer(response: Any) -> None:
         raise RefusedAnswerError(
             f"the answer is compressed ({encoding[:20]}), which was not asked for", is_permanent=True
         )
-    response.stream = limit_stream(response.stream)
+    response.stream = _limit_stream(response.stream)
 
 
 async def limit_answer_async(response: Any) -> None:
@@ -179,7 +179,7 @@ async def limit_answer_async(response: Any) -> None:
     limit_answer(response)
 
 
-def limit_stream(stream: Any) -> Any:
+def _limit_stream(stream: Any) -> Any:
     """Return a stream of httpx that raises RefusedAnswerError after MAX_ANSWER_BYTES."""
     import httpx  # noqa: PLC0415 - the clients of the extras install it
 

@@ -24,7 +24,7 @@ except ImportError:  # Windows
     fcntl = None
 
 WORKING_DIRECTORY_GONE = "the working directory is gone, and with it what relative paths name: go to one that is there"
-LOCKS_UNSUPPORTED_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
+_LOCKS_UNSUPPORTED_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
 # ---------------------------------------------------------------- durable files
@@ -111,8 +111,8 @@ class BoundedLog:
             size = file.seek(0, os.SEEK_END)
             if size <= self._max_bytes:
                 return
-            self._head_end = head = self._head_end or find_line_bounds(file, 0, self._max_bytes // 2)[0]
-            start = find_line_bounds(file, size - self._max_bytes // 4, self._max_bytes // 4)[1]
+            self._head_end = head = self._head_end or _find_line_bounds(file, 0, self._max_bytes // 2)[0]
+            start = _find_line_bounds(file, size - self._max_bytes // 4, self._max_bytes // 4)[1]
             file.seek(start)
             newest = file.read(self._max_bytes // 4)
             file.truncate(head)
@@ -120,7 +120,7 @@ class BoundedLog:
             end.write(b"[left out: this file keeps its beginning and its end, %d MB at most]\n" % megabytes + newest)
 
 
-def find_line_bounds(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
+def _find_line_bounds(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
     """Return where the last line of a part of a file ends, and where its second line begins.
 
     If the part has no newline, its end and its start.
@@ -166,7 +166,7 @@ def hold_lock(path: Path, activity: str) -> Iterator[TextIOWrapper]:
         except BlockingIOError as error:
             raise UserError(describe_lock_holder(file, activity)) from error
         except OSError as error:
-            if error.errno not in LOCKS_UNSUPPORTED_ERRNOS:
+            if error.errno not in _LOCKS_UNSUPPORTED_ERRNOS:
                 raise
             text = f"! {path.parent}: its file system has no locks: see to it that no other process {activity}"
             print(escape_controls(text), flush=True)
@@ -184,7 +184,7 @@ def check_unlocked(path: Path, activity: str) -> None:
             except BlockingIOError as error:
                 raise UserError(describe_lock_holder(file, activity)) from error
             except OSError as error:
-                if error.errno not in LOCKS_UNSUPPORTED_ERRNOS:
+                if error.errno not in _LOCKS_UNSUPPORTED_ERRNOS:
                     raise
 
 

@@ -26,9 +26,9 @@ except ImportError:  # Windows
 CUBLAS_WORKSPACE_VARIABLE, DETERMINISTIC_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """The settings with which cuBLAS sums in the same order when a product is repeated."""
 
-TRIM_RATIO = 1.03
+_TRIM_RATIO = 1.03
 """Free memory is returned to the system when the resident size is this many times what a step needs."""
-GEMM_CACHE_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+_GEMM_CACHE_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """How many shapes of products oneDNN and torch's bridge to it cache, 1024 each by default. Every step has new shapes:
 entries of older ones are not used again, and fragment the heap."""
 
@@ -173,7 +173,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether freed memory is kept; False without glibc.
     """
-    for name, capacity in GEMM_CACHE_LIMITS.items():
+    for name, capacity in _GEMM_CACHE_LIMITS.items():
         os.environ.setdefault(name, capacity)
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -201,7 +201,7 @@ class HeapTrimmer:
         """Return free memory if the resident size exceeds what a step needs. The next step has page faults again."""
         resident = get_resident_gb()
         self.needed_gb = max(self.needed_gb, resident) if self.was_trimmed else self.needed_gb
-        self.was_trimmed = resident > TRIM_RATIO * self.needed_gb
+        self.was_trimmed = resident > _TRIM_RATIO * self.needed_gb
         if self.was_trimmed:
             self.trim()
 

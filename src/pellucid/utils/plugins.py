@@ -27,7 +27,7 @@ from pellucid.utils.text import escape_controls
 
 IN_PROCESS_PREFIX = "here:"
 """The prefix of names of objects that were given to `pellucid.train`; no other process can find them."""
-USER_IMPORT_ERRORS = (
+_USER_IMPORT_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -39,7 +39,7 @@ USER_IMPORT_ERRORS = (
     ValueError,
 )
 """What a user's file may raise while it is imported, besides SyntaxError and ImportError."""
-PACKAGE_PREFIX = "pellucid."
+_PACKAGE_PREFIX = "pellucid."
 _in_process_objects: ContextVar[Mapping[str, Any]] = ContextVar("given")
 _module_digests: dict[str, str] = {}
 """The digests of the user's files at their first import in this process, by module name."""
@@ -79,7 +79,7 @@ def load_object(spec: str) -> Any:
         return objects[spec]
     if not name or not (source.endswith(".py") or all(part.isidentifier() for part in source.split("."))):
         raise UserError(f'"{spec}" names no object: write "path/to/file.py:Name" or "module:Name"')
-    module = import_user_module(source)
+    module = _import_user_module(source)
     if not hasattr(module, name):
         names = [known for known in vars(module) if not known.startswith("_")]
         raise UserError(f'{source} has no "{name}"{did_you_mean(name, names)}')
@@ -97,18 +97,18 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
         UserError: There is no such object, or it is no function.
     """
     # The name of a given object may stand for another one the next time.
-    loaded = load_object(spec) if spec.startswith(IN_PROCESS_PREFIX) else load_object_cached(spec)
+    loaded = load_object(spec) if spec.startswith(IN_PROCESS_PREFIX) else _load_object_cached(spec)
     if not callable(loaded):
         raise UserError(f'{kind} "{spec}" is a {type(loaded).__name__}: name a function')
     return loaded
 
 
-load_object_cached = functools.cache(load_object)
+_load_object_cached = functools.cache(load_object)
 
 
-def import_user_module(source: str) -> ModuleType:
+def _import_user_module(source: str) -> ModuleType:
     """Import a module, by its name or by the path of its file. Raises UserError if that fails."""
-    name = resolve_module_name(Path(source)) if source.endswith(".py") else source
+    name = _resolve_module_name(Path(source)) if source.endswith(".py") else source
     try:
         module = importlib.import_module(name)
     except SyntaxError as error:
@@ -117,14 +117,14 @@ def import_user_module(source: str) -> ModuleType:
         file = f"{source}.py"
         hint = f'; a file is named with its ending, "{file}:Name"' if Path(file).is_file() else ""
         raise UserError(f"{source} cannot be imported: {error}{hint}") from error
-    except USER_IMPORT_ERRORS as error:
+    except _USER_IMPORT_ERRORS as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"{source} cannot be imported: {reason} ({Path(frame.filename).name}, line {frame.lineno})"
         ) from error
-    if not name.startswith(PACKAGE_PREFIX) and name not in _module_digests:
-        _module_digests[name] = compute_module_digest(module)
+    if not name.startswith(_PACKAGE_PREFIX) and name not in _module_digests:
+        _module_digests[name] = _compute_module_digest(module)
     return module
 
 
@@ -133,9 +133,9 @@ def forget_edited_modules() -> None:
 
     Objects of the older version stay in use where they are.
     """
-    load_object_cached.cache_clear()
+    _load_object_cached.cache_clear()
     for name, digest in list(_module_digests.items()):
-        if compute_module_digest(sys.modules.get(name)) == digest:
+        if _compute_module_digest(sys.modules.get(name)) == digest:
             continue
         del _module_digests[name]
         module = sys.modules.pop(name, None)
@@ -143,7 +143,7 @@ def forget_edited_modules() -> None:
             Path(getattr(module, "__cached__", None) or "").unlink()
 
 
-def compute_module_digest(module: ModuleType | None) -> str:
+def _compute_module_digest(module: ModuleType | None) -> str:
     """Return the sha256 of a module's file as it is now; empty if there is no file."""
     try:
         return hashlib.sha256(Path(getattr(module, "__file__", None) or "").read_bytes()).hexdigest()
@@ -151,7 +151,7 @@ def compute_module_digest(module: ModuleType | None) -> str:
         return ""
 
 
-def resolve_module_name(path: Path) -> str:
+def _resolve_module_name(path: Path) -> str:
     """Return the module name of a file, and add its folder to sys.path, which spawned processes inherit.
 
     Raises:
@@ -164,7 +164,7 @@ def resolve_module_name(path: Path) -> str:
     if not path.stem.isidentifier():
         raise UserError(f'{path}: "{path.stem}" is no module name; rename the file to letters, digits and _')
     importlib.invalidate_caches()
-    other = find_module_origin(path.stem)
+    other = _find_module_origin(path.stem)
     if other and Path(other).resolve() != path:
         raise UserError(f'{path}: the module name "{path.stem}" is taken by {other}; rename the file')
     if str(path.parent) not in sys.path:
@@ -172,7 +172,7 @@ def resolve_module_name(path: Path) -> str:
     return path.stem
 
 
-def find_module_origin(module: str) -> str | None:
+def _find_module_origin(module: str) -> str | None:
     """Return the file of a module that is imported or installed, "built-in" if it has none; None for no module."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or "built-in"

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED_EXIT_STATUS = 130
-STOPPING_MESSAGE = b"stopping after this step; once more to stop at once, back to the last checkpoint\n"
+_STOPPING_MESSAGE = b"stopping after this step; once more to stop at once, back to the last checkpoint\n"
 
 
 # ---------------------------------------------------------------- requests to stop
@@ -40,7 +40,7 @@ class StopRequests(list[int]):
         self.append(number)
         if self.is_immediate or is_repeated:
             raise KeyboardInterrupt
-        write_to_stderr(STOPPING_MESSAGE)
+        _write_to_stderr(_STOPPING_MESSAGE)
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def defer_stop_signals() -> Iterator[None]:
 
     def handler(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        write_to_stderr(b"stopping when torch is imported\n")
+        _write_to_stderr(b"stopping when torch is imported\n")
 
     with handle_stop_signals(handler):
         yield
@@ -89,7 +89,7 @@ def list_stop_signals() -> list[signal.Signals]:
     return numbers if hang_up is None or signal.getsignal(hang_up) == signal.SIG_IGN else [*numbers, hang_up]
 
 
-def write_to_stderr(line: bytes) -> None:
+def _write_to_stderr(line: bytes) -> None:
     """Write a line without Python's buffers: a signal handler may interrupt a `print`."""
     with suppress(OSError):
         os.write(2, line)
@@ -101,14 +101,14 @@ def raise_keyboard_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 def exit_immediately(_number: int, _frame: FrameType | None) -> None:
     """Exit without cleaning up, for imports, which may swallow exceptions or replace them."""
-    write_to_stderr(b"pellucid: stopped\n")
+    _write_to_stderr(b"pellucid: stopped\n")
     os._exit(INTERRUPTED_EXIT_STATUS)
 
 
 # ---------------------------------------------------------------- standard streams
 
 
-class TolerantFileIO(io.FileIO):
+class _TolerantFileIO(io.FileIO):
     """Standard output or error whose write errors are ignored, so that they do not end a run."""
 
     def write(self, data: Any, /) -> int:
@@ -122,7 +122,7 @@ def make_tolerant_stream(stream: Any, descriptor: int) -> io.TextIOWrapper:
     """Return a tolerant stream in place of standard output or error; one to the null device if that is closed."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
-    raw = TolerantFileIO(descriptor, "w", closefd=False)
+    raw = _TolerantFileIO(descriptor, "w", closefd=False)
     buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
     return io.TextIOWrapper(
         buffer,
@@ -135,7 +135,7 @@ def make_tolerant_stream(stream: Any, descriptor: int) -> io.TextIOWrapper:
 
 def open_log_stream(descriptor: int) -> io.TextIOWrapper:
     """Return a tolerant, line-buffered stream to a log file; characters that cannot be encoded are escaped."""
-    raw: Any = TolerantFileIO(descriptor, "w", closefd=False)
+    raw: Any = _TolerantFileIO(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
 
 

@@ -13,20 +13,20 @@ from pathlib import Path
 
 # ---------------------------------------------------------------- files that may have been meant
 
-RECIPE_FOLDERS: list[Path] = []
+_RECIPE_FOLDERS: list[Path] = []
 """The folder of the recipe that was read last; relative paths in a recipe start there."""
-MAX_LISTED_FILES = 1000
+_MAX_LISTED_FILES = 1000
 """How many files of a folder are considered."""
 
 
 def set_recipe_folder(folder: Path | None) -> None:
     """Set the folder of the recipe, for `describe_searched_folders`; None for none."""
-    RECIPE_FOLDERS[:] = [folder] if folder else []
+    _RECIPE_FOLDERS[:] = [folder] if folder else []
 
 
 def describe_searched_folders(path: Path) -> str:
     """Return in which folders a relative path was looked for, if there are several; else an empty string."""
-    folders = [folder for folder in RECIPE_FOLDERS if folder.resolve() != Path().resolve()]
+    folders = [folder for folder in _RECIPE_FOLDERS if folder.resolve() != Path().resolve()]
     if path.expanduser().is_absolute() or not folders:
         return ""
     return f"; it was looked for in {folders[0].resolve()}, the folder of the recipe, and in {Path().resolve()}"
@@ -53,13 +53,13 @@ def find_nearby_files(path: Path, suffixes: Container[str]) -> list[Path]:
     They are in the folder of the path, or the nearest existing folder above it, and in the subfolders of that.
     """
     folder = next((parent for parent in path.parents if parent.is_dir()), Path())
-    subfolders = [entry for entry in list_folder(folder) if entry.is_dir() and not entry.name.startswith(".")]
-    return [file for each in (folder, *subfolders) for file in list_folder(each) if file.suffix.lower() in suffixes]
+    subfolders = [entry for entry in _list_folder(folder) if entry.is_dir() and not entry.name.startswith(".")]
+    return [file for each in (folder, *subfolders) for file in _list_folder(each) if file.suffix.lower() in suffixes]
 
 
-def list_folder(folder: Path) -> Iterator[Path]:
+def _list_folder(folder: Path) -> Iterator[Path]:
     with suppress(OSError):
-        yield from sorted(islice(folder.iterdir(), MAX_LISTED_FILES))
+        yield from sorted(islice(folder.iterdir(), _MAX_LISTED_FILES))
 
 
 # ---------------------------------------------------------------- control characters
@@ -71,14 +71,14 @@ CONTROL_CODES = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0))
 line."""
 BIDI_CODES = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Marks and overrides of the writing direction, which make text look other than it is."""
-LINE_SEPARATOR_CODES = (0x2028, 0x2029)
+_LINE_SEPARATOR_CODES = (0x2028, 0x2029)
 """Characters that some programs treat as newlines."""
-SURROGATE_CODES = range(0xD800, 0xE000)
+_SURROGATE_CODES = range(0xD800, 0xE000)
 """Surrogates, which cannot be encoded alone."""
 
-ESCAPES = {
+_ESCAPES = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-    for code in (*CONTROL_CODES, *BIDI_CODES, *LINE_SEPARATOR_CODES, *SURROGATE_CODES)
+    for code in (*CONTROL_CODES, *BIDI_CODES, *_LINE_SEPARATOR_CODES, *_SURROGATE_CODES)
 }
 
 
@@ -87,14 +87,14 @@ def escape_controls(text: str) -> str:
 
     Example: escape_controls("\\x1b[31mred\\n") == "\\\\x1b[31mred\\n"
     """
-    return text.translate(ESCAPES)
+    return text.translate(_ESCAPES)
 
 
 # ---------------------------------------------------------------- placeholders
 # Templates contain {names}; {{...}} stands for {...}.
 
 
-PLACEHOLDER_PATTERN = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
+_PLACEHOLDER_PATTERN = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
 
 
 def find_placeholders(template: str) -> set[str]:
@@ -102,12 +102,12 @@ def find_placeholders(template: str) -> set[str]:
 
     Example: find_placeholders('{completion} {{"score": 7}}') == {"completion"}
     """
-    return {match[2] for match in PLACEHOLDER_PATTERN.finditer(template) if match[2] is not None}
+    return {match[2] for match in _PLACEHOLDER_PATTERN.finditer(template) if match[2] is not None}
 
 
 def fill_placeholders(template: str, get_text: Callable[[str], str]) -> str:
     """Replace each {name} by its text, and {{...}} by {...}. Empty {} and braces in the texts stay as they are."""
-    return PLACEHOLDER_PATTERN.sub(
+    return _PLACEHOLDER_PATTERN.sub(
         lambda match: f"{{{match[1]}}}" if match[2] is None else get_text(match[2]), template
     )
 
@@ -118,7 +118,7 @@ def fill_placeholders(template: str, get_text: Callable[[str], str]) -> str:
 
 def get_module_summary(module: str) -> str:
     """Return the first sentence of a module's docstring."""
-    return extract_first_sentence(ast.get_docstring(parse_module(module)) or "")
+    return extract_first_sentence(ast.get_docstring(_parse_module(module)) or "")
 
 
 def get_dict_summaries(module: str, name: str) -> dict[str, str]:
@@ -128,29 +128,29 @@ def get_dict_summaries(module: str, name: str) -> dict[str, str]:
 
     Example: get_dict_summaries("pellucid.algorithm.kl", "KL")["k1"] == "log pi - log ref: unbiased."
     """
-    body = parse_module(module).body
+    body = _parse_module(module).body
     documented = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
-    table = body[find_assignment(name, body)].value  # pyright: ignore[reportAttributeAccessIssue]
+    table = body[_find_assignment(name, body)].value  # pyright: ignore[reportAttributeAccessIssue]
     return {
-        key.value: summarize_with_source(documented[get_function_name(value)])
+        key.value: _summarize_with_source(documented[get_function_name(value)])
         for key, value in zip(table.keys, table.values, strict=True)
     }
 
 
 def get_constant_summary(module: str, name: str) -> str:
     """Return the first sentence of the string below the assignment to a name in a module."""
-    body = parse_module(module).body
-    return extract_first_sentence(body[find_assignment(name, body) + 1].value.value)  # pyright: ignore[reportAttributeAccessIssue]
+    body = _parse_module(module).body
+    return extract_first_sentence(body[_find_assignment(name, body) + 1].value.value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def parse_module(module: str) -> ast.Module:
+def _parse_module(module: str) -> ast.Module:
     """Return the syntax tree of a module without importing it; its parent packages are imported."""
     spec = importlib.util.find_spec(module)
     assert spec and spec.origin
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
-def find_assignment(name: str, body: list[ast.stmt]) -> int:
+def _find_assignment(name: str, body: list[ast.stmt]) -> int:
     """Return the index of the statement that assigns to a name."""
     targets = [
         node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -166,7 +166,7 @@ def get_function_name(value: ast.expr) -> str:
     return called.id
 
 
-def summarize_with_source(docstring: str) -> str:
+def _summarize_with_source(docstring: str) -> str:
     """Return the first sentence of a docstring, and the first line of its section `Source:` if it has one."""
     source = re.search(r"^Source:\n +(.+)$", docstring, re.MULTILINE)
     return " ".join([extract_first_sentence(docstring), *([source[1]] if source else [])])
