@@ -24,7 +24,7 @@ from pellucid.distributed.runtime import Runtime
 from pellucid.policy.policy import Policy
 from pellucid.reporting import loggers, token_files
 from pellucid.reporting.run_files import get_checkpoint_step, list_checkpoints
-from pellucid.training import checkpoint, run
+from pellucid.training import checkpoint, run, token_recorder
 from runs import same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
@@ -75,12 +75,12 @@ def during(monkeypatch, owner, name, call, fault):
 @contextmanager
 def full_device(log, *_):
     """metrics.jsonl lies on a device that has no room."""
-    kept, full = os.dup(log.metrics.fileno()), os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, log.metrics.fileno())
+    kept, full = os.dup(log.metrics_file.fileno()), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log.metrics_file.fileno())
     try:
         yield
     finally:
-        os.dup2(kept, log.metrics.fileno())
+        os.dup2(kept, log.metrics_file.fileno())
         os.close(kept)
         os.close(full)
 
@@ -126,7 +126,7 @@ def test_a_full_disk_at_a_file_of_tokens_is_one_line_and_the_rest_is_recorded_la
     run_dir = tmp_path / "run"
     command = [recipe, "--run", run_dir, *SETTINGS, "--log.no-tensorboard", "--log.tokens", 1, "--log.token_steps", 1]
     with monkeypatch.context() as patched:
-        during(patched, token_files, "write", 4, no_room)
+        during(patched, token_recorder, "write_tokens", 4, no_room)
         assert train(*command) == 2
     line = complaint(capsys.readouterr().err)
     assert "File too large" in line or "No space left" in line
@@ -180,7 +180,7 @@ def in_fours(recipe, tmp_path):
 
 @pytest.mark.slow
 def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys, in_fours):
-    run_dir, calls, update = tmp_path / "run", iter(range(100)), run.grpo.update
+    run_dir, calls, update = tmp_path / "run", iter(range(100)), run.grpo.update_policy
 
     def dying(*arguments):
         if len(records(run_dir / "metrics.jsonl")) == 3:
@@ -275,7 +275,7 @@ def signalled(monkeypatch, call, *signals):
             os.kill(os.getpid(), number)
         yield
 
-    during(monkeypatch, run.grpo, "update", call, arriving)
+    during(monkeypatch, run.grpo, "update_policy", call, arriving)
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_pa
         yield
 
     with monkeypatch.context() as patched:
-        during(patched, checkpoint, "_drop", 1, killed)
+        during(patched, checkpoint, "_remove_checkpoint", 1, killed)
         assert train(recipe, "--run", run_dir, *SETTINGS) == 130
     assert list((run_dir / "checkpoints").glob("*.partial"))
     assert train("--resume", run_dir) == 0

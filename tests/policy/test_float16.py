@@ -200,7 +200,7 @@ def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(r
     moved = [s for s in steps if s["skipped/overflow"] + s["idle"] < 4]
     assert moved, "some update was taken"
 
-    update, calls = run.grpo.update, []
+    update, calls = run.grpo.update_policy, []
 
     def dying(*arguments):
         calls.append(arguments)

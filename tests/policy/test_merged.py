@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import pellucid
 from conftest import character_tokenizer
 from pellucid.policy import policy
-from pellucid.policy.load import add_adapter, copy_model
+from pellucid.policy.load import add_adapter, copy_model, locate_model
 from pellucid.policy.policy import Policy
 from pellucid.reporting.run_files import find_run_dir
 from pellucid.rollout.vllm_client import VLLMServerSampler
@@ -144,7 +144,7 @@ def test_smollm2_is_saved_and_pushed_as_it_was_trained(tmp_path):
     few = {"prompts_per_step": 2, "group_size": 2, "max_tokens": 6}
     run = pellucid.train(data=rows, reward=brevity, run=tmp_path / "run", **settings, **few).finish()
     assert run._cfg.optimizer.lr == pellucid.config.Config().optimizer.lr
-    location = policy.pretrained.locate("smollm2-135m")
+    location = locate_model("smollm2-135m")
     base = AutoModelForCausalLM.from_pretrained(location, dtype=BF16).float()
     plain = AutoModelForCausalLM.from_pretrained(location, dtype=BF16).float()
     trained = peft.PeftModel.from_pretrained(base, run.folder / "adapter")

@@ -58,7 +58,7 @@ def steps(policy, count, **settings):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_a_micro_batch_waits_four_times_at_most(settings, gpu, monkeypatch):
     """Two of them for what the loss is made of and for what of it has a gradient; and once a step for the norm."""
-    updates = Counted(monkeypatch, gpu, grpo, "update")
+    updates = Counted(monkeypatch, gpu, grpo, "update_policy")
     steps(policy_there(tiny_llama), 2, **settings)
     cfg = GRPOConfig(**settings)
     for waits in updates.calls:

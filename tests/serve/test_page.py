@@ -48,7 +48,7 @@ def page(browser):
 
 
 def eventually(page, condition):
-    return WebDriverWait(page, 20).deadline(lambda _: condition())
+    return WebDriverWait(page, 20).until(lambda _: condition())
 
 
 def found(page, css):

@@ -332,7 +332,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
     recipe, tmp_path, monkeypatch, undisturbed, dies_in_update
 ):
     whole, killed = undisturbed(recipe, *RECORD), tmp_path / "killed"
-    update, calls = run.grpo.update, []
+    update, calls = run.grpo.update_policy, []
 
     def dying(*arguments):
         calls.append(1)

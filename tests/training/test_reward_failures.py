@@ -11,6 +11,7 @@ import pytest
 import pellucid
 from conftest import mostly_slow, records
 from pellucid import cli
+from pellucid.reporting import loggers
 from pellucid.reporting.run_files import list_checkpoints
 from pellucid.training import build, run
 from pellucid.types import UserError
@@ -107,7 +108,7 @@ def test_after_so_many_steps_without_a_reward_the_run_is_saved_and_can_go_on(rec
     settings = [*command, "--run", stopped, "--reward.patience", 2, "--evaluate.every", 0]
 
     def lost_after(step):
-        log = run.loggers.Jsonl.log
+        log = loggers.JsonlLogger.log
 
         def logged(self, number, *rest):
             log(self, number, *rest)
@@ -117,7 +118,7 @@ def test_after_so_many_steps_without_a_reward_the_run_is_saved_and_can_go_on(rec
         return logged
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run.loggers.Jsonl, "log", lost_after(1))
+        patched.setattr(loggers.JsonlLogger, "log", lost_after(1))
         assert train(*settings) == 2
     told = capsys.readouterr()
     [line] = [line for line in told.err.splitlines() if line.startswith("pellucid:")]
@@ -135,14 +136,14 @@ def test_after_so_many_steps_without_a_reward_the_run_is_saved_and_can_go_on(rec
 
     judge.touch()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run.loggers.Jsonl, "log", lost_and_found(judge))
+        patched.setattr(loggers.JsonlLogger, "log", lost_and_found(judge))
         assert train(*command, "--run", whole, "--reward.patience", 0, "--evaluate.every", 0) == 0
     same_run(whole, stopped)
 
 
 def lost_and_found(judge):
     """Away in the second step and the third."""
-    log = run.loggers.Jsonl.log
+    log = loggers.JsonlLogger.log
 
     def logged(self, number, *rest):
         log(self, number, *rest)
@@ -159,14 +160,14 @@ def test_patience_is_with_steps_in_a_row(recipe, tmp_path):
     """Two and one without a reward, and one with."""
     judge = tmp_path / "judge"
     judge.touch()
-    log = run.loggers.Jsonl.log
+    log = loggers.JsonlLogger.log
 
     def logged(self, number, *rest):
         log(self, number, *rest)
         judge.touch() if number in (3, 5) else judge.unlink(missing_ok=True)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run.loggers.Jsonl, "log", logged)
+        patched.setattr(loggers.JsonlLogger, "log", logged)
         command = of(recipe, "Judged", "--task.judge", judge, "--run", tmp_path / "run", "--evaluate.every", 0)
         assert train(*command, "--reward.patience", 3) == 0
     failed = [row["reward/failed"] for row in records(tmp_path / "run" / "metrics.jsonl")]

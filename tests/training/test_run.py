@@ -90,7 +90,7 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, m
     assert len({step["kl_coef"] for step in steps}) > 3
     assert steps[3]["kl"] > 0
 
-    update, calls = run.grpo.update, []
+    update, calls = run.grpo.update_policy, []
 
     def dying(*arguments):
         calls.append(arguments)
@@ -167,7 +167,7 @@ def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
 @pytest.mark.slow
 def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(recipe, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
-    monkeypatch.setattr(run.grpo.Clock, "get_times", lambda clock: {"time/step": 30.0})
+    monkeypatch.setattr(run.grpo.StageClock, "get_times", lambda clock: {"time/step": 30.0})
     assert train(recipe, "--run", run_dir, "--algorithm.minutes", 1) == 0
     assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
     assert [record["step"] for record in records(run_dir / "evals.jsonl")] == [0, 2]
@@ -395,7 +395,7 @@ def test_an_offloaded_optimizer_takes_the_same_steps(recipe, tmp_path):
 
 def killed_in_step(number, monkeypatch, *arguments):
     """Trains with a checkpoint at every step, and dies in this one."""
-    update, calls = run.grpo.update, []
+    update, calls = run.grpo.update_policy, []
 
     def dying(*arguments):
         calls.append(arguments)

@@ -20,7 +20,7 @@ from forked import Forked
 from pellucid import config
 from pellucid.models.decode import DecodeBatch
 from pellucid.policy.policy import Policy
-from pellucid.reporting.run_files import list_checkpoints
+from pellucid.reporting.run_files import get_checkpoint_step, list_checkpoints
 from pellucid.rollout.native import NativeSampler
 from pellucid.training import checkpoint, memory, run
 from pellucid.training.run_dir import CHANGEABLE_SETTINGS, is_first_process
@@ -340,7 +340,7 @@ def test_what_is_left_of_a_finished_run_is_what_was_said(recipe, tmp_path, monke
 
     monkeypatch.setattr(checkpoint, "write_checkpoint", saved)
     cfg = config.resolve_config(config.load_config(recipe, settings))
-    said = memory.plan_disk(cfg, memory.memory.from_name(cfg.policy.model, cfg.policy.lora), run_dir)
+    said = memory.plan_disk(cfg, memory.describe_model(cfg.policy.model, cfg.policy.lora), run_dir)
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
     assert [path.name for path in list_checkpoints(run_dir)] == names
     assert said.final_checkpoints == len(names)
@@ -458,7 +458,7 @@ def test_the_room_that_is_asked_for_is_what_is_written(recipe, tmp_path, setting
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
     cfg = config.resolve_config(config.load_config(recipe, settings))
-    model = memory.memory.from_name(cfg.policy.model, cfg.policy.lora)
+    model = memory.describe_model(cfg.policy.model, cfg.policy.lora)
     written = sum(p.stat().st_size for p in list_checkpoints(run_dir)[-1].glob("*.safetensors"))
     headers = 8_000 * len(list(list_checkpoints(run_dir)[-1].glob("*.safetensors")))
     assert 0 <= written - memory.count_checkpoint_bytes(model, cfg) < headers
@@ -572,7 +572,7 @@ def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_pa
         patched.setattr(run, "evaluate", signalled)
         assert train(recipe, "--run", stopped, *settings) == 130
     assert [row["step"] for row in records(stopped / "evals.jsonl")] == list(range(step))
-    assert checkpoint.step_of(list_checkpoints(stopped)[-1]) == step
+    assert get_checkpoint_step(list_checkpoints(stopped)[-1]) == step
     assert not (stopped / "model").exists()
     assert train("--resume", stopped) == 0
     same_run(whole, stopped)
