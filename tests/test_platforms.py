@@ -22,8 +22,8 @@ from pellucid.utils import files, hardware
 EVERYTHING = """
 import pkgutil, psutil, sys
 sys.modules.update(fcntl=None, resource=None)
-from pellucid.utils.hardware import uncollected
-with uncollected():
+from pellucid.utils.plugins import pause_garbage_collection
+with pause_garbage_collection():
     import torch
     import pellucid.training.run
 torch.ops.mkldnn, torch.backends.mkldnn.is_available = torch._ops._OpNamespace("absent"), lambda: False

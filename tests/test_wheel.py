@@ -25,7 +25,7 @@ COMMANDS = """
 import sys
 
 import pellucid
-from pellucid import cli, recipes
+from pellucid import cli, config
 
 def run(*arguments):
     try:
@@ -95,10 +95,10 @@ def test_it_trains_is_evaluated_and_draws_its_report(installed, tmp_path, model_
     script = f"""{COMMANDS}
 from pellucid.study import plan
 settings = ["--policy.model", sys.argv[2], *sys.argv[3:]]
-assert run("train", str(recipes.find("arithmetic")), "--run", "run", *settings) == 0
+assert run("train", str(config.find_recipe("arithmetic")), "--run", "run", *settings) == 0
 assert run("eval", "run", "--show", "1") == 0
-print(list(plan.checked(plan.read(recipes.find("techniques"))))[0])
-print(recipes.find("dapo"))
+print(list(plan.load_variant_configs(plan.read_study(config.find_recipe("techniques"))))[0])
+print(config.find_recipe("dapo"))
 """
     printed = outside(installed, tmp_path, script, model_dir, *SMALL).stdout
     assert printed.splitlines()[-2:] == ["grpo", f"{installed}/pellucid/_recipes/variants/dapo.toml"]

@@ -131,7 +131,7 @@ def tensors_of(runtime, metrics):
     tensors = {name: gather_full_tensor(p.detach()).clone() for name, p in engine.masters().items()}
     moments = engine.optimizer.state.values()
     gaps, norms = (torch.tensor([m[name] for m in metrics]) for name in ("sampler/gap_mean", "grad_norm"))
-    cast = [part.tensor for part in decoder.cast_weights() if part.tensor is not None] if decoder else []
+    cast = [part.cast_copy for part in decoder.list_cast_weights() if part.cast_copy is not None] if decoder else []
     kept = [numbers(runtime.policy.weights().values()), numbers(state["exp_avg"] for state in moments)]
     counts = {"kept": torch.tensor(kept), "cast": torch.tensor(numbers(cast))}
     return tensors | {"gap": gaps, "grad_norm": norms, **counts}

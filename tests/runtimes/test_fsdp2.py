@@ -26,14 +26,15 @@ import os
 import torch.distributed as dist
 
 from pellucid import cli
-from pellucid.distributed import shards
+from pellucid.distributed import sharded_checkpoint
+from pellucid.training import checkpoint
 
-write = shards.save_shards
+write = sharded_checkpoint.save_shards
 
 
 def full(folder, state):
     if dist.get_rank() == 1:
-        shards.HuggingFaceStorageWriter.write_data = no_room
+        sharded_checkpoint.HuggingFaceStorageWriter.write_data = no_room
     return write(folder, state)
 
 
@@ -41,7 +42,7 @@ def no_room(self, plan, planner):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-shards.save_shards = full
+checkpoint.save_shards = full
 if __name__ == "__main__":
     cli.main()
 """
@@ -55,7 +56,7 @@ def gone(*_):
     raise UserError("the base is gone")
 
 
-Policy.merged = gone
+Policy.build_merged_model = gone
 if __name__ == "__main__":
     cli.main()
 """

@@ -111,9 +111,9 @@ def test_two_processes_resume_to_the_same_bits_each_with_its_own_replay_and_gene
 LATE = """
 import time
 from pellucid import cli
-from pellucid.training import claim
+from pellucid.training import run
 
-free = claim.check_free
+free = run.check_free_run_dir
 
 
 def late(run_dir):
@@ -121,7 +121,7 @@ def late(run_dir):
     free(run_dir)
 
 
-claim.check_free = late
+run.check_free_run_dir = late
 if __name__ == "__main__":
     cli.main()
 """

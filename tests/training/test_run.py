@@ -237,14 +237,14 @@ from pathlib import Path
 import torch
 from pellucid import config
 from pellucid.utils import hardware
-from pellucid.training import compose
+from pellucid.training import build
 
 rank, said = int(os.environ["RANK"]), []
 for faster in (0, 1):  # the rank on which bf16 is
     speeds = {torch.float32: 1.0, torch.bfloat16: 2.0 if rank == faster else 1.0}
-    hardware.matmul_tflops = speeds.get
+    hardware.measure_matmul_tflops = speeds.get
     alone = str(hardware.pick_dtype("auto", torch.device("cpu")))
-    said.append([alone, compose.settled(config.load(Path(sys.argv[1]), ["--policy.dtype", "auto"])).policy.dtype])
+    said.append([alone, build.resolve_machine_settings(config.load_config(Path(sys.argv[1]), ["--policy.dtype", "auto"])).policy.dtype])
 Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(said))
 """
 
