@@ -526,9 +526,7 @@ def _rewrite_command_line_hints(folder: Path) -> Iterator[None]:
 
 
 _RewardTermLike = str | Callable[..., Any] | RewardTerm | Mapping[str, Any]
-RewardLike = (
-    _RewardTermLike | tuple[_RewardTermLike, float] | Sequence[_RewardTermLike | tuple[_RewardTermLike, float]]
-)
+RewardLike = _RewardTermLike | tuple[_RewardTermLike, float] | Sequence[_RewardTermLike | tuple[_RewardTermLike, float]]
 """The type of `reward=`: a term, a term with its weight, or a list of them."""
 _ACCEPTED_REWARD_HINT = (
     'give a function, the name of a term, "file.py:function", (one of these, weight), or a list of them'

@@ -244,7 +244,8 @@ for faster in (0, 1):  # the rank on which bf16 is
     speeds = {torch.float32: 1.0, torch.bfloat16: 2.0 if rank == faster else 1.0}
     hardware.measure_matmul_tflops = speeds.get
     alone = str(hardware.pick_dtype("auto", torch.device("cpu")))
-    said.append([alone, build.resolve_machine_settings(config.load_config(Path(sys.argv[1]), ["--policy.dtype", "auto"])).policy.dtype])
+    cfg = config.load_config(Path(sys.argv[1]), ["--policy.dtype", "auto"])
+    said.append([alone, build.resolve_machine_settings(cfg).policy.dtype])
 Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(said))
 """
 
