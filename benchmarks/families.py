@@ -62,7 +62,7 @@ by way of the service's engine. *Gap* is the largest distance in nats between th
 and the one that it is scored by, in fp32.
 
 Whatever transformers computes is tried before it is sampled from: rows beside one another are compared with a whole
-reading of each (`models/trial.py`). Where `sampler.name` cannot draw from a model, the other sampler does, and a line
+reading of each (`models/hf_decode.py`). If `sampler.name` cannot sample from a model, the other one does, and a line
 says so. What cannot be trained is refused in one line, and where the configuration shows it before weights are loaded.
 Code of a checkpoint's own runs where `policy.trust_remote_code` is set, and is computed by transformers.
 

@@ -286,7 +286,7 @@ def offset_indices(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[Tens
 
 
 def _concat_rows(tensors: Sequence[Tensor], width: int) -> Tensor:
-    """Concatenate rows [b, ...]. Those of tokens [b, t, ...] are padded on the right to [B, width, ...]."""
+    """Concatenate rows [b, ...]. Rows of tokens [b, t, ...] are padded on the right to [B, width, ...]."""
     return torch.cat(list(tensors)) if tensors[0].dim() == 1 else concat_token_rows(tensors, width)
 
 

@@ -1,4 +1,4 @@
-"""What the loss does to each token, and which rule removed its policy gradient. Training itself does not use this.
+"""The effect of the loss on each token, and which rule removed its policy gradient. Training itself does not use this.
 
 All values are computed from the loss itself, by autograd with respect to the scores of a token, and from the functions
 that the loss calls. The random state is not changed, so recording a run does not change a single bit of its steps.
@@ -42,7 +42,7 @@ all_failed if they all failed."""
 
 
 class LossExplanation(NamedTuple):
-    """What the loss does to each token, [B, T] each. For tokens that were not sampled, only `rule` is meaningful."""
+    """The effect of the loss on each token, all [B, T]. For tokens that were not sampled, only `rule` is meaningful."""
 
     ratio: Tensor
     """The ratio that the objective uses, of the token or of its response."""

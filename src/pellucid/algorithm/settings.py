@@ -106,7 +106,7 @@ class GRPOConfig:
     """The mean and std of a bucket of n have the weight n / (n + length_shrinkage); the group has the rest."""
 
     objective: ObjectiveName | str = "ppo_clip"
-    """What is maximized for each token; or your own, "path/to/file.py:function"."""
+    """The objective to maximize; or your own, "path/to/file.py:function"."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dcpo, only
