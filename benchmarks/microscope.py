@@ -39,13 +39,10 @@ def main() -> None:
     parts = build_components(cfg)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        turn(cfg, parts, place, 0, 0)
-        rounds = [{n: turn(cfg, parts, place / f"{n}", n, 0) for n in GROUPS} for _ in range(options.repeats)]
+        turn(cfg, parts, place, 0)
+        rounds = [{n: turn(cfg, parts, place / f"{n}", n) for n in GROUPS} for _ in range(options.repeats)]
         taken = {n: of_turns([of_round[n] for of_round in rounds]) for n in GROUPS}
-        foreseen = of_turns([turn(cfg, parts, place / "predicted", 1, 1)])
         print(table(taken, {n: size(place / f"{n}") for n in GROUPS}))
-        more = foreseen - taken[1]
-        print(f"\na step that is also predicted, 1 group: {more.wall:.2f} s more, {more.cpu:.2f} of the processor")
     parts.close()
 
 
@@ -59,9 +56,9 @@ class Seconds(NamedTuple):
         return Seconds(self.wall - other.wall, self.cpu - other.cpu)
 
 
-def turn(cfg: Config, parts: Components, place: Path, groups: int, predictions: int) -> list[Seconds]:
+def turn(cfg: Config, parts: Components, place: Path, groups: int) -> list[Seconds]:
     """How long each step took."""
-    cfg = replace(cfg, log=replace(cfg.log, tokens=groups, predictions=predictions))
+    cfg = replace(cfg, log=replace(cfg.log, tokens=groups))
     parts.state = grpo.TrainingState()
     parts.runtime.updates = 0
     objects = (parts.task, parts.sampler, parts.policy, parts.runtime)

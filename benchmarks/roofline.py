@@ -1,6 +1,6 @@
 """How near a step is to what this machine could do: operations and bytes, the time that they need at least, and take.
 
-    python benchmarks/roofline.py [--tokens 64] [--prompts 4] [--group 8] [--int8]
+    python benchmarks/roofline.py [--tokens 64] [--prompts 4] [--group 8]
 
 The limits are one large bfloat16 product on all threads, tried after each step, since machines that are shared change
 their speed, and reading one large tensor. A part needs at least the longer of its operations at that speed and its
@@ -42,8 +42,6 @@ class Options:
     group: int = 8
     repeats: int = 5
     model: str = "smollm2-135m"
-    int8: bool = False
-    """Decode in int8; its limit is taken to be that of bf16 products, of half the bytes."""
 
 
 class Work(NamedTuple):
@@ -59,7 +57,7 @@ def main(options: Options) -> None:
     policy = our_policy(Namespace(model=options.model, device="cpu", dtype="bfloat16"))
     runtime = Runtime(policy, AdamWConfig(lr=1e-6), total_updates=100)
     cfg = GRPOConfig(steps=100, prompts_per_step=options.prompts, group_size=options.group, max_length=options.tokens)
-    sampler = NativeSampler(int8=options.int8)
+    sampler = NativeSampler()
     steps = grpo.train(our_graded_task(), sampler, policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
     seen: list[dict[str, float]] = []
     speeds: list[float] = []
@@ -149,7 +147,7 @@ def work_of(policy: Policy, options: Options, context: int) -> dict[str, Work]:
     prompts, own = options.prompts * context, rows * (t - 1)
     of_prompts = 2 * matrices * prompts / 1e9 + read * prompts * context / 2
     of_own = 2 * matrices * own / 1e9 + read * own * (context + t / 2)
-    steps, weights = t - 1, (1 if options.int8 else 2) * matrices + 2 * head
+    steps, weights = t - 1, 2 * (matrices + head)
     return {
         "prompts": Work(of_prompts + 2 * head * options.prompts / 1e9, 2 * (matrices + head) / 1e9),
         "tokens": Work(

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+from pellucid.reporting.charts import draw_chart, join_charts, make_estimate_points, make_points, make_seed_series
 from pellucid.reporting.eval_metrics import get_zero_variance_share
-from pellucid.reporting.report import render_accuracy_svg
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     if options.metric:
         print("", options.metric, "", by_step(runs, options.metric), sep="\n")
     if options.picture:
-        options.picture.write_text(render_accuracy_svg(list(runs.values())))
+        options.picture.write_text(draw_picture(list(runs.values())))
 
 
 def table(runs: dict[int, Path]) -> str:
@@ -61,6 +61,23 @@ def by_step(runs: dict[int, Path], metric: str) -> str:
             f"| {steps[0]['step']} | {' | '.join(f'{step[metric]:.4f}' if metric in step else '' for step in steps)} |"
         )
     return "\n".join(rows)
+
+
+def draw_picture(runs: list[Path]) -> str:
+    """Return an SVG of held-out accuracy and training reward, of one run or of several seeds and their mean."""
+    evals, metrics = ([records(run / f"{name}.jsonl") for run in runs] for name in ("evals", "metrics"))
+    seeds = f", mean and range of {len(runs)} runs" if len(runs) > 1 else ""
+    k = next((rows[-1]["k"] for rows in evals if rows), "k")
+    accuracies = [
+        make_seed_series(label, [make_estimate_points(rows, name) for rows in evals], style)
+        for label, name, style in ((f"mean@{k}", "mean@k", "second"), ("greedy", "greedy", "first"))
+    ]
+    rewards = make_seed_series("reward", [make_points(rows, "reward/mean") for rows in metrics], "first")
+    charts = [
+        draw_chart("Held-out accuracy", f"share of prompts{seeds or ', with 95% intervals'}", accuracies, (0, 1)),
+        draw_chart("Training reward", f"mean of a step{seeds}", [rewards]),
+    ]
+    return join_charts([chart for chart in charts if chart])
 
 
 def cell(estimate: dict[str, float | None]) -> str:

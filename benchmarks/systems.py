@@ -217,7 +217,7 @@ def interval(rewards: Sequence[float]) -> tuple[float, float]:
 def drawn(name: str, runs: Sequence[Learnt]) -> str:
     curves = [[Point(step, reward) for step, reward in enumerate(run.rewards, 1)] for run in runs]
     return draw_chart(
-        name, f"mean reward of a step, {len(runs)} seeds", make_seed_series("reward", curves, "first"), include=(0,)
+        name, f"mean reward of a step, {len(runs)} seeds", [make_seed_series("reward", curves, "first")], include=(0,)
     )
 
 

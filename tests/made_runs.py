@@ -125,7 +125,7 @@ def made(draw, group, completion, position, text, reward):
     advantage = 0.9 if reward else -0.9
     rule = "clip_high" if advantage > 0 and ratio > 1.2 else "clip_low" if advantage < 0 and ratio < 0.8 else ""
     others = {other: -draw.expovariate(0.5) - 0.1 for other in (" a", " b", " c")}
-    entropy, predicted = draw.expovariate(1.0), 0.9 * change if draw.random() < 0.1 else None
+    entropy = draw.expovariate(1.0)
     push = 0.0 if rule else advantage * ratio * 0.01
     alternatives = likeliest("before", {**others, text: before})
     after = likeliest(
@@ -136,7 +136,7 @@ def made(draw, group, completion, position, text, reward):
         rule=rule, bound={"clip_high": 1.2, "clip_low": 0.8}.get(rule), push=push,
         gradient=abs(push) * (1 - math.exp(before)), sampler_logprob=before + draw.gauss(0, 1e-4),
         logprob_before=before,
-        logprob_after=before + change, ref_logprob=before + draw.gauss(0, 0.2), predicted=predicted,
+        logprob_after=before + change, ref_logprob=before + draw.gauss(0, 0.2),
         entropy_before=entropy, entropy_after=entropy + draw.gauss(0, 0.02), **alternatives, **after,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from conftest import OneProcessRuntime
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import ADVANTAGES, Grades
-from pellucid.algorithm.batch import Batch
+from pellucid.algorithm.batch import Batch, collect_grades
 from pellucid.algorithm.grpo import Scores, compute_loss
 from pellucid.algorithm.objectives import AGGREGATES
 from pellucid.types import Completion, Group, Prompt, Reward
@@ -136,7 +136,9 @@ def expected_gradient(theta, cfg, rewards, ref=None, old=None):
         # As the package measures it: under the policy that drew the rollouts.
         sampled = Scores(rows(old_logprobs), scores.entropy, None if scores.kl is None else scores.kl.detach())
         charged = replace(batch, kl=grpo.estimate_kl(sampled, batch.ref_logprobs, rows(old_logprobs), cfg))
-        advantages, _ = grpo.compute_advantages(records(members, rewards), charged, None, OneProcessRuntime(), cfg)
+        advantages, _ = grpo.compute_advantages(
+            collect_grades(records(members, rewards)), charged, None, OneProcessRuntime(), cfg
+        )
     weights = weights_of(without_kl(cfg)) * chance[:, None, None]
     batch = replace(
         batch, advantages=batch.broadcast_to_tokens(advantages.flatten()), token_weights=weights.flatten(0, 1)

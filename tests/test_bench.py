@@ -387,6 +387,20 @@ def test_operations_of_a_token_follow_from_the_sizes_of_the_model(of):
     assert work["optimizer"].gb == pytest.approx(34 * sum(x.numel() for x in parameters.values()) / 1e9)
 
 
+def test_seeds_are_drawn_as_their_mean_and_range(of, tmp_path):
+    seeds, runs = of("seeds"), [tmp_path / "0", tmp_path / "1"]
+    for run, accuracy in zip(runs, (0.75, 0.95), strict=True):
+        run.mkdir()
+        estimate = {"value": accuracy, "low": accuracy - 0.1, "high": accuracy + 0.1}
+        (run / "evals.jsonl").write_text(json.dumps({"step": 3, "k": 8, "greedy": estimate, "mean@k": estimate}) + "\n")
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": accuracy}) + "\n")
+    one, two = seeds.draw_picture(runs[:1]), seeds.draw_picture(runs)
+    assert one.count('class="first band') == 0 < one.count('class="bar" d="M')
+    assert two.count('class="first band') == 2
+    for text in ("greedy <tspan>0.85", "mean@8 <tspan>0.85", "reward <tspan>0.85", "mean and range of 2 runs"):
+        assert text in two
+
+
 def test_three_axes_and_their_limits_are_on_one_plot(of):
     growth = of("growth")
     parts = {"update": 2, "generate": 1, "peak": 1}

@@ -129,10 +129,13 @@ def test_no_float_of_a_setting_may_be_infinite_or_no_number(tmp_path, value):
     [
         (
             "name = 'dataset'\ndata = 'x.jsonl'\nrewards = [{name = 'exact', weight = nan}]",
-            "task.rewards.0.weight = nan",
+            "task.rewards.0.weight: Input should be a finite number",
         ),
-        ("name = 'gsm8k'\nformat_reward = inf", "task.format_reward = inf"),
-        ("name = 'curriculum'\n[task.task]\nname = 'gsm8k'\nformat_reward = nan", "task.task.format_reward = nan"),
+        ("name = 'gsm8k'\nformat_reward = inf", "task.format_reward: Input should be a finite number"),
+        (
+            "name = 'curriculum'\n[task.task]\nname = 'gsm8k'\nformat_reward = nan",
+            "task.task.format_reward: Input should be a finite number",
+        ),
     ],
 )
 def test_no_float_of_a_task_either(tmp_path, text, said):
@@ -155,7 +158,7 @@ def test_a_list_is_no_settings(tmp_path):
 
 
 def test_on_the_command_line_too():
-    with pytest.raises(UserError, match=r"algorithm.kl_coef = nan must be a finite number"):
+    with pytest.raises(UserError, match=r"algorithm.kl_coef: Input should be a finite number \(got 'nan'\)"):
         config.load_config(None, ["--algorithm.kl-coef", "nan"])
 
 
@@ -428,8 +431,6 @@ def test_a_type_that_is_not_there_is_one_line(tmp_path):
         ("[sampler]\nname = 'vllm'\n", "token"),
         ("[sampler]\nname = 'vllm'\n[algorithm]\nsteps = 3\n", "token"),
         ("[sampler]\nname = 'vllm'\n[algorithm]\ncorrection = 'none'\n", "none"),
-        ("[sampler]\ndtype = 'int8'\n", "token"),
-        ("[sampler]\ndtype = 'int8'\n[algorithm]\ncorrection = 'none'\n", "none"),
         ("[sampler]\nname = 'vllm'\n[algorithm]\ncorrection = 'sequence'\n", "sequence"),
     ],
 )

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from conftest import OneProcessRuntime, character_tokenizer, mostly_slow, tiny_llama
 from pellucid.algorithm import grpo
-from pellucid.algorithm.batch import collate
+from pellucid.algorithm.batch import collate, collect_grades
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.runtime import Runtime
 from pellucid.policy.policy import Policy
@@ -185,8 +185,10 @@ def test_a_loop_of_somebody_else_has_our_gradients(monkeypatch):
     cfg = GRPOConfig(prompts_per_step=2, group_size=4)
     runtime = OneProcessRuntime(policy)
     batch = collate(graded)
-    advantages, _ = grpo.compute_advantages(graded, batch, policy, runtime, cfg)
-    grpo.update_policy(policy, grpo.attach_advantages(batch, graded, advantages, runtime, cfg), runtime, cfg)
+    advantages, _ = grpo.compute_advantages(collect_grades(graded), batch, policy, runtime, cfg)
+    grpo.update_policy(
+        policy, grpo.attach_advantages(batch, collect_grades(graded), advantages, runtime, cfg), runtime, cfg
+    )
     for name, gradient in runtime.gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-2

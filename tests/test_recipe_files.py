@@ -92,7 +92,7 @@ def test_a_path_of_windows_is_told_how_to_be_written(tmp_path, line, said):
 def test_a_path_of_windows_that_toml_can_read_is_told_when_it_leads_to_nothing(tmp_path):
     (tmp_path / "a.toml").write_text('[task]\nname = "dataset"\ndata = "C:\\temp\\rows.jsonl"\n')
     task = config.load_config(tmp_path / "a.toml").task
-    assert "write a path in single quotes, 'C:\\temp', or with /" in error_of(task.sample, 0, 1)
+    assert "write a path in single quotes, 'C:\\Users\\me', or with /" in error_of(task.sample, 0, 1)
 
 
 def test_other_mistakes_in_toml_get_no_hint_at_paths(tmp_path):

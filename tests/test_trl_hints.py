@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from pellucid import cli, config
+from pellucid import cli, config, trl_hints
 from pellucid.api import group_settings_by_section
 from pellucid.config import get_field_types
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.environment import Environment
-from pellucid.trl_hints import TRL_COUNTERPARTS, TRL_WITHOUT_COUNTERPART, explain_trl_name
+from pellucid.trl_hints import explain_trl_name
 from pellucid.types import UserError
 
 
@@ -69,11 +72,12 @@ def place_told(name):
 def test_what_a_hint_names_is_a_setting_and_a_reason_comes_with_an_alternative():
     known = {f"{section}.{key}" for section, cls in config.SECTIONS.items() for key in get_field_types(cls)}
     known |= {f"task.{key}" for cls in (Dataset, Environment) for key in get_field_types(cls)} | {"run", "resume"}
-    named = re.compile(r"\{(.*?)\}")
-    for texts in [*((text,) for text in TRL_COUNTERPARTS.values()), *TRL_WITHOUT_COUNTERPART.values()]:
-        assert {name for text in texts for name in named.findall(text)} <= known, texts
-        assert all(texts)
-    assert not TRL_COUNTERPARTS.keys() & TRL_WITHOUT_COUNTERPART.keys()
+    tables = tomllib.loads(Path(trl_hints.__file__).with_suffix(".toml").read_text())
+    for text in [*tables["counterparts"].values(), *tables["without_counterpart"]]:
+        assert set(re.findall(r"\{(.*?)\}", text)) <= known, text
+    assert all(re.fullmatch(".+: .+", text) for text in tables["without_counterpart"])
+    names = [*tables["counterparts"], *itertools.chain(*tables["without_counterpart"].values())]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -777,9 +777,6 @@ def _clear_data_caches() -> None:
 COMMON_TASK_FIELDS = ("name", "seed", "split", "task")
 """Fields of a task that are no keywords: `seed` means algorithm.seed, which is the default seed of the task."""
 
-_PREFERRED_SECTIONS = {"dtype": "policy"}
-"""Keys of several sections that mean one of them. sampler.dtype is for rollouts alone."""
-
 _ARGUMENT_NAMES = {
     "policy.model": "model",
     "task.data": "data",
@@ -795,7 +792,7 @@ def group_settings_by_section(settings: Mapping[str, Any], task: type | None) ->
     """Group keywords by section, as a recipe has them.
 
     Args:
-        settings: The keywords. The key alone suffices if one section has it, and for `dtype`, which is policy.dtype.
+        settings: The keywords. The key alone suffices if one section has it;
             section_key names any setting.
         task: The class of the task, if it is known.
 
@@ -831,8 +828,8 @@ def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str
     if name in full_names:
         return full_names[name]
     sections = [section for section, keys in known.items() if name in keys]
-    if len(sections) == 1 or name in _PREFERRED_SECTIONS:
-        return _PREFERRED_SECTIONS.get(name, sections[0]), name
+    if len(sections) == 1:
+        return sections[0], name
     if sections:
         raise UserError(f"{name} is a setting of {' and '.join(sections)}: say {_join_alternatives(name, sections)}")
     if known.get(name):
@@ -853,7 +850,7 @@ def _make_keyword_formatter(known: Mapping[str, list[str]]) -> Callable[[str], s
         section, _, key = setting.rpartition(".")
         if setting in _ARGUMENT_NAMES:
             return _ARGUMENT_NAMES[setting]
-        is_shared = sum(key in keys for keys in known.values()) > 1 and key not in _PREFERRED_SECTIONS
+        is_shared = sum(key in keys for keys in known.values()) > 1
         return f"{section}_{key}" if is_shared else key
 
     return format_keyword

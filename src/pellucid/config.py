@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import reprlib
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 import pydantic
@@ -38,9 +37,17 @@ from pellucid.trl_hints import explain_trl_name
 from pellucid.types import MissingFileError, UserError
 from pellucid.utils.endpoint import is_key_variable
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, join_mistakes
-from pellucid.utils.text import describe_searched_folders, find_nearby_files, set_recipe_folder, suggest_file
+from pellucid.utils.text import (
+    QUOTED_PATH_HINT,
+    describe_searched_folders,
+    find_nearby_files,
+    set_recipe_folder,
+    suggest_file,
+)
 
-_TOML_ERROR_LINE = re.compile(r"\(at line (\d+)")
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 _BACKSLASH_IN_QUOTES = re.compile(r'"[^"\n]*\\')
 _COMMAND_LINE = "the command line"
 SettingsTable = Mapping[str, Any]
@@ -93,9 +100,7 @@ class PolicyConfig:
     --plan RECIPE` says what it saves for a run."""
 
     def __post_init__(self) -> None:
-        for name in ("lora", "lora_alpha"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        _check_minimums(self, lora=0, lora_alpha=0)
         if not self.lora and (self.lora_alpha or self.lora_targets):
             raise ValueError("lora_alpha and lora_targets are of an adapter: give lora, its rank, too")
         if self.load_in_4bit and not self.lora:
@@ -126,9 +131,6 @@ class SamplerConfig:
     """How many times the policy may speak in a conversation."""
     turn_tokens: int = 0
     """The most tokens that it samples at a time there; 0 is as many as max_tokens leaves."""
-    dtype: Literal["auto", "int8"] = "auto"
-    """auto: completions are drawn in policy.dtype. int8: those that are trained on, by the native sampler on a CPU, in
-    products of 8 bits within the layers, for which algorithm.correction is "token" where nothing else is stated."""
     rows: int = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
     top_k: int = 0
@@ -151,31 +153,19 @@ class SamplerConfig:
     """Seconds without an answer after which a server hangs, and its rows go to the others."""
 
     def __post_init__(self) -> None:
-        if not self.cache_gb > 0:
-            raise ValueError(f"cache_gb = {self.cache_gb} must be positive")
+        _check_minimums(self, max_tokens=1, rows=1, turns=1, turn_tokens=0, top_k=0)
+        for name in ("cache_gb", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
+        _check_truncation_shares(self.top_p, self.min_p)
         for url in self.urls:
             _check_server_url(url)
         if self.urls and self.name != "vllm":
             raise ValueError(f'urls are for name = "vllm", not "{self.name}"')
         if self.adapter != "merged" and self.name != "vllm":
             raise ValueError(f'adapter = "{self.adapter}" is for name = "vllm", not "{self.name}"')
-        if self.dtype != "auto" and self.name != "native":
-            raise ValueError(f'dtype = "{self.dtype}" is for name = "native", not "{self.name}"')
-        if not self.timeout > 0:
-            raise ValueError(f"timeout = {self.timeout} must be positive")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
-        for name, least in (("max_tokens", 1), ("rows", 1), ("turns", 1), ("turn_tokens", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
-        _check_truncation_settings(self.top_k, self.top_p, self.min_p)
-
-    @property
-    def inexact_setting(self) -> str:
-        """The setting by which completions are drawn in another arithmetic than the update's; empty where none is."""
-        if self.dtype != "auto":
-            return f'sampler.dtype = "{self.dtype}"'
-        return 'sampler.name = "vllm"' if self.name == "vllm" else ""
 
 
 @dataclass(frozen=True)
@@ -198,12 +188,8 @@ class EvaluateConfig:
     """Draw samples from tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "k", "samples"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
-        if self.n < 1:
-            raise ValueError(f"n = {self.n} must be at least 1")
-        _check_truncation_settings(self.top_k, self.top_p, self.min_p)
+        _check_minimums(self, every=0, n=1, k=0, samples=0, top_k=0)
+        _check_truncation_shares(self.top_p, self.min_p)
         if 0 < self.samples < self.k:
             raise ValueError(f"samples = {self.samples} must be at least k = {self.k}, or 0")
 
@@ -221,8 +207,7 @@ class CheckpointConfig:
     what --resume with more steps goes on from; none leaves the model alone."""
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.keep_last < 1:
-            raise ValueError("every must not be negative and keep_last at least 1")
+        _check_minimums(self, every=0, keep_last=1)
 
 
 @dataclass(frozen=True)
@@ -242,19 +227,12 @@ class LogConfig:
     first. It costs a forward pass of their completions; 0 costs nothing."""
     token_steps: int = 1
     """Steps between those whose tokens are recorded, besides step 1."""
-    predictions: int = 10
-    """Steps between those whose tokens' movement is also predicted to first order, where they are recorded, besides
-    step 1: several times the cost of the record, and a copy of the weights. 0 is none at all."""
     traces: Literal["extremes", "by_length"] = "extremes"
     """Which completions report.html shows of the first and the last step: the best and the worst of all, or of the
     short, the middling and the long each."""
 
     def __post_init__(self) -> None:
-        if self.token_steps < 1:
-            raise ValueError(f"token_steps = {self.token_steps} must be at least 1: tokens = 0 records none")
-        for name in ("rollouts", "tokens", "predictions"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        _check_minimums(self, rollouts=0, tokens=0, token_steps=1)
 
 
 @dataclass(frozen=True)
@@ -284,22 +262,25 @@ SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if name 
 """The class of each section by its name. The class of `task` depends on the name of the task."""
 
 
-def _check_truncation_settings(top_k: int, top_p: float, min_p: float) -> None:
-    """Raise ValueError for values out of range."""
-    if top_k < 0:
-        raise ValueError(f"top_k = {top_k} must not be negative")
+def _check_minimums(section: Any, **minimums: int) -> None:
+    for name, least in minimums.items():
+        if getattr(section, name) < least:
+            raise ValueError(f"{name} = {getattr(section, name)} must be at least {least}")
+
+
+def _check_truncation_shares(top_p: float, min_p: float) -> None:
     if not 0 < top_p <= 1 or not 0 <= min_p <= 1:
         raise ValueError(f"top_p = {top_p} must be in (0, 1] and min_p = {min_p} in [0, 1]")
 
 
 def _check_server_url(url: str) -> None:
-    """Raise ValueError if the URL is not the address of a server."""
     try:
         parts = urlsplit(url)
-        is_complete = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+        is_address = is_address and not (parts.query or parts.username or parts.password)
     except ValueError:
-        parts, is_complete = None, False
-    if parts is None or not is_complete or parts.query or parts.username or parts.password:
+        is_address = False
+    if not is_address:
         shown = "" if "@" in url else f" {url!r}"  # with "@" it may hold a password
         raise ValueError(
             f"urls:{shown} is no address: write http://HOST:PORT, and a secret into PELLUCID_SAMPLER_TOKEN"
@@ -317,7 +298,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
         overrides: Words of the command line, `--section.key VALUE ...`, which override the file.
 
     Raises:
-        UserError: One line, for a mistake in either.
+        UserError: All unknown keys, or else the first mistake, in one line.
     """
     flags = parse_setting_flags(overrides)
     set_recipe_folder(None)
@@ -339,33 +320,28 @@ def build_config(values: SettingsTable, source: str, overrides: SettingsTable | 
         overrides: Sections of the command line, as `parse_setting_flags` returns them, which override `values`.
 
     Raises:
-        UserError: One line, for a mistake in either.
+        UserError: All unknown keys, or else the first mistake, in one line.
     """
     overrides = overrides or {}
-    merged, sections, task, names = merge_settings(values, overrides), dict[str, Any](), None, ()
-    errors = [
-        SettingError([name], _describe_unknown_key(name, list(SECTIONS)), is_unknown_key=True)
+    merged = merge_settings(values, overrides)
+    mistakes = [
+        _Mistake([name], _describe_unknown_key(name, list(SECTIONS)), is_unknown_key=True)
         for name in merged
         if name not in SECTIONS
     ]
-    try:
-        task, names = _build_task(merged.get("task", {}), ["task"])
-    except SettingError as error:
-        errors += [error, *error.further_errors]
+    sections = dict[str, Any]()
     for name, cls in SECTIONS.items():
+        values = merged.get(name, {})
         try:
-            sections |= {} if name == "task" else {name: _build_section(cls, merged.get(name, {}), [name])}
+            sections[name] = _build_task(values, [name]) if name == "task" else _build_section(cls, values, [name])
         except SettingError as error:
-            errors += [error, *error.further_errors]
-    if errors:
-        unknown = [error for error in errors if error.is_unknown_key]
-        messages = (_format_setting_error(error, source, overrides) for error in unknown or errors[:1])
-        raise UserError(join_mistakes(messages)) from errors[0]
-    for key, value in _iter_floats({**sections, "task": task}):
-        if not math.isfinite(value):
-            raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
-    if sections["sampler"].inexact_setting and "correction" not in merged.get("algorithm", {}):
+            mistakes += error.mistakes
+    if mistakes:
+        unknown = [mistake for mistake in mistakes if mistake.is_unknown_key]
+        raise UserError(join_mistakes(each.describe(source, overrides) for each in unknown or mistakes[:1]))
+    if sections["sampler"].name == "vllm" and "correction" not in merged.get("algorithm", {}):
         sections["algorithm"] = replace(sections["algorithm"], correction="token")  # a stated "none" is respected
+    task, names = sections.pop("task")
     return Config(**sections, task=task, task_names=names)
 
 
@@ -426,18 +402,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: {error}{_explain_backslash(text, str(error))}") from error
+        hint = QUOTED_PATH_HINT if _BACKSLASH_IN_QUOTES.search(text) else ""
+        raise UserError(f"{path}: {error}{hint}") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def _explain_backslash(text: str, error: str) -> str:
-    """Return a hint if the line of a TOML error has a backslash in double quotes, as in a path of Windows."""
-    found = _TOML_ERROR_LINE.search(error)
-    line = text.splitlines()[int(found[1]) - 1] if found and int(found[1]) <= len(text.splitlines()) else ""
-    if not _BACKSLASH_IN_QUOTES.search(line):
-        return ""
-    return "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me', or with /"
 
 
 def _resolve_relative_paths(values: Any, folder: Path, key_path: _KeyPath = ()) -> Any:
@@ -476,7 +444,7 @@ def _resolve_relative_path(value: str, folder: Path, key_path: _KeyPath) -> str:
 # ---------------------------------------------------------------- flags: `--section.key VALUE ...`
 
 
-class _FlagWords(tuple[str, ...]):
+class _FlagWords(list[str]):
     """The words after one flag, before the type of its setting is known."""
 
 
@@ -500,40 +468,30 @@ def split_setting_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]
 
 
 def parse_setting_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Return flags as nested sections, whose values are FlagWords. The last flag of a setting counts.
+    """Return flags as nested sections, whose values are _FlagWords. The last flag of a setting counts.
 
-    Example: parse_setting_flags(["--task.task.seed", "3"]) == {"task": {"task": {"seed": FlagWords(["3"])}}}
+    Example: parse_setting_flags(["--task.task.seed", "3"]) == {"task": {"task": {"seed": _FlagWords(["3"])}}}
     """
     nested: dict[str, Any] = {}
-    for flag, words in _iter_flags(flags):
-        *outer, key = flag.removeprefix("--").replace("-", "_").split(".")
-        section = nested
-        for name in outer:
-            inner = section.get(name)
-            section[name] = section = inner if isinstance(inner, dict) else {}
-        section[key] = words
+    words = None
+    for word in flags:
+        if word.startswith("--"):
+            flag, equals, value = word.removeprefix("--").partition("=")
+            *outer, key = flag.replace("-", "_").split(".")
+            section = nested
+            for name in outer:
+                inner = section.get(name)
+                section[name] = section = inner if isinstance(inner, dict) else {}
+            section[key] = words = _FlagWords([value] if equals else [])
+        elif words is None:
+            raise UserError(f"{word}: settings are given as --section.key VALUE")
+        else:
+            words.append(word)
     return nested
 
 
-def _iter_flags(words: Sequence[str]) -> Iterator[tuple[str, _FlagWords]]:
-    """Yield each flag with the words after it. A word that begins with one dash is a value, such as -1."""
-    flag, values = "", []
-    for word in words:
-        if not word.startswith("--"):
-            if not flag:
-                raise UserError(f"{word}: settings are given as --section.key VALUE")
-            values.append(word)
-            continue
-        if flag:
-            yield flag, _FlagWords(values)
-        flag, equals, value = word.partition("=")
-        values = [value] if equals else []
-    if flag:
-        yield flag, _FlagWords(values)
-
-
 def _convert_flag_words(value: Any, kind: Any, key: str) -> Any:
-    """Replace FlagWords at any depth by values that pydantic accepts for the type `kind`. `key` names it in errors."""
+    """Replace _FlagWords at any depth by values that pydantic accepts for the type `kind`. `key` names it in errors."""
     if isinstance(value, _FlagWords):
         return _parse_flag_value(value, kind, key)
     if isinstance(value, Mapping):
@@ -635,31 +593,35 @@ def _get_task_name(section: SettingsTable, default: Any = Config.task_names[0]) 
 # ---------------------------------------------------------------- building sections
 
 
-class SettingError(Exception):
-    """A mistake in a setting or in a section, described in one line."""
+class _Mistake(NamedTuple):
+    key_path: _KeyPath
+    message: str
+    is_unknown_key: bool = False
 
-    def __init__(
-        self,
-        key_path: _KeyPath,
-        message: str,
-        is_unknown_key: bool = False,
-        further_errors: Sequence[SettingError] = (),
-    ) -> None:
-        """Describe a mistake. `further_errors` are about further unknown keys of the same section."""
-        super().__init__(message)
-        self.key_path, self.is_unknown_key, self.further_errors = key_path, is_unknown_key, further_errors
+    def describe(self, source: str, overrides: SettingsTable) -> str:
+        setter = _COMMAND_LINE if _is_key_set(overrides, self.key_path) else source
+        return f"{setter}: {'.'.join(self.key_path)}: {self.message}"
+
+
+class SettingError(Exception):
+    """Mistakes in a section: one, or several unknown keys."""
+
+    def __init__(self, *mistakes: _Mistake) -> None:
+        super().__init__(mistakes[0].message)
+        self.mistakes = mistakes
 
 
 def find_named_task_class(section: Any, key_path: _KeyPath) -> tuple[str, type[Any]]:
     """Return the name in the section of a task, and the class of that name. Raises SettingError if there is none."""
     if not isinstance(section, Mapping):
-        raise SettingError(key_path, f"must be a table: [{'.'.join(key_path)}] with name = ...")
+        raise SettingError(_Mistake(key_path, f"must be a table: [{'.'.join(key_path)}] with name = ..."))
     name = _get_task_name(section)
     if not isinstance(name, str):
-        raise SettingError([*key_path, "name"], f"must be a text (got {name!r})")
+        raise SettingError(_Mistake([*key_path, "name"], f"must be a text (got {name!r})"))
     cls = load_task_class(name)
     if not dataclasses.is_dataclass(cls):
-        raise SettingError([*key_path, "name"], f"{name!r} is no dataclass: put @dataclass(frozen=True) above it")
+        advice = "put @dataclass(frozen=True) above it"
+        raise SettingError(_Mistake([*key_path, "name"], f"{name!r} is no dataclass: {advice}"))
     return name, cls
 
 
@@ -675,46 +637,32 @@ def _build_task(section: Any, key_path: _KeyPath) -> tuple[Any, tuple[str, ...]]
 
 def _build_section(cls: Any, values: Any, key_path: _KeyPath) -> Any:
     if not isinstance(values, Mapping):
-        raise SettingError(key_path, f"must be a table: [{'.'.join(key_path)}]")
+        raise SettingError(_Mistake(key_path, f"must be a table: [{'.'.join(key_path)}]"))
     try:
         return _get_type_adapter(cls).validate_python((_convert_flag_words(values, cls, ".".join(key_path)),))[0]
     except pydantic.ValidationError as error:
-        unknown = [each["loc"][1:] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
-        if unknown:
-            first, *others = [_make_unknown_key_error(cls, key_path, inner) for inner in unknown]
-            raise SettingError(first.key_path, str(first), True, others) from error
-        first = error.errors()[0]
-        setting = [*key_path, *map(str, first["loc"][1:])]
-        message = f"{first['msg']} (got {reprlib.repr(first['input'])})"
-        if first["type"] in ("tuple_type", "list_type") and isinstance(first["input"], Mapping):
-            message = f"is a list of tables: write it in double brackets, [[{'.'.join(setting)}]]"
-        if first["type"] == "value_error":
-            message = first["msg"].removeprefix("Value error, ")
-        raise SettingError(setting, message) from error
+        errors = error.errors()
+        unknown = [each["loc"][1:] for each in errors if each["type"] == "unexpected_keyword_argument"]
+        mistakes = [_describe_unknown_setting(cls, key_path, inner) for inner in unknown]
+        raise SettingError(*(mistakes or [_describe_error(errors[0], key_path)])) from error
 
 
 @cache
 def _get_type_adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
     """Return an adapter for a tuple of one section: the adapter of a dataclass alone would ignore unknown keys."""
-    alone: Any = tuple.__class_getitem__(cls)
-    return pydantic.TypeAdapter(alone, config=pydantic.ConfigDict(extra="forbid", hide_input_in_errors=True))
+    strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    return pydantic.TypeAdapter(tuple.__class_getitem__(cls), config=strict)
 
 
-def _iter_floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every float among settings at any depth, with its dotted key."""
-    if isinstance(value, float):
-        yield key, value
-    elif dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    for name, item in value.items() if isinstance(value, Mapping) else ():
-        yield from _iter_floats(item, f"{key}.{name}")
-
-
-def _format_setting_error(error: SettingError, source: str, overrides: SettingsTable) -> str:
-    setter = _COMMAND_LINE if _is_key_set(overrides, error.key_path) else source
-    return f"{setter}: {'.'.join(error.key_path)}: {error}"
+def _describe_error(error: ErrorDetails, key_path: _KeyPath) -> _Mistake:
+    """Return an error of pydantic in a section in our words."""
+    setting = [*key_path, *map(str, error["loc"][1:])]
+    message = f"{error['msg']} (got {reprlib.repr(error['input'])})"
+    if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], Mapping):
+        message = f"is a list of tables: write it in double brackets, [[{'.'.join(setting)}]]"
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+    return _Mistake(setting, message)
 
 
 def _is_key_set(overrides: SettingsTable, key_path: _KeyPath) -> bool:
@@ -727,16 +675,13 @@ def _is_key_set(overrides: SettingsTable, key_path: _KeyPath) -> bool:
     return bool(overrides)
 
 
-def _make_unknown_key_error(cls: Any, key_path: _KeyPath, inner: Sequence[int | str]) -> SettingError:
+def _describe_unknown_setting(cls: Any, key_path: _KeyPath, inner: Sequence[int | str]) -> _Mistake:
     message = _describe_unknown_key(str(inner[-1]), _list_keys(cls, inner[:-1]))
     if key_path[0] == "task" and len(inner) == 1:
         tasks = [name for name in TASKS if str(inner[-1]) in get_field_types(load_task_class(name))]
-        message = (
-            f"no such key in this task; {' and '.join(tasks)} has it: name the task with task.name"
-            if tasks
-            else message
-        )
-    return SettingError([*key_path, *map(str, inner)], message, is_unknown_key=True)
+        if tasks:
+            message = f"no such key in this task; {' and '.join(tasks)} has it: name the task with task.name"
+    return _Mistake([*key_path, *map(str, inner)], message, is_unknown_key=True)
 
 
 def _describe_unknown_key(key: str, known: Sequence[str]) -> str:
@@ -791,33 +736,21 @@ def _get_type_origin(kind: Any) -> Any:
 
 
 def list_user_code(values: SettingsTable) -> list[str]:
-    """Return the code outside of this package that sections name. It runs when it is loaded.
-
-    Example: list_user_code({"task": {"name": "my_task.py:Riddles"}}) == ["my_task.py:Riddles"]
-    """
+    """Return the code outside of this package that sections name, such as "my_task.py:Riddles"."""
     algorithm = values.get("algorithm", {})
     axes = [algorithm.get(key) for key in ("advantage", "objective")] if isinstance(algorithm, Mapping) else []
     tasks = list(_iter_task_sections(values.get("task")))
     names = [*axes, *(name for section in tasks for name in _iter_code_names(section))]
-    found = [name for name in names if isinstance(name, str) and ":" in name and not name.startswith(IN_PROCESS_PREFIX)]
-    commands = [run for section in tasks if isinstance(run := section.get("run"), str) and run and run not in found]
-    return list(dict.fromkeys([*found, *commands]))
+    code = [name for name in names if isinstance(name, str) and ":" in name and not name.startswith(IN_PROCESS_PREFIX)]
+    commands = [run for section in tasks if isinstance(run := section.get("run"), str) and run]
+    return list(dict.fromkeys([*code, *commands]))
 
 
 def check_key_variables(values: SettingsTable, overrides: Sequence[str], source: Any, advice: str = "") -> None:
-    """Check which environment variables a file by itself has a judge send.
+    """Raise UserError if a file has a judge send an environment variable that is not named for keys.
 
-    A file may only name variables whose names say that they hold keys; the command line may name any. The message does
-    not show the name, which may be the key itself.
-
-    Args:
-        values: The settings of the file.
-        overrides: Words of the command line.
-        source: The name of the file in the message.
-        advice: The end of the message, if the user cannot give flags.
-
-    Raises:
-        UserError: The file names another variable.
+    The command line may name any variable. The message does not show the name, which may be the key itself; it ends
+    with `advice`, or says which flag names the variable.
     """
     for section in _iter_task_sections(merge_settings(values, parse_setting_flags(overrides)).get("task")):
         terms = section.get("rewards")
@@ -865,15 +798,12 @@ _DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def find_recipe(name: str, folder: Path = Path()) -> Path:
-    """Find the file of a recipe or a study.
+    """Return the file of a recipe or a study. Raises UserError if there is none.
 
     Args:
         name: A path, or the name of a recipe in the package, such as "variants/dapo". The name may leave out its
             folder if it is unique, may have its suffix, and may begin with recipes/, as in the documents.
         folder: The folder that a relative path starts from.
-
-    Raises:
-        UserError: There is no such file, and no recipe of this name.
     """
     path = folder / Path(name).expanduser()
     if path.suffix == ".py":
@@ -895,8 +825,9 @@ def find_recipe(name: str, folder: Path = Path()) -> Path:
     raise UserError(f"{path}: {problem} recipe of this name{_suggest_recipes(path, wanted, known)}")
 
 
-def refuse_recipe_as_run(name: str, advice: str) -> None:
-    """Raise UserError if the name of a recipe or a study is given for a run. {} in `advice` stands for the name."""
+def refuse_recipe_as_run(path: str | Path, advice: str) -> None:
+    """Raise UserError if a recipe or a study is given for a run. {} in `advice` stands for its path."""
+    name = str(path)
     if name.lower().endswith(_RECIPE_SUFFIX):
         raise UserError(f"{name} is a recipe or a study, and no run: {advice.format(name)}")
 
@@ -922,11 +853,8 @@ def _get_recipe_stem(name: str) -> str:
 
 def _suggest_recipes(path: Path, wanted: str, known: Mapping[str, Path]) -> str:
     """Return a hint at a similar name and at files near the path, or at all names if there is neither."""
-    stems = {_get_recipe_stem(name): name for name in known}
-    similar = get_close_matches(_get_recipe_stem(wanted), stems, n=1)
-    by_name = f"; did you mean {stems[similar[0]]}?" if similar else ""
+    stem, stems = _get_recipe_stem(wanted), {_get_recipe_stem(name): name for name in known}
+    by_name = "".join(f"; did you mean {stems[each]}?" for each in get_close_matches(stem, stems, n=1))
     near = [file for file in find_nearby_files(path, [_RECIPE_SUFFIX]) if file.resolve() not in known.values()]
-    by_path = suggest_file(Path(_get_recipe_stem(wanted) + _RECIPE_SUFFIX), near) or (
-        f"; near it: {', '.join(map(str, near[:3]))}" if near else ""
-    )
-    return by_name + by_path or f"; there are {', '.join(known)}"
+    listed = f"; near it: {', '.join(map(str, near[:3]))}" if near else ""
+    return by_name + (suggest_file(Path(stem + _RECIPE_SUFFIX), near) or listed) or f"; there are {', '.join(known)}"

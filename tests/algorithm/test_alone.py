@@ -70,7 +70,7 @@ def test_advantages_of_an_array_are_those_of_the_loop(advantage, drawn):
     _, groups, batch = drawn
     rewards, others = arrays(groups)
     cfg = GRPOConfig(advantage=advantage, group_size=G, prompts_per_step=2)
-    expected, _ = grpo.compute_advantages(groups, batch, None, OneProcessRuntime(), cfg)
+    expected, _ = grpo.compute_advantages(collect_grades(groups), batch, None, OneProcessRuntime(), cfg)
     found = group_advantages(rewards, advantage, **others)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert found.abs().max() > 0.1

@@ -8,7 +8,7 @@ import torch
 from conftest import OneProcessRuntime
 from pellucid.algorithm import grpo, metrics
 from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades
-from pellucid.algorithm.batch import collate
+from pellucid.algorithm.batch import collate, collect_grades
 from pellucid.algorithm.objectives import (
     ObjectiveInputs,
     compute_clip_high_by_difficulty,
@@ -143,11 +143,11 @@ def test_the_bound_is_wide_where_a_group_is_right_less_often_than_the_step():
     groups = [Group(Prompt(str(p), "?"), (0,), (answer, answer), (Reward(float(p)), Reward(0.0))) for p in (0, 1)]
     cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
     batch = collate(groups)
-    judged = grpo.attach_advantages(batch, groups, torch.zeros(2, 2), OneProcessRuntime(), cfg)
+    judged = grpo.attach_advantages(batch, collect_grades(groups), torch.zeros(2, 2), OneProcessRuntime(), cfg)
     assert judged.clip_high.tolist() == pytest.approx([0.25, 0.25, 0.15, 0.15])
     assert (
         grpo.attach_advantages(
-            batch, groups, torch.zeros(2, 2), OneProcessRuntime(), GRPOConfig(group_size=2)
+            batch, collect_grades(groups), torch.zeros(2, 2), OneProcessRuntime(), GRPOConfig(group_size=2)
         ).clip_high
         is None
     )
@@ -162,12 +162,12 @@ def test_a_group_is_compared_with_those_of_all_processes():
     )
 
     class OneOfTwo(OneProcessRuntime):
-        def gather(self, items):
-            return [*items, other]
+        def shard(self, items):
+            return items[::2]
 
     cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
     batch = collate([mine])
-    judged = grpo.attach_advantages(batch, [mine], torch.zeros(1, 2), OneOfTwo(), cfg)
+    judged = grpo.attach_advantages(batch, collect_grades([mine, other]), torch.zeros(1, 2), OneOfTwo(), cfg)
     assert judged.clip_high.tolist() == pytest.approx([0.15, 0.15])
 
 

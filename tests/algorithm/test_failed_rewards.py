@@ -86,9 +86,11 @@ def test_the_width_of_the_clip_goes_by_graded_answers(failed):
     groups = [group(RIGHT, RIGHT, WRONG, failed), group(*[WRONG] * 4), group(*[failed] * 4)]
     cfg = GRPOConfig(group_size=4, clip_high=0.2, clip_difficulty=1.0)
     advantages = torch.zeros(3, 4, dtype=torch.float64)
-    batch = grpo.attach_advantages(collate(groups), groups, advantages, OneProcessRuntime(), cfg)
+    batch = grpo.attach_advantages(collate(groups), collect_grades(groups), advantages, OneProcessRuntime(), cfg)
     assert batch.clip_high.tolist() == pytest.approx([0.2 * 2 / 3] * 4 + [0.2 * 4 / 3] * 4 + [0.2] * 4)
-    batch = grpo.attach_advantages(collate(groups[2:]), groups[2:], advantages[2:], OneProcessRuntime(), cfg)
+    batch = grpo.attach_advantages(
+        collate(groups[2:]), collect_grades(groups[2:]), advantages[2:], OneProcessRuntime(), cfg
+    )
     assert batch.clip_high.tolist() == pytest.approx([0.2] * 4)
 
 

@@ -34,7 +34,7 @@ def graded(groups):
 
 def ready(policy, groups, cfg=CFG, advantages=ADVANTAGES):
     runtime = OneProcessRuntime(policy)
-    batch = grpo.attach_advantages(collate(groups), graded(groups), advantages, runtime, cfg)
+    batch = grpo.attach_advantages(collate(groups), collect_grades(graded(groups)), advantages, runtime, cfg)
     return grpo.attach_token_weights(batch, runtime, cfg)
 
 
@@ -111,7 +111,7 @@ def test_branches_have_the_advantage_of_their_completion_and_stand_beside_it():
     groups = [replace(group, rewards=(Reward(1.0), Reward(0.0))) for group in branched()]
     advantages = torch.tensor([[1.0, -2.0], [3.0, -4.0]]).double()
     runtime = OneProcessRuntime(policy)
-    batch = grpo.attach_advantages(collate(groups), groups, advantages, runtime, cfg)
+    batch = grpo.attach_advantages(collate(groups), collect_grades(groups), advantages, runtime, cfg)
     rows = [ids[mask].tolist() for ids, mask in zip(batch.response_ids, batch.response_mask, strict=True)]
     assert rows == [[1, 2, 3], [4, 4], [7], [2], [3, 3], [1, 2], [9, 9, 9, 9]]
     assert batch.advantages[:, 0].tolist() == [1.0, 1.0, 1.0, -2.0, 3.0, -4.0, -4.0]
@@ -160,7 +160,7 @@ def test_the_gradient_of_rollouts_of_several_sequences_is_their_sum_by_hand(aggr
     groups = branched()
     advantages = torch.tensor([[1.0, -2.0], [3.0, -4.0]]).double()
     runtime = OneProcessRuntime(policy)
-    batch = grpo.attach_advantages(collate(groups), graded(groups), advantages, runtime, cfg)
+    batch = grpo.attach_advantages(collate(groups), collect_grades(graded(groups)), advantages, runtime, cfg)
     policy.model.zero_grad()
     weighted = grpo.attach_token_weights(batch, runtime, cfg)
     for micro_batch in weighted.split_into_chunks(cfg.micro_batch):
@@ -202,7 +202,9 @@ def test_processes_agree_on_the_weights_of_rollouts_of_several_sequences(aggrega
             return x + next(self.counts)
 
     def attached(groups):
-        return grpo.attach_advantages(collate(groups), graded(groups), torch.ones(len(groups), 2), runtime, cfg)
+        return grpo.attach_advantages(
+            collate(groups), collect_grades(graded(groups)), torch.ones(len(groups), 2), runtime, cfg
+        )
 
     runtime = OneProcessRuntime()
     whole = grpo.compute_token_weights(attached(branched()), runtime, cfg)
@@ -228,7 +230,9 @@ def test_replay_joins_steps_with_and_without_rewritten_histories(first):
     plain = replace(groups[0][0], completions=tuple(replace(c, branches=()) for c in groups[0][0].completions))
     steps = [[plain], groups[1]]
     steps = steps if first == 0 else steps[::-1]
-    batches = [grpo.attach_advantages(collate(step), graded(step), PLUS_MINUS, runtime, cfg) for step in steps]
+    batches = [
+        grpo.attach_advantages(collate(step), collect_grades(graded(step)), PLUS_MINUS, runtime, cfg) for step in steps
+    ]
     joined = concat_batches(batches)
     sums = grpo.compute_token_weights(joined, runtime, cfg).sum(-1)
     expected = {0: [1 / 4, 1 / 4], 1: [1 / 4, *[1 / 32] * 8]}
@@ -259,7 +263,7 @@ def test_overlong_cache_counts_what_a_conversation_was_told():
     )
     group = Group(Prompt("a", "a"), (5,), completions, rewards=(Reward(1.0),) * 4)
     cfg = replace(CFG, overlong_cache=4, max_length=10)
-    shaped = grpo.shape_rewards(collect_grades([group]), collate([group]), make_policy(), cfg)
+    shaped = grpo.shape_rewards(collect_grades([group]).rewards, collate([group]), make_policy(), cfg)
     assert shaped.tolist() == [[0.0, 0.5, 1.0, 0.25]]
 
 

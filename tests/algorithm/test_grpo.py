@@ -541,7 +541,7 @@ def test_differences_below_min_reward_range_are_no_signal():
         for g, v in zip(four_groups(policy)[:2], (nearly, [1.0, 0.0, 0.996, 0.0]), strict=True)
     ]
     batch = collate(groups)
-    arguments = (groups, batch, policy, OneProcessRuntime())
+    arguments = (collect_grades(groups), batch, policy, OneProcessRuntime())
     plain, _ = grpo.compute_advantages(*arguments, GRPOConfig(group_size=4))
     floored, _ = grpo.compute_advantages(*arguments, GRPOConfig(group_size=4, min_reward_range=0.01))
     assert plain[0].abs().max() > 1.0

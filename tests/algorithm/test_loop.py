@@ -154,7 +154,7 @@ def test_rewards_are_shared_by_the_layer_that_is_named(layer):
     groups = grade_groups(CountDigits(), four_groups(policy))
     batch, grades = collate(groups), collect_grades(groups)
     cfg = GRPOConfig(group_size=4, similarity="smooth", similarity_layer=layer, micro_batch=3)
-    shaped = grpo.shape_rewards(grades, batch, policy, cfg)
+    shaped = grpo.shape_rewards(grades.rewards, batch, policy, cfg)
     states = policy.embed(batch, layer).view(4, 4, -1)
     torch.testing.assert_close(shaped, smooth_rewards(grades.rewards, states, cfg), rtol=0, atol=1e-3)
     elsewhere = smooth_rewards(grades.rewards, policy.embed(batch, {0: 1, 1: 0, -1: 0}[layer]).view(4, 4, -1), cfg)
@@ -169,7 +169,7 @@ def test_rewards_are_less_by_what_is_overlong_and_by_the_kl():
     kl = torch.zeros(2, 8)
     kl[0, :3], kl[1, 0] = 1.0, 1.0
     cfg = GRPOConfig(group_size=2, max_length=10, overlong_cache=4, kl_in="raw_reward", kl_coef=0.1)
-    shaped = grpo.shape_rewards(collect_grades(groups), replace(batch, kl=kl), None, cfg)
+    shaped = grpo.shape_rewards(collect_grades(groups).rewards, replace(batch, kl=kl), None, cfg)
     torch.testing.assert_close(shaped, torch.tensor([[0.2, 0.9]], dtype=torch.float64), rtol=0, atol=1e-7)
 
 

@@ -49,10 +49,12 @@ def test_lines_fit_and_stand_in_columns(kind, capsys):
     assert all(line.isprintable() for line in found)
 
 
-def test_a_line_is_the_first_sentence_of_the_docstring_and_its_source(capsys):
+def test_a_line_is_the_first_sentence_of_the_docstring(capsys):
     said = dict(line.split(maxsplit=1) for line in lines("advantages", capsys))
-    assert said["centered"] == "r - mean. Dr. GRPO, arXiv 2503.20783."
+    assert said["centered"] == "r - mean (Dr. GRPO, arXiv 2503.20783)."
     assert said["raw"].startswith((advantages.raw_rewards.__doc__ or "?").partition("\n")[0])
+    estimators = dict(line.split(maxsplit=1) for line in lines("kl", capsys))
+    assert estimators["exact"] == 'For kl = "exact" the policy itself sums over the vocabulary.'
     recipe = dict(line.split(maxsplit=1) for line in lines("recipes", capsys))["variants/sapo"]
     assert f"# {recipe}" == Path("recipes/variants/sapo.toml").read_text().splitlines()[0]
 

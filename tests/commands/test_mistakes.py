@@ -42,7 +42,7 @@ MISTAKES = {
     "train recipe.toml --algorithm.steps 0": "steps = 0 must be at least 1",
     "train recipe.toml --algorithm.group-size 1": "group_size = 1 must be at least 2",
     "train recipe.toml --optimizer.lr -1": "lr = -1.0 must be positive",
-    "train recipe.toml --optimizer.lr nan": "lr = nan",
+    "train recipe.toml --optimizer.lr nan": "optimizer.lr.*finite.*nan",
     "train recipe.toml --policy.dtype float8": "dtype.*float16.*float8",
     "train recipe.toml --log.wandb on": "wandb.*online.*'on'",
     "train recipe.toml --algorithm.objective ppo_clp": 'ppo_clp.*did you mean "ppo_clip"',
@@ -100,7 +100,7 @@ MISTAKES = {
     "compare runs/frist": 'runs/frist.*did you mean "?(runs/)?first',
     "compare runs/first --baseline plian": "plian",
     "push runs/half me/model": "runs/half.*finish it with pellucid train --resume runs/half",
-    "push runs/frist me/model": 'runs/frist.*did you mean "first"',
+    "push runs/frist me/model": 'runs/frist.*did you mean "runs/first"',
     "push runs/first model": "USER/NAME",
     # the service
     "serve runs/frist": 'runs/frist.*did you mean "?(runs/)?first',

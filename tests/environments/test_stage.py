@@ -369,14 +369,14 @@ def test_errors_in_this_process_are_logged_once_for_each_kind(tmp_path):
 
 def test_a_fork_server_that_ends_just_now_is_replaced(stage, monkeypatch):
     begun(stage)
-    server = stage._factory._server._server
+    server = stage._factory._server
     os.kill(server.pid, signal.SIGKILL)
     server._process.join()
     monkeypatch.setattr(sandbox.Worker, "is_alive", True)
     stage.send_turn(0, call("wait", seconds=60))
     stage.start_conversation(1, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
     assert replies(stage, 1)[1].prompt
-    assert stage._factory._server._server is not server
+    assert stage._factory._server is not server
 
 
 @pytest.mark.slow

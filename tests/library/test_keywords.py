@@ -63,13 +63,6 @@ def test_every_setting_has_a_name_of_its_own(task):
         assert {f.name for f in dataclasses.fields(cls)} - set(known["task"]) <= set(COMMON_TASK_FIELDS)
 
 
-def test_the_dtype_is_that_of_the_policy():
-    known = list_section_keys(None)
-    assert "dtype" in known["sampler"]
-    assert find_section_and_key("dtype", known) == ("policy", "dtype")
-    assert find_section_and_key("sampler_dtype", known) == ("sampler", "dtype")
-
-
 MISTAKES = {
     "every": "every is a setting of evaluate and checkpoint: say evaluate_every or checkpoint_every",
     "top_k": "top_k is a setting of sampler and evaluate: say sampler_top_k or evaluate_top_k",

@@ -272,7 +272,7 @@ def test_the_file_says_what_it_had_no_room_for(browser, tmp_path, monkeypatch):
 
 COLUMNS = {
     "entropy": "entropy_before", "ratio": "ratio", "advantage": "advantage", "weight": "weight", "push": "push",
-    "gradient": "gradient", "bound": "bound", "predicted": "predicted",
+    "gradient": "gradient", "bound": "bound",
 }  # fmt: skip
 
 
@@ -506,17 +506,14 @@ def test_a_quantity_that_is_nowhere_cannot_be_chosen_and_values_beyond_the_colou
 
 
 @pytest.mark.slow
-def test_a_step_without_a_prediction_and_one_that_is_not_there_name_others(browser, tmp_path):
-    config = {**CONFIG, "log": {"predictions": 2}}
-    run = run_folder(tmp_path / "run", config)
+def test_the_movers_have_their_change_and_a_step_that_is_not_there_names_others(browser, tmp_path):
+    run = run_folder(tmp_path / "run", CONFIG)
     for step in (1, 2, 3):
-        write_tokens(run, step, [row(0, 0, 0, "a", predicted=0.09 if step < 3 else None)])
+        write_tokens(run, step, [row(0, 0, 0, "a")])
     with looking(run) as server:
-        go(browser, f"{server.url}#/movers/3", "movers")
-        assert "A prediction was not computed at step 3; see step 1, 2." in text(browser)
         go(browser, f"{server.url}#/movers/2", "movers")
-        assert [head.text for head in found(browser, "section.list th")][:3] == ["token", "change", "predicted"]
-        assert [cell.text for cell in found(browser, "section.list td")][1:3] == ["0.1", "0.09"]
+        assert [head.text for head in found(browser, "section.list th")][:2] == ["token", "change"]
+        assert found(browser, "section.list td")[1].text == "0.1"
         go(browser, f"{server.url}#/step/40", "step")
         assert "Recorded are steps 1 to 3; the nearest is Step 3" in text(browser)
         assert found(browser, "main a[href='#/step/3']")

@@ -90,7 +90,6 @@ def test_the_columns_of_the_page_tell_what_was_recorded(two_tokens):
     assert [page["vocabulary"][i][1] for i in page["token"]] == ["Q", " 7", " 8"]
     assert (page["before"], page["change"], page["after"]) == ([None, -1, None], [None, 0.25, None], [None, None, -2])
     assert page["sampler"] == [None, None, -2.5]
-    assert page["predicted"] is None
 
 
 def test_numbers_are_rounded_to_digits_and_not_below_the_floor():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from pellucid.algorithm.sampling_mask import SamplingMask
 from pellucid.models import autograd_ops, native, ops
@@ -120,19 +119,8 @@ def test_what_is_not_fit_goes_by_the_operators():
     assert select_kernels(x, BF16, 24) is ops
     assert select_kernels(x.float(), torch.float32, 32) is ops
     assert find_kernels(x.to("meta"), BF16, 32) is None
-    with forward_ad.dual_level():
-        assert find_kernels(forward_ad.make_dual(x, x), BF16, 32) is None
     for half_norm in (noise(4, 32, dtype=BF16), noise(4, 32, dtype=torch.float16)):
         assert autograd_ops.select_norm_kernels(half_norm, BF16) is ops
-
-
-@torch.no_grad()
-def test_what_is_added_to_a_stream_may_have_a_forward_mode_gradient():
-    x, more, weight = noise(4, 32, dtype=torch.float32), noise(4, 32), noise(32, dtype=torch.float32)
-    with forward_ad.dual_level():
-        out = autograd_ops.add_and_rms_norm(x, forward_ad.make_dual(more, more), weight, 1e-5, BF16)
-        assert torch.equal(forward_ad.unpack_dual(out[0]).tangent, more.float())
-        assert forward_ad.unpack_dual(out[1]).tangent is not None
 
 
 # ---------------------------------------------------------------- the head

@@ -14,7 +14,8 @@ from pellucid.policy import policy
 from pellucid.policy.load import add_adapter, copy_model, locate_model
 from pellucid.policy.policy import Policy
 from pellucid.reporting.run_files import find_run_dir
-from pellucid.rollout.vllm_client import VLLMServerSampler
+from pellucid.rollout.vllm import VLLMSampler
+from pellucid.rollout.vllm_client import ServerPool
 from pellucid.serve import api
 from pellucid.serve.command import ServeCommand
 from pellucid.serve.vllm_server import EngineHost
@@ -124,7 +125,7 @@ def test_a_merged_push_has_the_whole_update():
     base = copy_model(tiny_policy().model, BF16).state_dict()
     held = EngineHost(Plain)
     with served(held) as url:
-        sampler = VLLMServerSampler(urls=(url,), timeout=10.0)
+        sampler = VLLMSampler(engine=ServerPool((url,), 10.0))
         for version in (1, 2):
             step(adapted)
             sampler.sync(adapted, version)
@@ -154,6 +155,6 @@ def test_smollm2_is_saved_and_pushed_as_it_was_trained(tmp_path):
     assert moved > 1e-6
     held = EngineHost(Plain)
     with served(held) as url:
-        VLLMServerSampler(urls=(url,), timeout=60.0).sync(run._training_run.policy, 8)
+        VLLMSampler(engine=ServerPool((url,), 60.0)).sync(run._training_run.policy, 8)
         for model in (AutoModelForCausalLM.from_pretrained(run.folder / "model"), held.engine.model):
             assert mean_kl(trained, model, ids) < min(1e-5, 1e-3 * moved)

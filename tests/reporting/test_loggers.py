@@ -417,7 +417,6 @@ def test_a_missing_wandb_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UserError, match=r'^log.tensorboard needs tensorboard: pip install "pellucid\[tensorboard\]"$'):
         TensorBoardLogger(tmp_path)

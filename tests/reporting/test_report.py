@@ -15,13 +15,13 @@ from pellucid.reporting.charts import (
     MAX_POINTS,
     Point,
     Series,
-    compute_mean_line,
     compute_ticks,
     draw_chart,
     format_number,
+    make_seed_series,
     stack_series,
 )
-from pellucid.reporting.report import MAX_TEXT_CHARACTERS, render_accuracy_svg, render_token_strip, write_report
+from pellucid.reporting.report import MAX_TEXT_CHARACTERS, render_token_strip, write_report
 from pellucid.reporting.run_files import read_end_rollouts, read_records
 from pellucid.study.runner import format_accuracy_change
 
@@ -239,7 +239,7 @@ def test_hostile_text_is_only_ever_text(tmp_path: Path):
     assert page.tags <= ALLOWED
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert "<script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)>" in page
-    assert "${lede}\\u202egnp.exe\\u2066 \\u0000\\u001b[31m \\ud800" in page
+    assert "${lede}\\u202egnp.exe\\u2066 \\x00\\x1b[31m \\ud800" in page
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", html)
     assert "reward failed" in page
 
@@ -369,25 +369,10 @@ def test_the_strip_is_stronger_where_a_token_was_less_likely():
     assert render_token_strip([]) == ""
 
 
-def test_mean_of_lines_is_over_the_steps_they_share():
-    lines = [[Point(1, 1.0), Point(2, 2.0)], [Point(2, 4.0), Point(3, 9.0)]]
-    assert [(point.x, point.y) for point in compute_mean_line(lines)] == [(2, 3.0)]
-
-
-def test_accuracy_svg_of_one_run_and_of_seeds(run: Path, tmp_path: Path):
-    other = make_run(tmp_path / "b", [step_metrics(1)], [evaluation(0, 0.35), evaluation(3, 0.95)])
-    one, two = (ElementTree.fromstring(render_accuracy_svg(runs)) for runs in ([run], [run, other]))
-    texts = ["".join(text.itertext()) for text in two.iter("{http://www.w3.org/2000/svg}text")]
-    assert "greedy 0.85" in texts
-    assert "mean@8 0.8" in texts
-    classes = [(group.get("class") or "") for group in two.iter("{http://www.w3.org/2000/svg}g")]
-    assert sum("thin" in name for name in classes) == 6
-    bars = [path.get("d") for path in one.iter("{http://www.w3.org/2000/svg}path") if path.get("class") == "bar"]
-    assert any(bars)
-
-
-def test_accuracy_svg_of_nothing_is_still_a_picture(tmp_path: Path):
-    ElementTree.fromstring(render_accuracy_svg([make_run(tmp_path / "r")]))
+def test_seeds_are_their_mean_and_range_at_the_steps_they_share():
+    lines = [[Point(1, 1.0), Point(2, 2.0)], [Point(2, 4.0), Point(3, 9.0)], []]
+    assert make_seed_series("y", lines, "first") == Series("y", [Point(2, 3.0, 2.0, 4.0)], "first band")
+    assert make_seed_series("y", lines[1:], "first") == Series("y", lines[1], "first")
 
 
 def test_two_tasks_are_not_mixed(tmp_path: Path):

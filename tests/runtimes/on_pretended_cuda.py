@@ -13,7 +13,7 @@ from pretended_graph import REFUSED
 from runs import at_home, train
 from simulated_device import WHERE
 
-BRIEF = ("--algorithm.steps", 3, "--evaluate.every", 3, "--checkpoint.every", 2, "--log.predictions", 0)
+BRIEF = ("--algorithm.steps", 3, "--evaluate.every", 3, "--checkpoint.every", 2)
 
 
 @pytest.fixture

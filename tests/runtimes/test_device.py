@@ -49,7 +49,6 @@ SMALL = {
     "evaluate.k": 2,
     "checkpoint.every": 2,
     "policy.dtype": "float32",
-    "log.predictions": 0,  # forward-mode gradients: torch has none for tensors of a device that is not there
 }
 WAYS = {
     "full weights": {},

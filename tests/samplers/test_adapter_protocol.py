@@ -13,12 +13,13 @@ from pellucid.rollout.vllm import (
     LORA_A_SUFFIX,
     LORA_B_SUFFIX,
     AdapterRefusedError,
+    VLLMSampler,
     copy_adapter_weights,
     get_adapter_shape,
     get_base_weights,
     is_adapter_weight,
 )
-from pellucid.rollout.vllm_client import SamplerClient, ServerLostError, VLLMServerSampler, serialize_model
+from pellucid.rollout.vllm_client import SamplerClient, ServerLostError, ServerPool, serialize_model
 from pellucid.serve.vllm_server import EngineHost
 from pellucid.types import Sampling, UserError
 from sampler_process import Plain, gap_of, served, tiny_policy
@@ -92,7 +93,7 @@ def step(policy, by=0.05):
 
 
 def synced(policy, urls, ahead=False):
-    sampler = VLLMServerSampler(urls=urls, timeout=10.0, adapter="request", ahead=ahead)
+    sampler = VLLMSampler(engine=ServerPool(urls, 10.0, ahead), adapter="request")
     sampler.sync(policy, 3)
     return sampler
 
@@ -141,9 +142,9 @@ def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy,
     theirs = SamplerClient(urls[0], 10.0)  # another trainer's
     theirs.load_model(serialize_model(policy, get_adapter_shape(policy)))
     theirs.push(get_base_weights(policy) | copy_adapter_weights(policy))
-    assert sampler.pool
+    assert sampler.engine
     with pytest.raises(ServerLostError, match=r"409.*other weights"):
-        sampler.pool.servers[0].client.push(copy_adapter_weights(policy))
+        sampler.engine.servers[0].client.push(copy_adapter_weights(policy))
     step(policy)
     sampler.sync(policy, 4)
     assert gap_of(policy, sampler.generate(PROMPTS, SAMPLING)) < 1e-4
@@ -189,6 +190,6 @@ def test_one_that_comes_back_and_no_longer_takes_it_is_left_out_and_told(policy,
         step(policy)
         sampler.sync(policy, version)
     assert f"! {urls[1]}: vLLM has no adapter on it" in capsys.readouterr().out
-    assert sampler.pool
-    assert [server.is_up for server in sampler.pool.servers] == [True, False]
+    assert sampler.engine
+    assert [server.is_up for server in sampler.engine.servers] == [True, False]
     assert sampler.adapter == "request"

@@ -15,12 +15,12 @@ import torch
 
 from conftest import EOS, VOCAB, CountDigits
 from pellucid.rollout import vllm_client
-from pellucid.rollout.vllm import get_push_weights
+from pellucid.rollout.vllm import VLLMSampler, get_push_weights
 from pellucid.rollout.vllm_client import (
     InvalidAnswerError,
     SamplerClient,
     SampleRequest,
-    VLLMServerSampler,
+    ServerPool,
     serialize_model,
 )
 from pellucid.serve.vllm_server import EngineHost
@@ -151,7 +151,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def right(policy, pair):
-    sampler = VLLMServerSampler(urls=pair[:1], timeout=30.0)
+    sampler = VLLMSampler(engine=ServerPool(pair[:1], 30.0))
     sampler.sync(policy, 1)
     return sampler.generate(CountDigits().sample(0, 4), SAMPLING)
 
@@ -165,7 +165,7 @@ def altering(case):
 def test_a_server_that_sends_nonsense_is_gone_with_one_line_and_the_others_sample(case, policy, pair, right, capsys):
     alter, says = altering(case)
     with altered(pair[1], alter) as url:
-        sampler = VLLMServerSampler(urls=[pair[0], url], timeout=30.0)
+        sampler = VLLMSampler(engine=ServerPool([pair[0], url], 30.0))
         sampler.sync(policy, 1)
         for _ in range(3):
             assert sampler.generate(CountDigits().sample(0, 4), SAMPLING) == right
@@ -180,7 +180,7 @@ def test_one_that_comes_to_its_senses_is_taken_back(policy, pair, right, capsys)
     mad = threading.Event()
     mad.set()
     with altered(pair[1], lambda path, body: rows(ROWS["NaN"][0])(path, body) if mad.is_set() else body) as url:
-        sampler = VLLMServerSampler(urls=[pair[0], url], timeout=30.0)
+        sampler = VLLMSampler(engine=ServerPool([pair[0], url], 30.0))
         sampler.sync(policy, 1)
         assert sampler.generate(CountDigits().sample(0, 4), SAMPLING) == right
         mad.clear()

@@ -108,8 +108,8 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
     prompts, boarding = CountDigits().sample(0, 8), []
     flight = policy.create_decode_batch
 
-    def watched(rows, int8):
-        craft = flight(rows, int8)
+    def watched(rows):
+        craft = flight(rows)
         admit, step = craft.admit, craft.step
         craft.admit = lambda *a: boarding.append(len(a[0])) or admit(*a)
         craft.step = lambda tokens: boarding.append(0) or step(tokens)

@@ -19,7 +19,7 @@ from pellucid.rollout.vllm_client import (
     SamplerClient,
     SampleRequest,
     ServerLostError,
-    VLLMServerSampler,
+    ServerPool,
     serialize_model,
 )
 from pellucid.serve.vllm_server import EngineHost, ModelDescription
@@ -53,7 +53,7 @@ def _at_once(monkeypatch):
 
 
 def synced(policy, urls, version=3, timeout=10.0, world=None, ahead=False):
-    sampler = VLLMServerSampler(urls=urls, timeout=timeout, environments=world, ahead=ahead)
+    sampler = VLLMSampler(engine=ServerPool(urls, timeout, ahead), environments=world)
     sampler.sync(policy, version)
     return sampler
 
@@ -133,7 +133,7 @@ def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(pol
 
 def test_other_weights_than_asked_are_refused_by_server_and_trainer(policy, urls, held):
     sampler = synced(policy, urls)
-    first = sampler.pool.servers[0].client
+    first = sampler.engine.servers[0].client
     theirs = SamplerClient(urls[0], 10.0)  # another trainer's
     theirs.load_model(serialize_model(policy))
     theirs.push(get_push_weights(policy))
@@ -192,7 +192,7 @@ def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_
     held[1].model_digest = ""
     with pytest.raises(UserError, match="old weights"):
         sampler.generate(CountDigits().sample(0, 40), SAMPLING)
-    assert not sampler.pool.unfinished
+    assert not sampler.engine.unfinished
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next
     time.sleep(2.0)
     sampler.generate(CountDigits().sample(0, 12), SAMPLING)
     sampler.sync(policy, 4)
-    assert all(server.is_up for server in sampler.pool.servers)
+    assert all(server.is_up for server in sampler.engine.servers)
     assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts, version=4)
     assert len(made) == 1
 
@@ -260,7 +260,7 @@ def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(
     said += capsys.readouterr().out
     assert said.count("it takes 30 tokens a row, and this run counts on 512: start it with a larger --cache-gb") == 1
     assert held[1].engine.pushed == 0, "weights need not be brought to it"
-    assert [server.is_up for server in sampler.pool.servers] == [True, False]
+    assert [server.is_up for server in sampler.engine.servers] == [True, False]
     with pytest.raises(UserError, match="holds prompts of 6"):
         synced(policy, urls).generate(CountDigits().sample(0, 1), Sampling(4, max_tokens=24, seed="0/0"))
 
@@ -300,25 +300,25 @@ def pair():
 
 def later(sampler, what, behind=3):
     """Do this in the middle of a rollout, as soon as so many answers have come."""
-    took, count = sampler.pool.step, []
+    took, count = sampler.engine.step, []
 
     def step():
         said = took()
         count.extend(said)
         if len(count) >= behind:
-            sampler.pool.step = took
+            sampler.engine.step = took
             what()
         return said
 
-    sampler.pool.step = step
+    sampler.engine.step = step
 
 
 def counted(sampler, groups, prompts):
     """Every (prompt, g) is there once, and nothing is left of it."""
     assert [group.prompt for group in groups] == list(prompts)
     assert [len(group.completions) for group in groups] == [SAMPLING.n] * len(prompts)
-    assert not sampler.pool.unfinished
-    assert not any(server.pending_count for server in sampler.pool.servers)
+    assert not sampler.engine.unfinished
+    assert not any(server.pending_count for server in sampler.engine.servers)
 
 
 def until_all_are_back(sampler, prompts, right):
@@ -326,7 +326,7 @@ def until_all_are_back(sampler, prompts, right):
         groups = sampler.generate(prompts, SAMPLING)
         counted(sampler, groups, prompts)
         assert groups == right
-        if all(server.is_up for server in sampler.pool.servers):
+        if all(server.is_up for server in sampler.engine.servers):
             return
     raise AssertionError
 
@@ -399,7 +399,7 @@ def test_a_run_whose_servers_die_hang_and_come_back_trains_as_one_that_nothing_d
         5: lambda: pair[1].process.send_signal(signal.SIGSTOP),
         6: lambda: pair[1].process.send_signal(signal.SIGCONT),
     }
-    generate = VLLMServerSampler.generate
+    generate = VLLMSampler.generate
 
     def struck(sampler, prompts, sampling):
         """A blow falls in the middle of each of the rollouts of these numbers."""
@@ -407,7 +407,7 @@ def test_a_run_whose_servers_die_hang_and_come_back_trains_as_one_that_nothing_d
             later(sampler, blow)
         return generate(sampler, prompts, sampling)
 
-    monkeypatch.setattr(VLLMServerSampler, "generate", struck)
+    monkeypatch.setattr(VLLMSampler, "generate", struck)
     capsys.readouterr()
     assert train(recipe, "--run", disturbed, *settings, *(one.url for one in pair)) == 0
     assert not blows

@@ -11,7 +11,7 @@ import torch
 
 from pellucid import cli, config
 from pellucid.rollout import vllm
-from pellucid.rollout.vllm_client import VLLMServerSampler
+from pellucid.rollout.vllm_client import ServerPool
 from pellucid.training import preflight, run_dir
 from pellucid.training.build import pick_sampler
 from pellucid.types import UserError
@@ -26,9 +26,10 @@ def settings_of(*words):
 def test_settings_reach_the_sampler():
     words = ["--sampler.urls", "http://a:8001", "http://[::1]:8002", "--sampler.timeout", "7", "--sampler.rows", "9"]
     sampler = pick_sampler(settings_of(*words, "--policy.deterministic"), DECODED, None)
-    assert isinstance(sampler, VLLMServerSampler)
-    assert sampler.urls == ("http://a:8001", "http://[::1]:8002")
-    assert (sampler.timeout, sampler.rows, sampler.deterministic) == (7.0, 9, True)
+    assert isinstance(sampler.engine, ServerPool)
+    clients = [server.client for server in sampler.engine.servers]
+    assert [(client.url, client.timeout) for client in clients] == [("http://a:8001", 7.0), ("http://[::1]:8002", 7.0)]
+    assert (sampler.rows, sampler.deterministic) == (9, True)
 
 
 @pytest.mark.parametrize(

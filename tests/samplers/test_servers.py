@@ -16,7 +16,7 @@ from pellucid.policy.load import add_adapter
 from pellucid.policy.policy import Policy
 from pellucid.rollout import vllm_client
 from pellucid.rollout.vllm import VLLMSampler
-from pellucid.rollout.vllm_client import VLLMServerSampler
+from pellucid.rollout.vllm_client import ServerPool
 from pellucid.types import Sampling
 from sampler_process import gap_of, tiny_policy, two
 from worlds import asked
@@ -39,7 +39,7 @@ def pair():
 
 
 def synced(policy, pair, timeout=120.0, world=None):
-    sampler = VLLMServerSampler(urls=[one.url for one in pair], timeout=timeout, environments=world)
+    sampler = VLLMSampler(engine=ServerPool([one.url for one in pair], timeout), environments=world)
     sampler.sync(policy, 3)
     return sampler
 
@@ -73,7 +73,7 @@ def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair)
 def test_an_adapter_alone_arrives_at_both(pair):
     model, prompts = tiny_policy().model, CountDigits().sample(0, 6)
     policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 3, 7.0))
-    sampler = VLLMServerSampler(urls=[one.url for one in pair], adapter="request")
+    sampler = VLLMSampler(engine=ServerPool([one.url for one in pair]), adapter="request")
     for version, by in enumerate([0.0, 1e-7, 0.05]):
         with torch.no_grad():
             for p in policy.trainable().values():
@@ -81,7 +81,7 @@ def test_an_adapter_alone_arrives_at_both(pair):
         sampler.sync(policy, version)
         assert gap_of(policy, sampler.generate(prompts, SAMPLING)) < 1e-4
     assert sampler.adapter == "request"
-    assert all(server.is_up for server in sampler.pool.servers)
+    assert all(server.is_up for server in sampler.engine.servers)
 
 
 def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_back(pair, monkeypatch, capsys):
@@ -90,28 +90,28 @@ def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_bac
     right = tokens_of(synced(policy, pair).generate(prompts, SAMPLING))
     sampler = synced(policy, pair)
     for what in (signal.SIGSTOP, signal.SIGKILL):
-        for server in sampler.pool.servers:
+        for server in sampler.engine.servers:
             server.client.timeout = 5.0
-        took = sampler.pool.step
+        took = sampler.engine.step
 
         def stopped(what=what, took=took):
             if said := took():
-                sampler.pool.step = took
+                sampler.engine.step = took
                 pair[0].process.send_signal(what)
             return said
 
-        sampler.pool.step = stopped
+        sampler.engine.step = stopped
         assert tokens_of(sampler.generate(prompts, SAMPLING)) == right
         if what == signal.SIGSTOP:
             pair[0].process.send_signal(signal.SIGCONT)
         else:
             pair[0].kill()
             pair[0].start()
-        for server in sampler.pool.servers:
+        for server in sampler.engine.servers:
             server.client.timeout = 120.0
         for _ in range(300):
             assert tokens_of(sampler.generate(prompts, SAMPLING)) == right
-            if all(server.is_up for server in sampler.pool.servers):
+            if all(server.is_up for server in sampler.engine.servers):
                 break
-        assert all(server.is_up for server in sampler.pool.servers)
+        assert all(server.is_up for server in sampler.engine.servers)
     assert capsys.readouterr().out.count("is back, with the present weights") == 2

@@ -214,7 +214,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_its_name(service, pa
             "messages.0.content: Value error, part 0 is",
         ),
         (USER | {"content": [*parts("a"), {"type": "text", "text": None}]}, "part 1"),
-        (USER | {"content": parts("a\ud800")}, "half a character"),
+        (USER | {"content": parts("a\ud800")}, "surrogates not allowed"),
         (USER | {"content": None}, "content is missing"),
     ],
 )
@@ -242,14 +242,19 @@ def test_a_group_has_the_runs_limit_and_a_request_may_have_its_own(service):
         assert {row["tokens"] for row in asked} == {served.policy.context_length - 4}
 
 
-def test_a_mistake_of_an_agent_names_the_field_and_no_type_of_ours():
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (5, "Input should be a valid string"),
+        ([{"type": "text", "text": 5}], "Value error, part 0 is not of the form"),
+    ],
+)
+def test_a_mistake_of_an_agent_names_the_field_and_no_type_of_ours(content, complaint):
     endpoint = SimpleNamespace(rollout_numbers={"a": 0})
     client = TestClient(make_agent_app(cast(AgentEndpoint, endpoint)))
-    for content in (5, [{"type": "text", "text": 5}]):
-        body = {"messages": [{"role": "user", "content": content}]}
-        message = client.post("/rollout/a/v1/chat/completions", json=body).json()["error"]["message"]
-        field = "messages.0.content" if content == 5 else "messages.0.content.0.text"
-        assert message == f"{field}: Input should be a valid string"
+    body = {"messages": [{"role": "user", "content": content}]}
+    message = client.post("/rollout/a/v1/chat/completions", json=body).json()["error"]["message"]
+    assert message.startswith(f"messages.0.content: {complaint}")
 
 
 def test_a_model_of_a_wrong_form_is_refused_in_one_line_without_a_type_of_ours():

@@ -197,7 +197,7 @@ def test_requests_of_other_forms(policy, world_of, tmp_path):
         "logprobs: Input should be False",
         "messages: List should have at least 1 item",
         "messages.0.content",
-        "messages.0.tool_calls: f: arguments are not JSON",
+        "messages.0.tool_calls.0.function.arguments: Value error, Expecting property name",
         "not so",
         "there is no rollout x",
     ):

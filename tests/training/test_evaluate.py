@@ -23,7 +23,7 @@ from pellucid.reporting.loggers import format_json_line
 from pellucid.rollout.hf import HuggingFaceSampler
 from pellucid.rollout.native import NativeSampler
 from pellucid.rollout.vllm import VLLMSampler
-from pellucid.rollout.vllm_client import VLLMServerSampler
+from pellucid.rollout.vllm_client import ServerPool
 from pellucid.training import evaluate as evaluation_module
 from pellucid.training.evaluate import (
     compute_pass_at_k,
@@ -269,7 +269,7 @@ def test_only_samplers_that_keep_rows_in_flight_are_asked_all_prompts_at_once(mo
         ),
         (VLLMSampler(), True),
         (VLLMSampler(environments=InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))), False),
-        (VLLMServerSampler(urls=["http://nowhere:1"]), True),
+        (VLLMSampler(engine=ServerPool(["http://nowhere:1"])), True),
         (HuggingFaceSampler(), False),
     ],
     ids=["native", "by transformers", "conversations", "vllm", "its conversations", "servers", "hf"],
@@ -324,7 +324,7 @@ class Scripted:
     def decode(self, ids):
         return str(len(ids))
 
-    def create_decode_batch(self, rows, int8):
+    def create_decode_batch(self, rows):
         self.rows, self.left = rows, torch.zeros(0, dtype=torch.long)
         return self
 

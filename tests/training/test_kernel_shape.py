@@ -55,15 +55,14 @@ WAYS = {
     "micro-batches": {"micro_batch": 3, "minibatches": 2, "epochs": 2},
     "replay": {"max_staleness": 2},
     "truncated": {"sampler_top_k": 9},
-    "int8": {"sampler_dtype": "int8"},
-    "microscope": {"log_tokens": 1, "predictions": 1},
+    "microscope": {"log_tokens": 1},
     "transformers": {"policy_engine": "transformers"},
     "compiled": {"policy_engine": "compiled"},
 }
 """Ways of training, each of which is tried with gradient checkpointing and without."""
 SAME_BITS = {
     "fewer rows at once": {"sampler_rows": 4},
-    "microscope": {"log_tokens": 1, "predictions": 1},
+    "microscope": {"log_tokens": 1},
     "a reference on the CPU": {"kl_coef": 0.1, "reference": "cpu"},
     "deterministic": {"deterministic": True},
     "checkpoints": {"checkpoint_every": 1},
@@ -72,8 +71,6 @@ SAME_BITS = {
 """Settings that change no bit of what is trained."""
 OF_OPERATORS = {"softmax_rows", "softmax_backward"}
 """Kernels of attention by operators, which computes heads of other sizes than 64, 128, 192 and 256."""
-OF_TRIALS = {"product_of_bytes"}
-"""Called only where a process tries whether it may sample in int8."""
 OF_AMX = {"multiply_rows", "sum_over_tokens"}
 
 
@@ -244,8 +241,7 @@ def test_each_kernel_of_this_processor_runs_in_one_of_these_settings(run):
     run()
     assert not OF_OPERATORS & set(native.call_counts), "heads of 64 are computed by operators"
     run(model="heads of 8")
-    run(sampler_dtype="int8")
     exported = functions_of_the_library()
-    assert exported >= OF_OPERATORS | OF_TRIALS | OF_AMX | {"step", "attention_backward"}
-    absent = OF_TRIALS | (set() if attention.load_checked_library()[0].uses_amx else OF_AMX)
+    assert exported >= OF_OPERATORS | OF_AMX | {"step", "attention_backward"}
+    absent = set() if attention.load_checked_library()[0].uses_amx else OF_AMX
     assert exported - set(native.call_counts) - absent == set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections import namedtuple
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import OneProcessRuntime, make_policy, mostly_slow
 from pellucid.algorithm import grpo
-from pellucid.algorithm.batch import Batch, append_demonstrations, collate, concat_batches
+from pellucid.algorithm.batch import Batch, append_demonstrations, collate, collect_grades, concat_batches
 from pellucid.algorithm.grpo import Scores, compute_loss
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config, LogConfig
@@ -27,7 +26,7 @@ from pellucid.types import Completion, Group, Prompt, Reward
 from runs import in_two_processes, train, weights
 
 F64, CPU = torch.float64, torch.device("cpu")
-RECORD = ("--log.tokens", 2, "--log.predictions", 2)
+RECORD = ("--log.tokens", 2)
 
 
 def table(run_dir, step):
@@ -245,51 +244,13 @@ def test_what_comes_after_is_what_transformers_says_of_the_weights_after(recipe,
             close(rows[f"top_{when}_logprob"].explode(), likeliest.values.flatten())
 
 
-def test_the_prediction_is_the_gradient_at_the_start_times_the_step(recipe, model_dir, watched_run):
-    """Ten tokens, each by an autograd of its own; at the other steps there is none."""
-    run_dir, kept = watched_run(recipe)
-    start, _, after = step_of(kept, 2)
-    model = model_with(model_dir, start)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    steps = [(after[name].to(F64) - start[name].to(F64)) for name in names]
-    drawn = random.Random(0)
-    said = sequences(table(run_dir, 2))
-    for _ in range(10):
-        prompt, rows = drawn.choice(said)
-        t = drawn.randrange(len(rows))
-        logprob = logits_of(model, prompt, torch.tensor(rows.token))[t].log_softmax(-1)[rows.token[t]]
-        gradients = torch.autograd.grad(logprob, parameters)
-        expected = sum(float((g * step).sum()) for g, step in zip(gradients, steps, strict=True))
-        assert rows.predicted[t] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    frame = table(run_dir, 1)
-    assert frame[frame.kind == "sampled"].predicted.notna().all(), "step 1 is always predicted"
-
-
 def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_path):
-    """Where a step is recorded and predictions are due, it is predicted; after a resume, too."""
-    settings = ("--evaluate.every", 0, "--log.tokens", 1, "--log.token_steps", 2, "--log.predictions", 3)
+    """After a resume, too."""
+    settings = ("--evaluate.every", 0, "--log.tokens", 1, "--log.token_steps", 2)
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert token_files.list_recorded_steps(tmp_path / "run") == [1, 2, 4, 6]
-    found = [table(tmp_path / "run", step).predicted.notna().any() for step in (1, 2, 4, 6)]
-    assert found == [True, False, False, True]
     assert train("--resume", tmp_path / "run", "--algorithm.steps", 8) == 0
     assert token_files.list_recorded_steps(tmp_path / "run") == [1, 2, 4, 6, 8]
-
-
-@pytest.mark.slow
-def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_path):
-    settings = ("--evaluate.every", 0, "--checkpoint.every", 0)
-    assert train(recipe, "--run", tmp_path / "run", *settings, *RECORD[:2], "--log.predictions", 3) == 0
-    sampled = [frame[frame.kind == "sampled"] for frame in (table(tmp_path / "run", step) for step in range(1, 7))]
-    assert [bool(frame.predicted.notna().all()) for frame in sampled] == [
-        True,
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
-    assert not any(frame.predicted.notna().any() for frame in (sampled[1], sampled[3], sampled[4]))
 
 
 @pytest.mark.slow
@@ -360,14 +321,9 @@ def test_two_processes_write_what_one_does(recipe, tmp_path, engine):
     settings = ("--algorithm.steps", 1, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 3)
     assert train(recipe, "--run", tmp_path / "one", *settings) == 0
     words = ("--run", tmp_path / "two", *settings, "--runtime.engine", engine)
-    printed = in_two_processes("-m", "pellucid", "train", recipe, *words).stdout
+    in_two_processes("-m", "pellucid", "train", recipe, *words)
     one, two = table(tmp_path / "one", 1), table(tmp_path / "two", 1)
     assert set(one.group) == {0, 1, 2}
-    if engine == "fsdp2":
-        assert printed.count("tokens are recorded without predictions") == 1
-        assert two.predicted.isna().all()
-        of_predictions = one.logprob_before.isna()  # where rows are not scored in the update
-        one = one.assign(predicted=None, logprob_start=one.logprob_start.mask(of_predictions)).astype(two.dtypes)
     for name in one:
         pd.testing.assert_series_equal(one[name].explode(), two[name].explode(), rtol=2e-3, atol=2e-4)
 
@@ -437,12 +393,14 @@ def written(tmp_path, groups, most, lr=0.3, **algorithm):
     def step():
         batch = grpo.collate(groups)
         batch = grpo.add_old_and_reference_logprobs(batch, policy, None, runtime, cfg)
-        advantages, _ = grpo.compute_advantages(groups, batch, policy, runtime, cfg)
-        grpo.update_policy(policy, grpo.attach_advantages(batch, groups, advantages, runtime, cfg), runtime, cfg)
+        advantages, _ = grpo.compute_advantages(collect_grades(groups), batch, policy, runtime, cfg)
+        grpo.update_policy(
+            policy, grpo.attach_advantages(batch, collect_grades(groups), advantages, runtime, cfg), runtime, cfg
+        )
         state.step = 1
         yield grpo.StepResult(1, {}, grpo.store_group_advantages(groups, advantages))
 
-    config = Config(algorithm=cfg, log=LogConfig(tokens=most, predictions=1))
+    config = Config(algorithm=cfg, log=LogConfig(tokens=most))
     [result] = record_steps(step(), config, tmp_path, Parts(policy, runtime, state))
     assert result.metrics["time/record"] > 0
     assert policy.scorer.score_hook is None
@@ -464,7 +422,7 @@ def test_branches_and_given_tokens_are_told_apart_and_scored_in_their_own_contex
         close(rows.logprob_after[sampled], every[torch.tensor(sampled.tolist())])
         given = rows[~sampled]
         assert given.rule.eq("given").all()
-        numbers = ["sampler_logprob", "logprob_before", "logprob_after", "predicted", "ratio", "push", "advantage"]
+        numbers = ["sampler_logprob", "logprob_before", "logprob_after", "ratio", "push", "advantage"]
         assert given[numbers].isna().all(axis=None)
         taught = rows[sampled & (rows.rule != "no_advantage").to_numpy()]
         assert taught[numbers].notna().all(axis=None)
@@ -477,8 +435,8 @@ def test_a_group_without_signal_says_why_and_is_recorded_last(tmp_path):
     frame, _ = written(tmp_path, [DEAD, FAILED, LIVE], 3)
     dead = frame[(frame.prompt_id == "dead") & (frame.kind == "sampled")]
     assert dead.rule.eq("zero_variance").all()
-    assert dead[["logprob_before", "ratio", "push", "weight", "gradient"]].isna().all(axis=None)
-    assert dead[["logprob_after", "predicted", "logprob_start"]].notna().all(axis=None)
+    assert dead[["logprob_start", "logprob_before", "ratio", "push", "weight", "gradient"]].isna().all(axis=None)
+    assert dead.logprob_after.notna().all()
     assert dead.advantage.eq(0).all()
 
 

@@ -32,7 +32,6 @@ BASE = {
     "checkpoint.every": 0,
     "policy.dtype": "bfloat16",
     "log.rollouts": 0,
-    "log.predictions": 0,
 }
 FEW_ANSWERS = {"evaluate.every": 1, "evaluate.n": 2, "evaluate.k": 2}
 EXAMPLES: dict[str, list[Any]] = {
@@ -84,7 +83,6 @@ WITH: dict[str, dict[str, Any]] = {
     "algorithm.soft_temperature": {"algorithm.objective": "sapo"},
     "checkpoint.keep_finished": {"checkpoint.every": 1},
     "checkpoint.keep_last": {"checkpoint.every": 1},
-    "log.predictions": {"log.tokens": 1},
     "log.token_steps": {"log.tokens": 1},
     "policy.load_in_4bit": {"policy.lora": 2},
     "policy.lora_alpha": {"policy.lora": 2},

@@ -45,16 +45,9 @@ _AdvantageFunction = Callable[[Grades, GRPOConfig], Tensor]
 
 
 def is_zero_variance(rewards: Tensor, min_reward_range: float = 0.0) -> Tensor:
-    """Find the groups whose rewards are all equal: max - min <= min_reward_range.
+    """Find the groups of rewards [..., G] that are all equal: max - min <= min_reward_range. [..., 1] bool
 
     Float64 rounding errors are ignored: 0.1 + 0.2 counts as equal to 0.3.
-
-    Args:
-        rewards: [..., G].
-        min_reward_range: The largest range that still counts as equal.
-
-    Returns:
-        [..., 1] bool.
     """
     low, high = rewards.aminmax(dim=-1, keepdim=True)
     return high - low <= min_reward_range + 1e-9 * torch.maximum(low.abs(), high.abs())
@@ -78,12 +71,7 @@ def standardize(rewards: Tensor, correction: int = 0) -> Tensor:
 
 
 def equalize_rewards(grades: Grades, is_silent: Tensor) -> Grades:
-    """Make the rewards of some groups equal, for advantage functions that compare groups with each other.
-
-    Args:
-        grades: The grades of a step.
-        is_silent: [P, 1] bool, the groups to make equal.
-    """
+    """Make the rewards of silent groups, [P, 1] bool, equal, for functions that compare groups with each other."""
     means = grades.rewards.mean(-1, keepdim=True)
     return grades._replace(
         rewards=torch.where(is_silent, means, grades.rewards),
@@ -95,64 +83,33 @@ def equalize_rewards(grades: Grades, is_silent: Tensor) -> Grades:
 
 
 def grpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / std, with the population std.
-
-    Returns:
-        [P, G].
-
-    Source:
-        DeepSeekMath, arXiv 2402.03300, section 4.1.2.
-    """
+    """(r - mean) / std, with the population std (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
     return standardize(grades.rewards)
 
 
 def grpo_sample_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / std, with the sample std: sqrt(1 - 1/G) times `grpo`.
-
-    Returns:
-        [P, G].
-
-    Source:
-        TRL's GRPOTrainer.
-    """
+    """(r - mean) / std, with the sample std: sqrt(1 - 1/G) times `grpo` (TRL's GRPOTrainer)."""
     return standardize(grades.rewards, correction=1)
 
 
 def centered(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """r - mean. The mean includes r itself, so the expected gradient is 1 - 1/G of the unbiased one.
+    """r - mean (Dr. GRPO, arXiv 2503.20783).
 
-    Returns:
-        [P, G].
-
-    Source:
-        Dr. GRPO, arXiv 2503.20783.
+    The mean includes r itself, so the expected gradient is 1 - 1/G of the unbiased one.
     """
     return subtract_mean(grades.rewards)
 
 
 def rloo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """r - mean of the siblings, an unbiased baseline: G / (G - 1) times `centered`.
-
-    Returns:
-        [P, G].
-
-    Source:
-        RLOO, arXiv 2402.14740.
-    """
+    """r - mean of the siblings, an unbiased baseline: G / (G - 1) times `centered` (RLOO, arXiv 2402.14740)."""
     return subtract_leave_one_out_mean(grades.rewards)
 
 
 def maxrl(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / mean. With rewards of 0 and 1, the gradient is that of the log-likelihood, not of the accuracy.
+    """(r - mean) / mean, and 0 in groups of mean 0 (MaxRL, arXiv 2602.02710).
 
-    Returns:
-        [P, G]; 0 in groups of mean 0.
-
-    Raises:
-        UserError: If a reward is negative, since the mean then does not measure success.
-
-    Source:
-        MaxRL, arXiv 2602.02710.
+    With rewards of 0 and 1, the gradient is that of the log-likelihood, not of the accuracy. Raises UserError if a
+    reward is negative, since the mean then does not measure success.
     """
     if bool((grades.rewards < 0).any()):
         raise UserError('advantage = "maxrl" divides by the mean reward: give no negative rewards, or use "grpo"')
@@ -161,44 +118,27 @@ def maxrl(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def raw_rewards(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """r, without a baseline: unbiased and noisy.
+    """r, without a baseline: unbiased and noisy (REINFORCE, R. J. Williams, 1992).
 
-    Returns:
-        [P, G]; zero-variance groups are not 0.
-
-    Source:
-        REINFORCE, R. J. Williams (1992).
+    Zero-variance groups are not 0.
     """
     return grades.rewards
 
 
 def top_rewards(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """r where it is the highest of its group, ties included, else 0.
+    """r where it is the highest of its group, ties included, else 0 (Stanford CS336, lecture 17).
 
-    Returns:
-        [P, G]; zero-variance groups are not 0.
-
-    Source:
-        Stanford CS336, lecture 17.
+    Zero-variance groups are not 0.
     """
     return grades.rewards * (grades.rewards == grades.rewards.amax(-1, keepdim=True))
 
 
 def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """Standardize each reward term in its group, add them up by their weights, and divide by the std of the batch.
+    """Standardize each reward term in its group, add them up and standardize the sums (GDPO, arXiv 2601.05242).
 
-    A term with a large spread cannot dominate the others, as it would if their sum were standardized. If terms cancel
-    up to rounding errors, their sum is set to exactly 0, since dividing by the std of the batch would magnify them.
-
-    Args:
-        grades: Only `parts` [P, G, K] and `weights` [P, K] are used.
-        cfg: Not used.
-
-    Returns:
-        [P, G].
-
-    Source:
-        GDPO, arXiv 2601.05242.
+    The sums are divided by the std of the batch. A term with a large spread cannot dominate the others, as it would if
+    their sum were standardized. If terms cancel up to rounding errors, their sum is set to exactly 0, since dividing by
+    the std of the batch would magnify them.
     """
     terms = standardize(grades.parts.mT) * grades.weights[:, :, None]  # [P, K, G]
     advantages, size = terms.sum(1), terms.abs().sum(1)
@@ -211,13 +151,9 @@ def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def batch_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / std of all rewards of the step, so that groups with little variance are not magnified.
+    """(r - mean) / std of all rewards of the step (TRL's GRPOTrainer, scale_rewards = "batch", with the sample std).
 
-    Returns:
-        [P, G].
-
-    Source:
-        TRL's GRPOTrainer, scale_rewards = "batch", there with the sample std.
+    Groups of little variance are not magnified.
     """
     all_rewards = grades.rewards.flatten()
     std = all_rewards.std(correction=0).masked_fill(is_zero_variance(all_rewards)[0], 1.0)
@@ -225,32 +161,15 @@ def batch_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def difficulty_weighted(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """`grpo` times clip(1 + mean of the batch - mean, 0.5, 2): hard prompts weigh more.
-
-    Returns:
-        [P, G].
-
-    Source:
-        mathgrpo.
-    """
+    """`grpo` times clip(1 + mean of the batch - mean, 0.5, 2): hard prompts weigh more (mathgrpo)."""
     means = grades.rewards.mean(-1, keepdim=True)
     return standardize(grades.rewards) * (1 + means.mean() - means).clamp(0.5, 2.0)
 
 
 def grpo_lead(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """`grpo` times w(p) where positive and w(1 - p) where negative; p is the share of right answers in the group.
+    """`grpo` times w(p) where positive and w(1 - p) where negative (GRPO-LEAD, arXiv 2504.09696, section 3.3).
 
-    w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))).
-
-    Args:
-        grades: Only `rewards` and `correct` are used, both [P, G].
-        cfg: Not used.
-
-    Returns:
-        [P, G].
-
-    Source:
-        GRPO-LEAD, arXiv 2504.09696, section 3.3.
+    p is the share of right answers in the group, and w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))).
     """
     accuracy = grades.correct.mean(-1, keepdim=True).nan_to_num(0.5)
     advantages = standardize(grades.rewards)
@@ -262,16 +181,10 @@ def logistic_weight(p: Tensor) -> Tensor:
 
 
 def dgpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """(r - mean) / mean absolute deviation, times softmax(-mean / 2) over the groups whose rewards differ.
+    """(r - mean) / mean absolute deviation, times softmax(-mean / 2) over useful groups (DGPO, arXiv 2601.20614).
 
-    Without the softmax, the sum of |A| over a group is G at any accuracy. The mean of the softmax factor over those
-    groups is 1.
-
-    Returns:
-        [P, G].
-
-    Source:
-        DGPO, arXiv 2601.20614.
+    Useful groups are those whose rewards differ. Without the softmax, the sum of |A| over a group is G at any accuracy.
+    The mean of the softmax factor over useful groups is 1.
     """
     has_signal = ~is_zero_variance(grades.rewards)
     deviations = subtract_mean(grades.rewards)
@@ -285,21 +198,11 @@ def dgpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """Standardize among siblings of similar length, shrunk towards the group.
+    """Standardize among siblings of similar length, shrunk towards the group (mathgrpo, corrected).
 
     A cell is a quantile bucket of the lengths in one group. The mean and std of a cell of n completions have the weight
     n / (n + length_shrinkage), and those of the group have the rest. A cell of fewer than length_min_cell completions
     has weight 0. Comparing only within cells would give no credit for choosing a better length (docs/sharp-edges.md).
-
-    Args:
-        grades: Only `rewards` and `lengths` are used, both [P, G].
-        cfg: length_buckets, length_min_cell and length_shrinkage.
-
-    Returns:
-        [P, G].
-
-    Source:
-        mathgrpo, corrected; the original version is `length_grouped_literal`.
     """
     is_shorter = grades.lengths[:, None, :] < grades.lengths[:, :, None]  # [P, G, G]
     buckets = is_shorter.sum(-1) * cfg.length_buckets // grades.lengths.shape[-1]
@@ -310,19 +213,9 @@ def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """Standardize among siblings that are all short, all medium or all long.
+    """Standardize among siblings that are all short, all medium or all long (mathgrpo).
 
     A medium length is between mean - std and mean + std of the lengths of the batch.
-
-    Args:
-        grades: Only `rewards` and `lengths` are used, both [P, G].
-        cfg: Not used.
-
-    Returns:
-        [P, G].
-
-    Source:
-        mathgrpo.
     """
     mean, std = grades.lengths.mean(), grades.lengths.std(correction=0)
     buckets = (grades.lengths >= mean - std).long() + (grades.lengths > mean + std).long()
@@ -334,12 +227,9 @@ def standardize_within_cells(rewards: Tensor, same_cell: Tensor, share: Tensor) 
     """(r - mean) / std, where mean and std are weighted averages of those of the cell and those of the group.
 
     Args:
-        rewards: [P, G].
+        rewards: [P, G]
         same_cell: [P, G, G] bool, whether two completions are in the same cell.
         share: [P, G] the weight of the cell; the group has the weight 1 - share.
-
-    Returns:
-        [P, G].
     """
     siblings = rewards[:, None, :].expand(same_cell.shape)  # [P, G, G]
     size = same_cell.sum(-1)
@@ -373,25 +263,17 @@ ADVANTAGES: dict[str, _AdvantageFunction] = {
 
 
 def get_advantage_function(name: str) -> _AdvantageFunction:
-    """Return a function of ADVANTAGES or a user-defined function.
-
-    Raises:
-        UserError: If `name` is "file.py:function" and there is no such function.
-    """
+    """Return a function of ADVANTAGES or of "file.py:function". Raises UserError if there is none."""
     return ADVANTAGES[name] if name in ADVANTAGES else load_function(name, "advantage")
 
 
 def compute_advantages_from_grades(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Compute the advantages of a step with the function named by cfg.advantage.
+    """Compute the advantages [P, G] of a step with the function named by cfg.advantage.
 
     Args:
-        grades: The grades before shaping. Their rewards decide which groups have zero variance under
-            cfg.min_reward_range.
+        grades: The grades before shaping. Their rewards say which groups have zero variance under cfg.min_reward_range.
         shaped: [P, G] the rewards after shaping, from which the advantages are computed.
         cfg: The settings of the algorithm.
-
-    Returns:
-        [P, G] float64.
     """
     compute = get_advantage_function(cfg.advantage)
     if not cfg.min_reward_range:

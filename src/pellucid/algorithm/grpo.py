@@ -15,7 +15,7 @@ tensor, x[b, t] belongs to token t of response b. Rewards and advantages are flo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -128,8 +128,10 @@ def train(
         groups, sampling_metrics = collector.collect(step, cfg, clock)
         # 3. Advantage: how much better each completion is than its siblings.
         batch = add_old_and_reference_logprobs(collate(groups), policy, reference, runtime, cfg)
-        advantages, advantage_metrics = compute_advantages(groups, batch, policy, runtime, cfg)  # [P, G]
-        batch = attach_advantages(batch, groups, advantages, runtime, cfg)
+        all_groups = runtime.gather(groups)
+        grades = collect_grades(all_groups)
+        advantages, advantage_metrics = compute_advantages(grades, batch, policy, runtime, cfg)  # [P, G]
+        batch = attach_advantages(batch, grades, advantages, runtime, cfg)
         batch = append_replayed_batches(state, step, batch, cfg)
         clock.record_lap("score")
         # 4. Update: make the better completions more likely, without leaving the trust region.
@@ -137,7 +139,7 @@ def train(
         collector.sync_sampler(policy, step + 1, clock)
         finish_step(state, step, reference, policy, metrics, cfg)
         metrics |= sampling_metrics | advantage_metrics | clock.get_times()
-        yield StepResult(state.step, metrics, runtime.gather(store_group_advantages(groups, advantages)))
+        yield StepResult(state.step, metrics, store_group_advantages(all_groups, runtime.gather(list(advantages))))
 
 
 def finish_step(
@@ -158,8 +160,8 @@ def finish_step(
         reference.update_weights(policy.weights(), cfg.reference_decay)
 
 
-def store_group_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
-    return [replace(g, advantages=tuple(row)) for g, row in zip(groups, advantages.tolist(), strict=True)]
+def store_group_advantages(groups: Sequence[Group], advantages: Iterable[Tensor]) -> list[Group]:
+    return [replace(g, advantages=tuple(row.tolist())) for g, row in zip(groups, advantages, strict=True)]
 
 
 # ---------------------------------------------------------------- 3. Advantage
@@ -203,13 +205,13 @@ def score_without_gradient(batch: Batch, model: Policy | Reference, runtime: Run
 
 
 def compute_advantages(
-    groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig
+    grades: Grades, batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, float]]:
     """Compare completions with their siblings; some advantages also compare the groups of all processes.
 
     Args:
-        groups: The P graded groups of this process.
-        batch: The rows of these groups, in the same order; with `kl` if it is subtracted from rewards or advantages.
+        grades: The grades of the groups of all processes.
+        batch: The rows of this process's groups; with `kl` if it is subtracted from rewards or advantages.
         policy: Embeds the responses if cfg.similarity needs embeddings.
         runtime: The processes of the run.
         cfg: The settings of the algorithm.
@@ -217,20 +219,24 @@ def compute_advantages(
     Returns:
         The advantages of this process's groups, [P, G] float64, and the metrics `effect/*` and `reward/kl`.
     """
-    grades = collect_grades(runtime.gather(groups))
-    shaped = torch.stack(runtime.gather(list(shape_rewards(collect_grades(groups), batch, policy, cfg))))
+    own_rewards = select_own_groups(grades.rewards, runtime)
+    shaped = torch.stack(runtime.gather(list(shape_rewards(own_rewards, batch, policy, cfg))))
     all_advantages = compute_advantages_from_grades(grades, shaped, cfg)
     charged_kl, mask = get_charged_kl(batch)
     penalty = compute_kl_penalty(charged_kl, mask, cfg)
     metrics = compute_advantage_effects(grades, shaped, all_advantages, cfg)
     metrics |= compute_kl_penalty_effect(penalty, runtime.gather)
     metrics |= compute_kl_cost(charged_kl, mask, cfg, runtime.gather)
-    return torch.stack(list(runtime.shard(list(all_advantages)))) - penalty, metrics
+    return select_own_groups(all_advantages, runtime) - penalty, metrics
 
 
-def shape_rewards(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
+def select_own_groups(x: Tensor, runtime: Runtime) -> Tensor:
+    """Return the rows of this process's groups from those of all processes."""
+    return torch.stack(list(runtime.shard(list(x))))
+
+
+def shape_rewards(rewards: Tensor, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
     """Return the rewards [P, G] after similarity shaping, the length penalty and the KL penalty on the raw reward."""
-    rewards = grades.rewards
     if cfg.similarity != "none":
         completions = batch if batch.rollout_indices is None else batch.select_rows(slice(rewards.numel()))
         chunks = completions.split_into_chunks(cfg.micro_batch)
@@ -246,17 +252,15 @@ def get_charged_kl(batch: Batch) -> tuple[Tensor | None, Tensor]:
     return (None, batch.action_mask) if batch.kl is None else batch.sum_by_rollout(batch.kl)
 
 
-def attach_advantages(
-    batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig
-) -> Batch:
+def attach_advantages(batch: Batch, grades: Grades, advantages: Tensor, runtime: Runtime, cfg: GRPOConfig) -> Batch:
     """Add advantages [B, T], and clip_high [B] where cfg.clip_difficulty is set.
 
     Sequences of one rollout are moved next to each other, so that no minibatch splits a rollout.
     """
     row_advantages, clip_high = advantages.flatten().to(batch.sampler_logprobs), None
     if cfg.clip_difficulty:
-        mean = collect_grades(runtime.gather(groups)).correct.nanmean()
-        clip_high = compute_clip_high_by_difficulty(collect_grades(groups).correct, mean, cfg)
+        own_correct = select_own_groups(grades.correct, runtime)
+        clip_high = compute_clip_high_by_difficulty(own_correct, grades.correct.nanmean(), cfg)
         clip_high = clip_high.flatten().to(batch.sampler_logprobs)
     if batch.rollout_indices is not None:
         rollouts, order = batch.rollout_indices.sort(stable=True)

@@ -15,68 +15,49 @@ from pellucid.algorithm.settings import GRPOConfig
 
 # ---------------------------------------------------------------- estimators, on tokens that the old policy sampled
 # Each takes logprobs, ref_logprobs and old_logprobs, all [B, T] in nats, and returns [B, T].
+# J. Schulman, 2020, is "Approximating KL divergence".
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """log(pi / ref). Unbiased, for use in the reward; in the loss its expected gradient is 0.
-
-    Returns:
-        [B, T], of either sign.
-
-    Source:
-        J. Schulman, "Approximating KL divergence" (2020), k1.
-    """
+    """log(pi / ref): unbiased, for use in the reward; in the loss its expected gradient is 0 (J. Schulman, 2020)."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """log(pi / ref)^2 / 2. In the loss its expected gradient is that of KL(pi, ref).
+    """log(pi / ref)^2 / 2, never negative (J. Schulman, 2020).
 
-    Returns:
-        [B, T], never negative.
-
-    Source:
-        J. Schulman, "Approximating KL divergence" (2020), k2.
+    In the loss its expected gradient is that of KL(pi, ref).
     """
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """ref / pi - 1 - log(ref / pi). Unbiased; in the loss its expected gradient is that of KL(ref, pi).
+    """ref / pi - 1 - log(ref / pi): unbiased, never negative (J. Schulman, 2020; arXiv 2402.03300, equation 4).
 
-    Returns:
-        [B, T], never negative. The exponent is clamped to MAX_LOG_RATIO.
-
-    Source:
-        DeepSeekMath, arXiv 2402.03300, equation 4; J. Schulman, "Approximating KL divergence" (2020), k3.
+    In the loss its expected gradient is that of KL(ref, pi). The exponent is clamped to MAX_LOG_RATIO.
     """
     log_ratio = ref_logprobs - logprobs
     return clamp_log_ratio(log_ratio).exp() - 1 - log_ratio
 
 
 def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """(pi / pi_old) k3. In the loss its expected gradient is that of KL(pi, ref), also off-policy.
+    """(pi / pi_old) k3, never negative (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 
-    Returns:
-        [B, T], never negative.
-
-    Source:
-        DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    In the loss its expected gradient is that of KL(pi, ref), also off-policy.
     """
     return compute_ratio(logprobs, old_logprobs) * k3(logprobs, ref_logprobs, old_logprobs)
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3_weighted": k3_weighted}
-"""The estimators by the name of cfg.kl. For kl = "exact" the policy itself sums over the vocabulary."""
+"""For kl = "exact" the policy itself sums over the vocabulary."""
 
 
 def compute_kl_metrics(
     logprobs: Tensor, ref_logprobs: Tensor | None, exact_kl: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Compute the metrics of the KL: the exact KL if it is given, else k3, regardless of the estimator in use.
+    """Compute the metrics [B, T] of the KL: the exact KL if it is given, else k3, regardless of the estimator in use.
 
-    Returns:
-        Tensors [B, T]; `kl/overflow` marks tokens whose exponent was clamped.
+    `kl/overflow` marks tokens whose exponent was clamped.
     """
     if exact_kl is not None:
         return {"kl": exact_kl.detach()}
@@ -89,26 +70,17 @@ def compute_kl_metrics(
 
 
 def sum_kl_per_response(kl: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Sum the KL over the tokens of each response.
+    """Sum the KL [B, T], or [B, 1] where it is summed already, where a mask of its shape is true.
 
-    Args:
-        kl: [B, T], or [B, 1] where it is summed already.
-        mask: The same shape, bool: the values to include.
-        cfg: The settings of the algorithm.
-
-    Returns:
-        [P, G] float64 on the CPU, as rewards are.
+    Returns [P, G] float64 on the CPU, as rewards are.
     """
     return (kl * mask).cpu().double().sum(-1).view(-1, cfg.group_size)
 
 
 def subtract_kl_from_rewards(rewards: Tensor, kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """R - kl_coef K for kl_in = "raw_reward", where K is the KL summed over a response.
+    """R - kl_coef K for kl_in = "raw_reward", where K is the KL summed over a response; R for any other kl_in. [P, G]
 
     The rewards are normalized afterwards, so the effective kl_coef depends on the spread of rewards in the group.
-
-    Returns:
-        [P, G]; for any other kl_in the rewards unchanged.
     """
     if kl is None or cfg.kl_in != "raw_reward":
         return rewards
@@ -116,13 +88,10 @@ def subtract_kl_from_rewards(rewards: Tensor, kl: Tensor | None, mask: Tensor, c
 
 
 def compute_kl_penalty(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor | float:
-    """kl_coef (K - mean K of the siblings) for kl_in = "reward", to be subtracted from the advantages.
+    """kl_coef (K - mean K of the siblings) for kl_in = "reward", to be subtracted from the advantages; else 0.0. [P, G]
 
-    In expectation this equals the reward R - kl_coef K. It is not divided by the group's std, so kl_coef means
-    the same in every group, including zero-variance groups.
-
-    Returns:
-        [P, G]; for any other kl_in 0.0.
+    In expectation this equals the reward R - kl_coef K. It is not divided by the group's std, so kl_coef means the same
+    in every group, including zero-variance groups.
     """
     if kl is None or cfg.kl_in != "reward":
         return 0.0
@@ -134,11 +103,7 @@ def compute_kl_cost(
 ) -> dict[str, float]:
     """Compute the metric `reward/kl`: minus kl_coef times the KL of a response, averaged over all processes.
 
-    Args:
-        kl: [B, T], [B, 1], or None if no KL is subtracted from rewards or advantages. The metric is then left out.
-        mask: The same shape, bool: the values to include.
-        cfg: The settings of the algorithm.
-        gather: Joins the lists of all processes.
+    It is left out if no KL is subtracted from rewards or advantages. `gather` joins the lists of all processes.
     """
     if kl is None:
         return {}
@@ -149,20 +114,15 @@ def compute_kl_cost(
 
 
 def adapt_kl_coef(kl_coef: float, measured_kl: float, cfg: GRPOConfig) -> float:
-    """Adapt kl_coef so that the measured KL approaches cfg.kl_target.
+    """Adapt kl_coef so that the measured KL approaches cfg.kl_target (Ziegler et al., arXiv 1909.08593, section 2.2).
 
-    kl_coef changes by 10% of the relative error of the KL, and the error is clipped to 20%.
+    kl_coef changes by 10% of the relative error of the KL, and the error is clipped to 20%. It does not change where
+    kl_target is 0 or the KL is not finite.
 
     Args:
         kl_coef: The coefficient of the finished step.
-        measured_kl: The mean KL of its tokens, in nats. If it is not finite, kl_coef is not changed.
-        cfg: The settings of the algorithm; kl_target = 0 switches this off.
-
-    Returns:
-        The coefficient of the next step.
-
-    Source:
-        Ziegler et al., arXiv 1909.08593, section 2.2.
+        measured_kl: The mean KL of its tokens, in nats.
+        cfg: The settings of the algorithm.
     """
     if not cfg.kl_target or not math.isfinite(measured_kl):
         return kl_coef

@@ -67,15 +67,10 @@ _ObjectiveFunction = Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput]
 
 
 def ppo_clip(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """min(A ratio, A clip(ratio, 1 - clip_low, 1 + clip_high)): no gain beyond the trust region.
+    """min(A ratio, A clip(ratio, 1 - clip_low, 1 + clip_high)) (PPO, arXiv 1707.06347, equation 7).
 
-    Rows that have their own clip_high use that instead.
-
-    Returns:
-        A value [B, T], with a ratio per token.
-
-    Source:
-        PPO, arXiv 1707.06347, equation 7. Separate bounds: DAPO, arXiv 2503.14476, section 3.1.
+    There is no gain beyond the trust region. Separate bounds are from DAPO, arXiv 2503.14476, section 3.1. Rows with a
+    clip_high of their own use that instead.
     """
     fixed, log_ratio = compute_fixed_bounds(tokens, cfg), compute_log_ratio(tokens)
     if tokens.clip_high is None:
@@ -85,51 +80,29 @@ def ppo_clip(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
 
 def importance_weighted(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A ratio, without a trust region.
-
-    Returns:
-        A value [B, T], with a ratio per token.
-
-    Source:
-        PPO, arXiv 1707.06347, equation 6.
-    """
+    """A ratio, without a trust region (PPO, arXiv 1707.06347, equation 6)."""
     log_ratio = compute_log_ratio(tokens)
     return ObjectiveOutput(tokens.advantages * clamp_log_ratio(log_ratio).exp(), log_ratio)
 
 
 def reinforce(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A log pi. It has no ratio, so it is for one optimizer step on each set of rollouts.
+    """A log pi (REINFORCE, R. J. Williams, 1992).
 
-    Returns:
-        A value [B, T].
-
-    Source:
-        REINFORCE, R. J. Williams (1992).
+    It has no ratio, so it is for one optimizer step on each set of rollouts.
     """
     return ObjectiveOutput(tokens.advantages * tokens.logprobs, compute_log_ratio(tokens))
 
 
 def dcpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """`ppo_clip` with bounds that depend on the old probability of a token, `compute_probability_bounds`.
-
-    Returns:
-        A value [B, T], with a ratio per token.
-
-    Source:
-        DCPO, arXiv 2509.02333.
-    """
+    """`ppo_clip` with the bounds of `compute_probability_bounds`, wider for rare tokens (DCPO, arXiv 2509.02333)."""
     bounds = compute_probability_bounds(tokens.old_logprobs, cfg)
     return compute_clipped_surrogate(tokens, compute_log_ratio(tokens), bounds, cfg, compute_fixed_bounds(tokens, cfg))
 
 
 def gspo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """`ppo_clip` with one ratio per response, exp(mean of the log-ratios of its tokens).
+    """`ppo_clip` with one ratio per response, exp(mean log-ratio of its tokens) (GSPO, arXiv 2507.18071, equation 5).
 
-    Returns:
-        A value [B, T], the same for all tokens of a response; the ratio is [B, 1].
-
-    Source:
-        GSPO, arXiv 2507.18071, equations 5 to 7.
+    All tokens of a response have the same value; the ratio is [B, 1].
     """
     log_ratio = average_over_response(compute_log_ratio(tokens), tokens.mask)
     bounds = compute_fixed_bounds(tokens, cfg)
@@ -137,13 +110,9 @@ def gspo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
 
 def gspo_token(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """`gspo` in value and clip, with a gradient per token: the ratio is sg[ratio of the response] pi / sg[pi].
+    """`gspo` in value and clip, with a gradient per token (GSPO, arXiv 2507.18071, equation 14).
 
-    Returns:
-        A value [B, T]; the ratio is [B, 1].
-
-    Source:
-        GSPO, arXiv 2507.18071, equation 14.
+    The ratio is sg[ratio of the response] pi / sg[pi].
     """
     output = gspo(tokens, cfg)
     ratio = clamp_log_ratio(output.log_ratio).exp().detach() * (tokens.logprobs - tokens.logprobs.detach()).exp()
@@ -152,13 +121,9 @@ def gspo_token(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
 
 def cispo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """sg[min(ratio, 1 + clip_high)] A log pi: it clips the weight of a token, never its gradient.
+    """sg[min(ratio, 1 + clip_high)] A log pi: clips a weight, never a gradient (CISPO, arXiv 2506.13585).
 
-    Returns:
-        A value [B, T], with a ratio per token. `clipped_high` marks weights that were clipped, for either sign of A.
-
-    Source:
-        CISPO, MiniMax-M1, arXiv 2506.13585.
+    `clipped_high` marks weights that were clipped, for either sign of A.
     """
     log_ratio, (_, high) = compute_log_ratio(tokens), compute_fixed_bounds(tokens, cfg)
     ratio = clamp_log_ratio(log_ratio).exp()
@@ -167,13 +132,9 @@ def cispo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
 
 def sapo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A (4 / t) sigmoid(t (ratio - 1)): a soft gate. The temperature t = cfg.soft_temperature depends on the sign of A.
+    """A (4 / t) sigmoid(t (ratio - 1)): a soft gate (SAPO, arXiv 2511.20347).
 
-    Returns:
-        A value [B, T], with a ratio per token.
-
-    Source:
-        SAPO, arXiv 2511.20347.
+    The temperature t = cfg.soft_temperature depends on the sign of A.
     """
     positive, negative = (tokens.logprobs.new_tensor(t) for t in cfg.soft_temperature)
     t, log_ratio = torch.where(tokens.advantages > 0, positive, negative), compute_log_ratio(tokens)
@@ -182,16 +143,10 @@ def sapo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
 
 def gmpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
-    """A exp(mean of clipped log-ratios): in a geometric mean, outlier tokens count less.
+    """A exp(mean of clipped log-ratios): in a geometric mean, outlier tokens count less (GMPO, arXiv 2507.20673).
 
     Log-ratios are clipped to [-clip_low, clip_high], each only on the side towards which the sign of A moves it. The
-    paper sets both to 0.4.
-
-    Returns:
-        A value [B, T], the same for all tokens of a response, with a ratio per token.
-
-    Source:
-        GMPO, arXiv 2507.20673.
+    paper sets both to 0.4. All tokens of a response have the same value, and a ratio each.
     """
     log_ratio, advantages = compute_log_ratio(tokens), average_response_advantages(tokens).advantages
     low, high = clamp_log_ratio(log_ratio).clamp(min=-cfg.clip_low), clamp_log_ratio(log_ratio).clamp(max=cfg.clip_high)
@@ -216,11 +171,7 @@ OBJECTIVES: dict[str, _ObjectiveFunction] = {
 
 
 def get_objective_function(name: str) -> _ObjectiveFunction:
-    """Return a function of OBJECTIVES or a user-defined function.
-
-    Raises:
-        UserError: If `name` is "file.py:function" and there is no such function.
-    """
+    """Return a function of OBJECTIVES or of "file.py:function". Raises UserError if there is none."""
     return OBJECTIVES[name] if name in OBJECTIVES else _wrap_custom_objective(load_function(name, "objective"))
 
 
@@ -240,7 +191,7 @@ def _wrap_custom_objective(
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Clamp a log-ratio to [-MAX_LOG_RATIO, MAX_LOG_RATIO], so that its exponential does not overflow."""
+    """Clamp a log-ratio to [-MAX_LOG_RATIO, MAX_LOG_RATIO]."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -262,8 +213,7 @@ def average_over_response(x: Tensor, mask: Tensor) -> Tensor:
 def average_response_advantages(tokens: ObjectiveInputs) -> ObjectiveInputs:
     """Replace the advantages of the tokens of a response by their mean, [B, 1].
 
-    The mean is computed from the differences to the first one, so that the mean of equal advantages is bitwise equal
-    to them.
+    It is computed from the differences to the first one, so that the mean of equal advantages is bitwise equal to them.
     """
     advantages = tokens.advantages.expand(tokens.mask.shape)
     first = advantages.gather(-1, tokens.mask.byte().argmax(-1, keepdim=True))
@@ -295,11 +245,7 @@ def compute_clipped_surrogate(
 
 
 def compute_clipped_value(ratio: Tensor, advantages: Tensor, bounds: _RatioBounds, cfg: GRPOConfig) -> Tensor:
-    """min(A ratio, A clip(ratio)); with cfg.dual_clip at least dual_clip A where A < 0.
-
-    Source:
-        Dual clip: arXiv 1912.09729, equation 5.
-    """
+    """min(A ratio, A clip(ratio)); with cfg.dual_clip at least dual_clip A where A < 0 (arXiv 1912.09729, equation 5)."""
     value = torch.minimum(advantages * ratio, advantages * ratio.clamp(*bounds))
     if not cfg.dual_clip:
         return value
@@ -318,19 +264,9 @@ def compute_fixed_bounds(tokens: ObjectiveInputs, cfg: GRPOConfig) -> _RatioBoun
 
 
 def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> _RatioBounds:
-    """Compute the bounds r with |(r - 1) r| q = clip, where q is the old probability: wider bounds for rare tokens.
+    """Compute the bounds r [B, T] with |(r - 1) r| q = clip, where q is the old probability (DCPO, arXiv 2509.02333).
 
-    The lower bound is 1/2 where q <= 4 clip_low; the upper bound is at most clip_cap.
-
-    Args:
-        old_logprobs: [B, T].
-        cfg: clip_low, clip_high and clip_cap.
-
-    Returns:
-        Two tensors [B, T].
-
-    Source:
-        DCPO, arXiv 2509.02333.
+    Rare tokens have wider bounds. The lower one is 1/2 where q <= 4 clip_low; the upper one is at most clip_cap.
     """
     q = old_logprobs.exp()
     low = 0.5 + 0.5 * (1 - 4 * cfg.clip_low / q).clamp(min=0.0).sqrt()
@@ -339,15 +275,12 @@ def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> _RatioB
 
 
 def compute_clip_high_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
-    """clip_high times clip(1 + clip_difficulty (mean - share of right answers in the group), 0.5, 2).
+    """clip_high times clip(1 + clip_difficulty (mean - share of right answers in the group), 0.5, 2), [P, G].
 
     Args:
         correct: [P, G] 1 where an answer is right. A group of NaN counts as having average difficulty.
         mean: [] the share of right answers in the step.
         cfg: clip_high and clip_difficulty.
-
-    Returns:
-        [P, G], wider bounds for harder prompts.
     """
     hardness = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
     return (cfg.clip_high * (1 + cfg.clip_difficulty * hardness).clamp(0.5, 2.0)).expand(correct.shape)
@@ -382,13 +315,9 @@ def compute_clip_metrics(output: ObjectiveOutput, mask: Tensor) -> dict[str, Ten
 def weigh_by_token(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
-    """1 / tokens: every token of the minibatch weighs the same. The weight of a rollout is proportional to its length.
+    """1 / tokens: every token of the minibatch weighs the same, together 1 (DAPO, arXiv 2503.14476, equation 8).
 
-    Returns:
-        [B, T], adding up to 1.
-
-    Source:
-        DAPO, arXiv 2503.14476, equation 8.
+    The weight of a rollout is proportional to its length.
     """
     return mask / tokens
 
@@ -396,15 +325,9 @@ def weigh_by_token(
 def weigh_by_sequence(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
-    """1 / (rollouts * length): every rollout weighs the same, so a token of a short one weighs more.
+    """1 / (rollouts * length): every rollout weighs the same, together 1 (DeepSeekMath, arXiv 2402.03300, equation 3).
 
-    All sequences of a rollout share its weight.
-
-    Returns:
-        [B, T], adding up to 1.
-
-    Source:
-        DeepSeekMath, arXiv 2402.03300, equation 3.
+    So a token of a short rollout weighs more. All sequences of a rollout share its weight.
     """
     lengths = mask.sum(-1, keepdim=True) if lengths is None else lengths
     return mask / lengths.clamp(min=1) / rollouts
@@ -413,13 +336,9 @@ def weigh_by_sequence(
 def weigh_by_constant(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
-    """1 / (rollouts * L), where L is the constant cfg.constant_divisor: no bias by length.
+    """1 / (rollouts * L), where L is the constant cfg.constant_divisor: no bias by length (Dr. GRPO, arXiv 2503.20783).
 
-    Returns:
-        [B, T], adding up to mean length / L.
-
-    Source:
-        Dr. GRPO, arXiv 2503.20783.
+    The weights add up to mean length / L.
     """
     return mask / (rollouts * cfg.constant_divisor)
 

@@ -17,20 +17,14 @@ from pellucid.algorithm.settings import GRPOConfig
 def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     """(1 - mix) r + mix * sum over siblings of softmax(cosine / temperature) r: similar answers share rewards.
 
-    The mean of the group is subtracted from the states first, since all answers to one prompt have states of similar
-    direction. A reward changes by at most mix times the range of its group. At a high temperature the map is affine,
-    and `grpo` standardizes this away.
+    This is mathgrpo's `similarity`, centered and averaged over tokens: the mean of the group is subtracted from the
+    states first, since all answers to one prompt have states of similar direction. A reward changes by at most mix
+    times the range of its group. At a high temperature the map is affine, and `grpo` standardizes this away.
 
     Args:
-        rewards: [P, G].
+        rewards: [P, G]
         states: [P, G, D] hidden states, averaged over each response.
         cfg: similarity_mix and similarity_temperature.
-
-    Returns:
-        [P, G].
-
-    Source:
-        mathgrpo's `similarity`, here centered and averaged over tokens.
     """
     unit = F.normalize(states.double() - states.double().mean(1, keepdim=True), dim=-1)
     is_itself = torch.eye(rewards.shape[-1], dtype=torch.bool, device=rewards.device)
@@ -40,20 +34,10 @@ def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
 
 
 def discount_similar_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
-    """r / sum over the group, itself included, of max(cosine, 0): common answers count less.
+    """r / sum over the group of max(cosine, 0): common answers count less (DRA-GRPO, arXiv 2505.09655).
 
-    Only the difference to the lowest reward of the group is divided, since dividing a negative reward would raise it.
-
-    Args:
-        rewards: [P, G].
-        states: [P, G, D] hidden states, averaged over each response.
-        cfg: Not used.
-
-    Returns:
-        [P, G].
-
-    Source:
-        DRA-GRPO, arXiv 2505.09655.
+    The sum includes the answer itself. Only the difference to the lowest reward of the group is divided, since dividing
+    a negative reward would raise it. The arguments are those of `smooth_rewards`.
     """
     unit = F.normalize(states.double(), dim=-1)
     similarity = (unit @ unit.mT).clamp(min=0.0).sum(-1)
@@ -65,20 +49,9 @@ SIMILARITY_SHAPERS = {"smooth": smooth_rewards, "diversity": discount_similar_re
 
 
 def penalize_overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tensor:
-    """r - clip((length - (max_length - overlong_cache)) / overlong_cache, 0, 1).
+    """r - clip((length - (max_length - overlong_cache)) / overlong_cache, 0, 1) (DAPO, arXiv 2503.14476, equation 13).
 
-    The penalty rises from 0 to 1 over the last overlong_cache tokens before max_length.
-
-    Args:
-        rewards: [P, G].
-        lengths: [P, G] in tokens.
-        cfg: overlong_cache, 0 for no penalty, and max_length.
-
-    Returns:
-        [P, G].
-
-    Source:
-        DAPO, arXiv 2503.14476, equation 13.
+    The penalty rises from 0 to 1 over the last overlong_cache tokens before max_length. Rewards and lengths are [P, G].
     """
     if not cfg.overlong_cache:
         return rewards
@@ -90,22 +63,17 @@ def penalize_overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tens
 
 
 def compute_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Compute weights that correct for differences between sampler and policy, from w = pi_old / pi_sampler.
+    """Compute weights [B, T] that correct for differences between sampler and policy, from w = pi_old / pi_sampler.
 
-    "token" is min(w, cap). "sequence" is the product of w over the response, or 0 if it is above the cap.
-    "geometric" is 1, or 0 if the geometric mean of w over the response is outside [1 / cap, cap].
+    "token" is min(w, cap), truncated importance sampling (F. Yao et al., 2025). "sequence" is the product of w over the
+    response, or 0 if it is above the cap. "geometric" is 1, or 0 if the geometric mean of w over the response is
+    outside [1 / cap, cap]. "none" is 1.
 
     Args:
         old_logprobs: [B, T] under the policy at the start of the update.
         sampler_logprobs: [B, T] as the sampler computed them.
         mask: [B, T] bool, the sampled tokens.
         cfg: correction and correction_cap.
-
-    Returns:
-        [B, T]; 1 for correction = "none".
-
-    Source:
-        Truncated importance sampling, F. Yao et al. (2025).
     """
     gap = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
     if cfg.correction == "none":
@@ -126,17 +94,6 @@ def find_corrected_tokens(weights: Tensor, cfg: GRPOConfig) -> Tensor:
 
 
 def find_entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """Find the threshold that this share of the entropies reaches; tokens at or above it are trained on.
-
-    Args:
-        entropy: [N] of all tokens, in nats.
-        share: The share of tokens to train on, above 0.
-
-    Returns:
-        [].
-
-    Source:
-        arXiv 2506.01939.
-    """
+    """Find the threshold that this share of the entropies [N], in nats, reaches (arXiv 2506.01939)."""
     count = max(1, round(share * len(entropy)))
     return entropy.topk(count).values[-1]

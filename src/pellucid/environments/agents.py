@@ -94,8 +94,8 @@ class AgentRunner:
         except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
             description = replace_surrogates(describe_error(error))
             self._log_error(description, error)
-            return WorkerAnswer([], {}, is_over=True, error=description)
-        return WorkerAnswer([], {}, is_over=True, reward=reward)
+            return WorkerAnswer(is_over=True, error=description)
+        return WorkerAnswer(is_over=True, reward=reward)
 
     def _call_function(self, request: SolveRequest) -> Any:
         assert self._function and self._openai

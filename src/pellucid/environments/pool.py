@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -34,7 +35,6 @@ from pellucid.environments.worker import (
     decode_worker_answer,
 )
 from pellucid.sandbox.pool import (
-    START_TIMEOUT_SECONDS,
     ForkServer,
     Worker,
     WorkerLimits,
@@ -60,6 +60,8 @@ from pellucid.utils.plugins import IN_PROCESS_PREFIX, load_function
 class ConversationWorker(Worker):
     """The worker process of one conversation at a time."""
 
+    decode = staticmethod(decode_worker_answer)
+
     def send_request(self, request: BeginRequest | TurnRequest | SolveRequest, timeout: float) -> None:
         """Send a request, to be answered within so many seconds.
 
@@ -71,14 +73,9 @@ class ConversationWorker(Worker):
 
     def receive_answer(self) -> WorkerAnswer | None:
         """Return the answer, or None if there is none yet. Raises WorkerLostError if none will come."""
-        data = self.receive()
-        if data is None:
-            return None
-        try:
-            answer = decode_worker_answer(data)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise WorkerLostError(self._describe_end()) from error
-        self.deadline = float("inf")
+        answer: WorkerAnswer | None = self.receive()
+        if answer:
+            self.deadline = inf
         return answer
 
 
@@ -86,7 +83,7 @@ class _InProcessWorker:
     """Replaces a ConversationWorker: it answers in this process, without time limits."""
 
     connection = None
-    deadline = float("inf")
+    deadline = inf
     is_alive = True
 
     def __init__(self, env_spec: EnvironmentSpec, log_error: Callable[[str, BaseException], None]) -> None:
@@ -104,26 +101,29 @@ class _InProcessWorker:
         """Do nothing: there is no process to end."""
 
 
-class WorkerFactory:
+class _InProcessFactory:
+    """Creates workers in this process, in place of a WorkerFactory."""
+
+    def __init__(self, env_spec: EnvironmentSpec, log: Path | None) -> None:
+        self.create_worker = partial(_InProcessWorker, env_spec, ErrorLog(log or os.devnull))
+
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""
+
+
+class WorkerFactory(ForkServer):
     """Starts the workers of conversations, which run an environment or an agent."""
 
     def __init__(self, spec: EnvironmentSpec | AgentSpec, config: WorkerConfig) -> None:
+        super().__init__(config, _load_spec, pickle.dumps(spec))
         self._kind = "agent" if isinstance(spec, AgentSpec) else "environment"
-        self._server = ForkServer(config, _load_spec, pickle.dumps(spec))
 
     def create_worker(self) -> ConversationWorker:
         """Return a new worker. Raises UserError if the user's code cannot be loaded."""
         try:
-            return self._server.start_worker(ConversationWorker)
+            return self.start_worker(ConversationWorker)
         except WorkerStartError as error:
-            reason = 'its process ended; a script needs `if __name__ == "__main__":` around what it does'
-            if error.reason == "late":
-                reason = f"it is not loaded within {START_TIMEOUT_SECONDS:g} s"
-            raise UserError(f"the {self._kind} cannot be used: {str(error) or reason}") from None
-
-    def close(self) -> None:
-        """End the process that forks the workers."""
-        self._server.close()
+            raise UserError(f"the {self._kind} cannot be used: {error}") from None
 
 
 def _load_spec(pickled: bytes) -> Callable[[Connection], None]:
@@ -178,20 +178,17 @@ class EnvironmentPool:
     """
 
     def __init__(self, env_spec: EnvironmentSpec, cfg: WorkerLimits, log: Path | None = None, seed: int = 0) -> None:
-        factory = WorkerFactory(env_spec, build_worker_config(cfg, log))
-        self._set_up(env_spec, seed, factory.create_worker)
-        self._factory = factory
-        Finalize(self, _end_conversations, [self.idle, self.busy, factory], exitpriority=0)
+        self._set_up(env_spec, seed, WorkerFactory(env_spec, build_worker_config(cfg, log)))
 
-    def _set_up(self, env_spec: EnvironmentSpec, seed: int, create_worker: Callable[[], Any]) -> None:
-        self._env_spec, self._seed, self._create_worker = env_spec, seed, create_worker
-        self._factory: WorkerFactory | None = None
+    def _set_up(self, env_spec: EnvironmentSpec, seed: int, factory: WorkerFactory | _InProcessFactory) -> None:
+        self._env_spec, self._seed, self._factory = env_spec, seed, factory
         self.idle: list[Any] = []
         self.busy: dict[int, Any] = {}
         """The workers of conversations under way, by their numbers."""
         self._conversations: dict[int, _Conversation] = {}
         self._ready: deque[tuple[int, EnvironmentReply]] = deque()
         self._tool_schemas: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        Finalize(self, _end_conversations, [self.idle, self.busy, factory], exitpriority=0)
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
         """Begin a conversation; its first reply is the prompt as the environment completes it."""
@@ -237,7 +234,7 @@ class EnvironmentPool:
         try:
             if number not in self.busy:
                 terminate_ended(self.idle)
-                self.busy[number] = self.idle.pop() if self.idle else self._create_worker()
+                self.busy[number] = self.idle.pop() if self.idle else self._factory.create_worker()
             self.busy[number].send_request(request, timeout)
         except WorkerLostError as error:
             self._ready.append((number, self._handle_lost_worker(number, str(error))))
@@ -293,17 +290,13 @@ class InProcessEnvironments(EnvironmentPool):
     """Environments and tools in this process, as in a notebook: each answers at once, and there are no time limits."""
 
     def __init__(self, env_spec: EnvironmentSpec, log: Path | None = None, seed: int = 0) -> None:
-        error_log = ErrorLog(log or os.devnull)
-        self._set_up(env_spec, seed, lambda: _InProcessWorker(env_spec, error_log))
+        self._set_up(env_spec, seed, _InProcessFactory(env_spec, log))
 
 
-def _end_conversations(
-    idle: list[ConversationWorker], busy: dict[int, ConversationWorker], factory: WorkerFactory | None
-) -> None:
+def _end_conversations(idle: list[Any], busy: dict[int, Any], factory: WorkerFactory | _InProcessFactory) -> None:
     terminate_workers(idle)
     terminate_workers(busy)
-    if factory:
-        factory.close()
+    factory.close()
 
 
 def create_environments(
@@ -328,25 +321,15 @@ def create_environments(
 # ---------------------------------------------------------------- the JSON schemas of tools
 
 
-def _build_tool_schemas(env_spec: EnvironmentSpec, name: str = "") -> tuple[Mapping[str, Any], ...]:
-    """Return the schemas of all tools, as chat templates take them: those of functions and of an environment.
-
-    Args:
-        env_spec: The environment and the tools.
-        name: The name of the environment, if there are several.
-
-    Raises:
-        UserError: if the types or the docstring of a tool do not describe its arguments.
-    """
+def _build_tool_schemas(env_spec: EnvironmentSpec, name: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of functions and of the methods of the environment of this name, if there are several."""
+    tools = [load_function(spec, "tool") for spec in env_spec.tools]
     factories = load_environment_factories(env_spec)
-    factory = factories.get("") or factories.get(name)
-    methods = get_environment_tools(_create_blank_environment(factory)).values() if factory else ()
-    return tuple(map(_build_tool_schema, (*(load_function(spec, "tool") for spec in env_spec.tools), *methods)))
-
-
-def _create_blank_environment(factory: Callable[[], Any]) -> Any:
-    """Return an environment whose methods can be inspected; one of a class is not initialized."""
-    return object.__new__(factory) if isinstance(factory, type) else factory()
+    if factory := factories.get("") or factories.get(name):
+        # Its methods are only inspected, so one of a class is not initialized.
+        environment = object.__new__(factory) if isinstance(factory, type) else factory()
+        tools += get_environment_tools(environment).values()
+    return tuple(map(_build_tool_schema, tools))
 
 
 def _build_tool_schema(tool: Callable[..., Any]) -> Mapping[str, Any]:

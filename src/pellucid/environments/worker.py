@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -65,9 +65,9 @@ class TurnRequest:
 class WorkerAnswer:
     """The answer of a worker, as JSON values and bytes."""
 
-    texts: list[tuple[str, str, str]]
+    texts: list[tuple[str, str, str]] = field(default_factory=list)
     """Role, name and content of each message."""
-    events: dict[str, int]
+    events: dict[str, int] = field(default_factory=dict)
     is_over: bool = False
     reward: float | None = None
     error: str = ""
@@ -126,7 +126,7 @@ class EnvironmentRunner:
         """Return the answer; when the conversation is over, with its reward and the environment as it is then."""
         if isinstance(request, BeginRequest):
             return self._begin(request)
-        answer = WorkerAnswer([], {}) if request.is_last else self._handle_turn(request)
+        answer = WorkerAnswer() if request.is_last else self._handle_turn(request)
         if answer.is_over or request.is_last:
             answer.is_over = True
             self._compute_reward(answer)
@@ -140,8 +140,8 @@ class EnvironmentRunner:
         observation, error = self._call_for_text(lambda: self._reset(request.columns))
         seed_generators(own)
         if error:
-            return WorkerAnswer([], {}, is_over=True, error=f"reset: {self._describe_error(error)}")
-        return WorkerAnswer([("user", "", observation)] if observation is not None else [], {})
+            return WorkerAnswer(is_over=True, error=f"reset: {self._describe_error(error)}")
+        return WorkerAnswer([("user", "", observation)] if observation is not None else [])
 
     def _reset(self, columns: Mapping[str, Any]) -> Any:
         if not self._factories:
@@ -195,11 +195,11 @@ class EnvironmentRunner:
         own = getattr(self._environment, "reply", None)
         reply = own if own is not None and is_reply_function(own) else self._reply_function
         if reply is None:
-            return WorkerAnswer([], {}, is_over=True)
+            return WorkerAnswer(is_over=True)
         text, error = self._call_for_text(lambda: reply([dict(message) for message in messages]))
         if error:
-            return WorkerAnswer([], {}, is_over=True, error=f"reply: {self._describe_error(error)}")
-        return WorkerAnswer([], {}, is_over=True) if text is None else WorkerAnswer([("user", "", text)], {})
+            return WorkerAnswer(is_over=True, error=f"reply: {self._describe_error(error)}")
+        return WorkerAnswer(is_over=True) if text is None else WorkerAnswer([("user", "", text)])
 
     def _compute_reward(self, answer: WorkerAnswer) -> None:
         get_reward = getattr(self._environment, "get_reward", None)

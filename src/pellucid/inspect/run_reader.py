@@ -115,17 +115,6 @@ class RunReader:
         times = [path.stat().st_mtime for name in names if (path := self.run_dir / name).exists()]
         return time.time() - max(times, default=0.0) > _QUIET_AFTER_SECONDS
 
-    def list_predicted_steps(self, every: int) -> list[int]:
-        """Return the recorded steps whose changes were predicted, one in `every`; none if the first of them was not."""
-        due = [
-            step for step in token_files.list_recorded_steps(self.run_dir) if every and (step == 1 or step % every == 0)
-        ]
-        try:
-            first = token_files.read_tokens(self.run_dir, due[0], ["predicted"])["predicted"] if due else None
-        except UserError:  # the damage is reported when the step is shown
-            return due
-        return due if first is not None and first.null_count < len(first) else []
-
     def build_overview(self) -> dict[str, Any]:
         """Return an overview of the run: its settings, its charts, and numbers of each step by which to choose one."""
         config, metrics, evals = read_config(self.run_dir), self.read_metrics(), read_evaluation_records(self.run_dir)
@@ -142,7 +131,6 @@ class RunReader:
             "reward": [row.get("reward/mean") for row in metrics],
             "dead": [get_zero_variance_share(row) for row in metrics],
             "recorded": token_files.list_recorded_steps(self.run_dir),
-            "predicted": self.list_predicted_steps(int(get_setting(config, "log.predictions", 0) or 0)),
             "per_page": STEPS_PER_PAGE,
             "pulse": self.read_pulse(),
         }

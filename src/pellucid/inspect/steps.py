@@ -19,7 +19,6 @@ from pellucid.reporting.token_files import KIND_SAMPLED, get_token_metadata
 _SEQUENCE_KEYS = ("group", "completion", "branch")
 _SEQUENCE_COLUMNS = ("prompt_id", "reward", "correct", "finished", "parts", "error", "version")
 _NUMBER_COLUMNS = {
-    "predicted": "predicted",
     "entropy": "entropy_before",
     "ratio": "ratio",
     "advantage": "advantage",

@@ -145,7 +145,7 @@ class DecodeBatch:
         self.compact()
         lengths = torch.tensor([len(ids) for ids in prompts])
         layers, logits = (
-            self._prefill_fused(prompts, lengths) if self.uses_fused_prefill() else self._prefill_eager(prompts)
+            self._prefill_fused(prompts, lengths) if self.fused_decoder else self._prefill_eager(prompts)
         )
         for cache, (keys, values) in zip(self.caches, layers, strict=True):
             cache.prompt_keys = _pad_and_concatenate(cache.prompt_keys, keys)
@@ -164,10 +164,6 @@ class DecodeBatch:
         self.cache_rows = torch.arange(len(self.generated_lengths))
         self.index_rows_by_prompt()
         return logits.repeat_interleave(copies, 0)
-
-    def uses_fused_prefill(self) -> bool:
-        """Return whether prompts and appended tokens are computed by the fused decoder; in int8 they are not."""
-        return self.fused_decoder is not None and not self.fused_decoder.kernel.int8
 
     def _prefill_fused(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> tuple[list[_KeyValue], Tensor]:
         """Return the keys and values [K, P, S, d] of prompts for each layer, and the logits [P, V] that follow."""
@@ -465,7 +461,7 @@ def append_tokens(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[in
     lengths = torch.tensor([len(ids) for ids in tokens])
     while int((batch.generated_lengths[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
         batch.grow_cache()
-    logits = (_append_tokens_fused if batch.uses_fused_prefill() else _append_tokens_eager)(
+    logits = (_append_tokens_fused if batch.fused_decoder else _append_tokens_eager)(
         batch, rows, tokens, lengths
     )
     batch.generated_lengths[rows] += lengths

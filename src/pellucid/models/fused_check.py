@@ -1,4 +1,4 @@
-"""The self-check of the fused decode step, and the choice between it, int8 and PyTorch's operators.
+"""The self-check of the fused decode step, and the choice between it and PyTorch's operators.
 
 The check runs cpp/decode.cpp on a small model, with AVX-512 and with AMX. A fused step samples a token in half the time
 of the operators, with the same bits.
@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pellucid.models.decode import DecodeBatch, append_tokens
 from pellucid.models.decoder import Decoder, DecoderWeights, ModelShape
-from pellucid.models.fused_decode import INT8_INPUT_BLOCK, FusedDecoder, FusedKernel, find_fused_fault, pack_matrix
-from pellucid.models.native import KernelUnavailableError, add_self_check, call_kernel, has_amx, load_library
+from pellucid.models.fused_decode import FusedDecoder, FusedKernel
+from pellucid.models.native import KernelUnavailableError, add_self_check, has_amx, load_library
 
 SELF_CHECK_CONFIG = LlamaConfig(
     vocab_size=1136,  # among so many logits, another order of sums changes some
@@ -37,30 +36,10 @@ _SELF_CHECK_APPENDED_TOKENS = list(range(7, 38))
 _SELF_CHECK_STEPS = 3
 
 
-def select_fused_decoder(
-    decoder: Decoder, int8: bool = False
-) -> Callable[[DecoderWeights, ModelShape], FusedDecoder] | None:
-    """Return a constructor of fused decoders for this decoder; None if PyTorch's operators are used.
-
-    Args:
-        decoder: The decoder whose steps are to be fused.
-        int8: Whether to multiply the matrices of the layers in int8. `find_int8_fault` must be empty.
-    """
+def select_fused_decoder(decoder: Decoder) -> Callable[[DecoderWeights, ModelShape], FusedDecoder] | None:
+    """Return a constructor of fused decoders for this decoder; None if PyTorch's operators are used."""
     kernel = load_fused_kernel()[0] if decoder.can_prepack else None
-    return functools.partial(FusedDecoder, kernel._replace(int8=int8)) if kernel else None
-
-
-@torch.no_grad()
-def find_int8_fault(decoder: Decoder) -> str:
-    """Return why this decoder cannot sample in int8; empty if it can."""
-    if decoder.device.type != "cpu":
-        return f'policy.device is "{decoder.device.type}": set "cpu"'
-    if decoder.dtype != torch.bfloat16:
-        return f'policy.dtype is "{str(decoder.dtype).removeprefix("torch.")}": set "bfloat16"'
-    kernel, reason = load_fused_kernel() if decoder.can_prepack else (None, "torch without bfloat16 for this CPU")
-    if not kernel:
-        return reason
-    return find_int8_kernel_fault(kernel) or find_fused_fault(decoder.collect_weights(), decoder.shape)
+    return functools.partial(FusedDecoder, kernel) if kernel else None
 
 
 @torch.no_grad()
@@ -104,41 +83,6 @@ def compare_fused_steps(kernel: FusedKernel) -> Iterable[tuple[str, Any, Any]]:
 
 load_fused_kernel = add_self_check("fused steps", lambda: list_fused_kernels(load_library()), compare_fused_steps)
 """Return the kernel of fused steps, or None and the reason why there is none."""
-
-
-@functools.cache
-def find_int8_kernel_fault(kernel: FusedKernel) -> str:
-    """Return why int8 products cannot be used on this processor; empty if they equal products of integers."""
-    if not torch.cpu._is_vnni_supported():
-        return "a CPU without AVX-512 for int8"
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 576, generator=generator).bfloat16() for n in (6, 112))
-    expected, threads = multiply_int8(x, weight), torch.get_num_threads()
-    ours = torch.empty_like(expected)
-    matrix = pack_matrix(kernel.library, weight, int8=True)
-    call_kernel(kernel.library.product_of_bytes, x, 6, 576, matrix, 112, ours, kernel.uses_amx, threads)
-    return "" if torch.equal(ours, expected) else "this processor multiplies int8 otherwise"
-
-
-def multiply_int8(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [n, K] and weight [N, K] to [n, N] in fp32, as cpp/bytes.h does, in PyTorch."""
-    (rows, row_scales), (outputs, output_scales) = map(_quantize_rows, (x, weight))
-    return (rows.long() @ outputs.long().T).float() * row_scales * (output_scales.T / INT8_INPUT_BLOCK)
-
-
-def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows [n, K] in int8 and their scales [n, 1].
-
-    K is padded to a multiple of INT8_INPUT_BLOCK. A Hadamard transform of each block spreads large values over it. The
-    scale makes the largest magnitude of a row 127; that of a row of zeros is 1.
-    """
-    y = F.pad(x.float(), (0, -x.shape[1] % INT8_INPUT_BLOCK))
-    for distance in (1, 2, 4, 8, 16, 32):
-        first, second = y.unflatten(1, (-1, 2, distance)).unbind(2)
-        y = torch.stack([first + second, first - second], 2).flatten(1)
-    largest = y.abs().amax(1, keepdim=True)
-    scale = torch.where(largest == 0, 1.0, largest / 127)
-    return (y / scale).round().to(torch.int8), scale
 
 
 @torch.no_grad()

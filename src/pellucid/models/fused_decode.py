@@ -19,8 +19,6 @@ from pellucid.models.native import KERNEL_HEAD_SIZES, OperationCounter, call_ker
 
 _OUTPUT_BLOCK = 32
 """Outputs of a matrix that are stored together; widths must be multiples of it."""
-INT8_INPUT_BLOCK = 64
-"""The inputs of int8 matrices are padded to a multiple of it."""
 FUSED_STEP_PROFILER_NAME = "fused_step"
 LayerCacheTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys and values of prompts, [K, P, S, d] each, then of rows, [K, n, capacity, d] each."""
@@ -78,27 +76,20 @@ class FusedKernel(NamedTuple):
     library: Any
     uses_amx: bool
     """Whether products use AMX, with its order of sums, or AVX-512."""
-    int8: bool = False
-    """Whether the matrices of the layers are multiplied in int8."""
 
 
-def pack_matrix(library: Any, weight: Tensor, interleaved: bool = False, int8: bool = False) -> Tensor:
+def pack_matrix(library: Any, weight: Tensor, interleaved: bool = False) -> Tensor:
     """Convert a matrix to the layout of the C++.
 
     Args:
         library: The compiled library.
         weight: [outputs, width] in bf16.
         interleaved: Whether the two halves of the outputs, gate and up, are stored alternately.
-        int8: Whether to quantize the matrix to int8 with scales.
     """
     (outputs, width), weight = weight.shape, weight.contiguous()
     blocks = -(-outputs // _OUTPUT_BLOCK)
-    if int8:
-        padded_width = -(-width // INT8_INPUT_BLOCK) * INT8_INPUT_BLOCK
-        packed, pack = torch.empty(blocks, _OUTPUT_BLOCK * (padded_width + 8), dtype=torch.int8), library.pack_bytes
-    else:
-        packed, pack = torch.empty(blocks * _OUTPUT_BLOCK, width, dtype=weight.dtype), library.pack
-    call_kernel(pack, weight, outputs, width, interleaved, packed, torch.get_num_threads())
+    packed = torch.empty(blocks * _OUTPUT_BLOCK, width, dtype=weight.dtype)
+    call_kernel(library.pack, weight, outputs, width, interleaved, packed, torch.get_num_threads())
     return packed
 
 
@@ -146,7 +137,7 @@ class FusedDecoder:
         return [None if x is None else x.contiguous() for x in tensors]
 
     def _pack(self, weight: Any, interleaved: bool = False) -> Tensor:
-        return pack_matrix(self.kernel.library, _require_tensor(weight), interleaved, self.kernel.int8)
+        return pack_matrix(self.kernel.library, _require_tensor(weight), interleaved)
 
     def step(
         self,
@@ -177,8 +168,7 @@ class FusedDecoder:
         logits = torch.empty(outputs, self.vocabulary, dtype=cos.dtype)
         with record_function(FUSED_STEP_PROFILER_NAME):
             model = self.model_struct, self.layer_table, tokens, self.weights.norm, self.packed_head
-            options = self.kernel.uses_amx, self.kernel.int8, self.threads
-            status = call_kernel(self.kernel.library.step, *model, hidden, logits, *options)
+            status = call_kernel(self.kernel.library.step, *model, hidden, logits, self.kernel.uses_amx, self.threads)
         if status:
             raise MemoryError(f"no memory to read {n} tokens at once")
         OperationCounter.count(2.0 * (n * self.matrix_elements + outputs * self.packed_head.numel()))

@@ -195,7 +195,7 @@ def look_up_embeddings(ids: Tensor, embedding: VocabularyMatrix, sparse: bool = 
         embedding: The matrix.
         sparse: Whether the gradient is sparse. It must then be added to a dense one, as that of a tied head.
     """
-    if not torch.is_grad_enabled():  # EmbeddingLookup has no forward-mode gradient
+    if not torch.is_grad_enabled():
         return F.embedding(ids, embedding.master).to(embedding.tensor.dtype)
     return _EmbeddingLookup.apply(ids, *embedding, sparse)  # pyright: ignore[reportReturnType]
 

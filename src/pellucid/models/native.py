@@ -24,7 +24,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from pellucid.models import ops
 from pellucid.models.ops import compute_exponent_factor
@@ -33,7 +32,7 @@ CPP_FOLDER = Path(__file__).with_name("cpp")
 _COMPILER_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-mfma"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
-    *("-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # executed only on processors that have them
+    *("-mamx-tile", "-mamx-bf16"),  # executed only on processors that have them
     "-ffp-contract=off",  # a product is rounded before it is added, as in PyTorch's operators
 )
 KernelT = TypeVar("KernelT")
@@ -213,7 +212,7 @@ def select_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | Mod
 def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
     """Return the compiled kernels if they can compute with a tensor, else None.
 
-    They compute in bf16 on the CPU, outside torch.compile, and without forward-mode gradients.
+    They compute in bf16 on the CPU, outside torch.compile.
 
     Args:
         x: The tensor.
@@ -222,7 +221,7 @@ def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
     """
     if x.device.type != "cpu" or dtype != torch.bfloat16 or any(width % _VECTOR_WIDTH for width in widths):
         return None
-    if torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None:
+    if torch.compiler.is_compiling():
         return None
     return load_kernels()[0]
 

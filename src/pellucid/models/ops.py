@@ -16,7 +16,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 aten = torch.ops.aten
 CDF_BLOCK_TOKENS = 256
@@ -131,12 +130,8 @@ def promote_to_fp32(x: Tensor) -> Tensor:
 
 
 def supports_fp32_product(x: Tensor) -> bool:
-    """Return whether a product of x, in half precision, can be returned in fp32, without the rounding of its sums.
-
-    CUDA can, but not with a forward-mode gradient.
-    """
-    is_half = x.dtype in (torch.bfloat16, torch.float16)
-    return x.device.type == "cuda" and is_half and forward_ad.unpack_dual(x).tangent is None
+    """Return whether a product of x, in half precision, can be returned in fp32, without the rounding of its sums."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def multiply_to_fp32(x: Tensor, weight: Tensor) -> Tensor:

@@ -149,14 +149,11 @@ class Policy:
             return "an adapter on a 4-bit base" if self._load_base else "an adapter"
         return find_fallback_reason(self.model.config)
 
-    def create_decode_batch(self, rows: int, int8: bool = False) -> DecodeBatch | FallbackDecodeBatch:
-        """Create an empty batch with so many slots, which decodes with the present weights.
-
-        int8: matrix products in int8, which `fused_check.find_int8_fault` must allow.
-        """
+    def create_decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
+        """Create an empty batch with so many slots, which decodes with the present weights."""
         if self.decoder:
             self.gather()
-            return DecodeBatch(self.decoder, rows, fused_check.select_fused_decoder(self.decoder, int8))
+            return DecodeBatch(self.decoder, rows, fused_check.select_fused_decoder(self.decoder))
         copy = self._inference_copy if self.sharded_modules else None  # `gather` has updated it
         return FallbackDecodeBatch(copy or self.get_inference_model(), rows)
 

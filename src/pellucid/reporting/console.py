@@ -49,8 +49,8 @@ from pellucid.reporting.eval_metrics import (
     format_measure_name,
     get_measures,
     get_zero_variance_share,
-    have_verdicts,
     make_evaluation_record,
+    pair_measures,
     select_measures,
 )
 from pellucid.reporting.loggers import DISPLAY_ERRORS
@@ -352,18 +352,17 @@ def make_comparison_table(first: Evaluation, last: Evaluation) -> Table:
     """Return a table of the first and the last evaluation. If their intervals overlap, the gain may be chance."""
     title = f"{last.task}, {last.split}: {describe_prompts(last)}"
     table = _make_titled_table(title, "", "before", "after", "gain", "intervals")
-    before = _label_measures(first, last)
-    for name, new in _label_measures(last, first).items():
-        if old := before.get(name):
-            cells = (f"{estimate.value:.3f} {format_interval(estimate)}".rstrip() for estimate in (old, new))
-            table.add_row(name, *cells, f"{new.value - old.value:+.3f}", compare_intervals(old, new))
+    for name, before, after in pair_measures(first, last):
+        cells = (f"{estimate.value:.3f} {format_interval(estimate)}".rstrip() for estimate in (before, after))
+        gain = f"{after.value - before.value:+.3f}"
+        table.add_row(format_measure_name(name, last.k), *cells, gain, compare_intervals(before, after))
     return table
 
 
 def make_evaluation_table(model: str, evaluation: Evaluation) -> Table:
     """Return a table of one evaluation, for `pellucid eval`."""
     title = f"{model} on {evaluation.task}, {evaluation.split}: {describe_prompts(evaluation)}"
-    rewards = not have_verdicts([evaluation]) or any(name in REWARD_MEASURES for name in select_measures([evaluation]))
+    rewards = not evaluation.has_verdicts or any(name in REWARD_MEASURES for name in select_measures([evaluation]))
     table = _make_titled_table(title, "", "mean" if rewards else "accuracy", "interval")
     for name, estimate in _label_measures(evaluation).items():
         table.add_row(name, f"{estimate.value:.3f}", format_interval(estimate))

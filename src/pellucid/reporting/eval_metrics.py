@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pellucid.types import Estimate, Evaluation
@@ -31,11 +32,6 @@ def get_measures(evaluation: Evaluation) -> dict[str, Estimate]:
         "reward@k": evaluation.reward_at_k,
     }
     return {name: estimate for name, estimate in measures.items() if math.isfinite(estimate.value)}
-
-
-def have_verdicts(evaluations: Sequence[Evaluation]) -> bool:
-    """Whether answers are right or wrong in all evaluations. If not, the reward is the headline."""
-    return all(evaluation.has_verdicts for evaluation in evaluations)
 
 
 _ZERO_VARIANCE_METRICS = ("groups/dead_all_right", "groups/dead_all_wrong", "groups/dead_equal")
@@ -72,18 +68,23 @@ def select_measures(evaluations: Sequence[Evaluation]) -> list[str]:
     Rewards that equal the accuracies are left out, and so are accuracies if rewards do not say which answers are right.
     """
     by_evaluation = [get_measures(evaluation) for evaluation in evaluations]
-    available = {name for measures in by_evaluation for name in measures}
-    pairs = (("greedy", "reward"), ("mean@k", "reward@k"))
-    differ = any(
-        not math.isclose(measures[share].value, measures[reward].value)
-        for measures in by_evaluation
-        for share, reward in pairs
-        if share in measures and reward in measures
-    )
-    names = (
-        (*_ACCURACY_MEASURES, *(REWARD_MEASURES if differ else ())) if have_verdicts(evaluations) else REWARD_MEASURES
-    )
-    return [name for name in names if name in available]
+    names = REWARD_MEASURES
+    if all(evaluation.has_verdicts for evaluation in evaluations):
+        differ = any(
+            not math.isclose(measures[accuracy].value, measures[reward].value)
+            for measures in by_evaluation
+            for accuracy, reward in zip(_ACCURACY_MEASURES, REWARD_MEASURES, strict=False)
+            if accuracy in measures and reward in measures
+        )
+        names = _ACCURACY_MEASURES + REWARD_MEASURES if differ else _ACCURACY_MEASURES
+    return [name for name in names if any(name in measures for measures in by_evaluation)]
+
+
+def pair_measures(first: Evaluation, last: Evaluation) -> list[tuple[str, Estimate, Estimate]]:
+    """Return the name and both estimates of each measure to show that both evaluations have."""
+    before, after = get_measures(first), get_measures(last)
+    names = select_measures([first, last])
+    return [(name, before[name], after[name]) for name in names if name in before and name in after]
 
 
 def select_headline(evaluations: Sequence[Evaluation]) -> str:
@@ -100,18 +101,17 @@ def format_measure_name(name: str, k: int) -> str:
     return name.replace("@k", f"@{k}")
 
 
+_RECORDED_FIELDS = ("task", "split", "n", "k", "failed", "left_out", "undecided")
+
+
 def make_evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     """Return the record of an evaluation in evals.jsonl, still with NaN and infinities."""
-    measures = {
-        name: {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-        for name, estimate in get_measures(evaluation).items()
-    }
     return {
-        **{name: getattr(evaluation, name) for name in ("task", "split", "n", "k")},
-        **measures,
+        **{name: getattr(evaluation, name) for name in _RECORDED_FIELDS[:4]},
+        **{name: asdict(estimate) for name, estimate in get_measures(evaluation).items()},
         "questions": evaluation.questions_digest,
         "right": list(evaluation.greedy_correct),
-        **{name: getattr(evaluation, name) for name in ("failed", "left_out", "undecided")},
+        **{name: getattr(evaluation, name) for name in _RECORDED_FIELDS[4:]},
         "rewards": list(evaluation.rewards),
         "verdicts": evaluation.has_verdicts,
     }
@@ -120,7 +120,7 @@ def make_evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
 def parse_evaluation(record: Mapping[str, Any]) -> Evaluation:
     """Return the evaluation of a record in evals.jsonl. A measure that is missing was NaN."""
     return Evaluation(
-        **{name: record[name] for name in ("task", "split", "n", "k", "failed", "left_out", "undecided")},
+        **{name: record[name] for name in _RECORDED_FIELDS},
         greedy=parse_estimate(record.get("greedy")),
         mean_at_k=parse_estimate(record.get("mean@k")),
         pass_at_k=parse_estimate(record.get("pass@k")),
@@ -134,11 +134,8 @@ def parse_evaluation(record: Mapping[str, Any]) -> Evaluation:
 
 
 def parse_estimate(record: Mapping[str, Any] | None) -> Estimate:
-    """Return the estimate of a JSON object, in which the ends are null if there is no interval."""
-    if not record:
-        return Estimate()
-    low, high = record["low"], record["high"]
-    return Estimate(record["value"], math.nan if low is None else low, math.nan if high is None else high)
+    """Return the estimate of a JSON object, in which null stands for NaN."""
+    return Estimate(**{name: math.nan if value is None else value for name, value in (record or {}).items()})
 
 
 NO_INTERVALS, INTERVALS_APART, INTERVALS_OVERLAP = "no interval", "apart", "overlap"
@@ -146,7 +143,7 @@ TOO_FEW_PROMPTS = "too few prompts for an interval"
 
 
 def compare_intervals(one: Estimate, other: Estimate) -> str:
-    """Return INTERVALS_APART, INTERVALS_OVERLAP, or NO_INTERVALS if one of the estimates has none."""
+    """Return INTERVALS_APART, INTERVALS_OVERLAP, or NO_INTERVALS if one of the estimates has no interval."""
     if not (one.has_interval and other.has_interval):
         return NO_INTERVALS
     return INTERVALS_APART if one.low > other.high or other.low > one.high else INTERVALS_OVERLAP

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import comb, isfinite, nan
@@ -19,6 +19,7 @@ from uuid import NAMESPACE_URL, uuid5
 
 from pellucid.reporting.conversations import (
     count_turns,
+    get_tool_events,
     make_branch_columns,
     make_conversation_columns,
     make_token_columns,
@@ -108,10 +109,9 @@ class JsonlLogger:
         )
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        for group in groups if self.every and (step == 1 or step % self.every == 0) else ():
-            self.rollouts_file.writelines(
-                format_json_line({"step": step, **rollout}) for rollout in _make_rollout_records(group)
-            )
+        if self.every and (step == 1 or step % self.every == 0):
+            rollouts = (rollout for group in groups for rollout in _make_rollout_records(group))
+            self.rollouts_file.writelines(format_json_line({"step": step, **rollout}) for rollout in rollouts)
         self.rollouts_file.flush()
         self.metrics_file.write(format_json_line({"step": step, **metrics}))
         self.metrics_file.flush()
@@ -210,10 +210,9 @@ def _truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
 def _parse_step(line: bytes) -> int | None:
     """Return the step of a line; None if the line is incomplete or no record."""
     try:
-        record = json.loads(line) if line.endswith(b"}\n") else None
-    except (ValueError, RecursionError):
+        step = json.loads(line)["step"] if line.endswith(b"}\n") else None
+    except (ValueError, RecursionError, LookupError, TypeError):
         return None
-    step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
 
 
@@ -241,9 +240,9 @@ def _add_field_tags(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class TensorBoardLogger:
-    """Writes scalars for TensorBoard.
+    """Writes scalars for TensorBoard, without the thread of torch's writer, whose errors would be found too late.
 
-    If its files cannot be written, as on a full disk, it prints a warning and stops writing.
+    If its file cannot be written, as on a full disk, it prints a warning and stops writing.
 
     Args:
         log_dir: The folder of its files.
@@ -254,14 +253,16 @@ class TensorBoardLogger:
     """
 
     def __init__(self, log_dir: Path, first_step: int = 0):
-        board = import_extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
-        self.log_dir, self.failed = log_dir, False
-        self.previous_hook = threading.excepthook
-        # The thread of the writer would print a traceback; its error is raised again in `log`.
-        threading.excepthook = self._on_thread_error
-        self.writer: Any = None
-        with self._report_failure_once():
-            self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
+        import_extra("tensorboard", "tensorboard", "log.tensorboard")
+        from tensorboard.compat.proto import event_pb2  # noqa: PLC0415 - an extra
+        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415 - an extra
+
+        protos: Any = event_pb2  # without types
+        self.path = log_dir / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
+        self.make_event, self.make_writer, self.failed = protos.Event, RecordWriter, False
+        self._write_event(file_version="brain.Event:2")
+        if first_step:
+            self._write_event(step=first_step + 1, session_log=protos.SessionLog(status=protos.SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
         self._write_scalars(step, _add_field_tags(metrics))
@@ -271,34 +272,23 @@ class TensorBoardLogger:
         self._write_scalars(step, {f"heldout/{name.replace('@', '_at_')}": e.value for name, e in measures.items()})
 
     def close(self) -> None:
-        with self._report_failure_once():
-            if self.writer:
-                self.writer.close()
-        if threading.excepthook == self._on_thread_error:
-            threading.excepthook = self.previous_hook
+        pass
 
     def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
+        self._write_event(step=step, summary={"value": values})
+
+    def _write_event(self, **fields: Any) -> None:
         if self.failed:
             return
-        with self._report_failure_once():
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, step)
-            self.writer.flush()
-
-    @contextmanager
-    def _report_failure_once(self) -> Iterator[None]:
         try:
-            yield
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                self.make_writer(file).write(self.make_event(wall_time=time.time(), **fields).SerializeToString())
         except OSError as error:
-            if not self.failed:
-                why = error.strerror or error
-                line = f"! {self.log_dir} cannot be written ({why}): the run goes on without TensorBoard"
-                print(escape_controls(line), flush=True)
             self.failed = True
-
-    def _on_thread_error(self, args: Any) -> None:
-        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
-            self.previous_hook(args)
+            reason = f"{self.path.parent} cannot be written ({error.strerror or error})"
+            print(escape_controls(f"! {reason}: the run goes on without TensorBoard"), flush=True)
 
 
 def check_wandb(mode: str) -> None:
@@ -343,9 +333,9 @@ class WandbLogger:
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._send({"step": step, **{f"heldout/{name}": e.value for name, e in get_measures(evaluation).items()}})
 
-    def _send(self, record: Mapping[str, float]) -> None:
+    def _send(self, record: dict[str, float]) -> None:
         try:
-            self.run.log(dict(record))
+            self.run.log(record)
         except self.error_class as error:  # a class of wandb, which is not always installed
             raise OSError(f"Weights & Biases: {error}") from error
 
@@ -370,24 +360,25 @@ def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0
         min_reward_range: The range of rewards below which a group counts as equal (zero variance, "dead").
     """
     pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
+    completions, rewards = [completion for completion, _ in pairs], [reward for _, reward in pairs]
     graded = [(completion, reward) for completion, reward in pairs if not reward.failed]
     values = [reward.value for _, reward in graded]
-    inapplicable = sum(not reward.applies for _, reward in pairs)
+    inapplicable = sum(not reward.applies for reward in rewards)
     return {
-        **_compute_logged_means([reward for _, reward in pairs]),
+        **_compute_logged_means(rewards),
         **compute_prefix_length(groups),
-        **compute_term_means([reward for _, reward in pairs if not (reward.failed and reward.applies)]),
+        **compute_term_means([reward for reward in rewards if not (reward.failed and reward.applies)]),
         "reward/mean": fmean(values) if values else nan,
         "reward/std": pstdev(values) if values else nan,
-        "reward/failed": float(sum(reward.failed and reward.applies for _, reward in pairs)),
+        "reward/failed": float(sum(reward.failed and reward.applies for reward in rewards)),
         **({"reward/no_term": float(inapplicable)} if inapplicable else {}),
-        **compute_failed_shares([reward for _, reward in pairs]),
+        **compute_failed_shares(rewards),
         **compute_zero_variance_shares(groups, min_reward_range),
         **_compute_correctness(graded),
-        "completion/finished": fmean(completion.finished for completion, _ in pairs),
-        "completion/length_mean": _compute_mean_length([completion for completion, _ in pairs]),
-        **_compute_turn_metrics([completion for completion, _ in pairs]),
-        "tokens": float(sum(each.length for completion, _ in pairs for each in (completion, *completion.branches))),
+        "completion/finished": fmean(completion.finished for completion in completions),
+        "completion/length_mean": fmean(completion.length for completion in completions),
+        **_compute_turn_metrics(completions),
+        "tokens": float(sum(each.length for completion in completions for each in (completion, *completion.branches))),
     }
 
 
@@ -408,8 +399,13 @@ def _compute_correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[st
     judged = [(completion, reward) for completion, reward in graded if reward.is_judged]
     if not rewards_are_verdicts(reward for _, reward in judged):
         return {}
-    share = fmean(reward.is_correct for _, reward in judged) if judged else nan
-    return {"completion/correct": share, **compute_lengths_by_grade(judged)}
+    right = [completion.length for completion, reward in judged if reward.is_correct]
+    wrong = [completion.length for completion, reward in judged if not reward.is_correct]
+    lengths = {"completion/length_right": right, "completion/length_wrong": wrong}
+    return {
+        "completion/correct": len(right) / len(judged) if judged else nan,
+        **{name: fmean(values) for name, values in lengths.items() if values},
+    }
 
 
 def _compute_turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
@@ -417,8 +413,7 @@ def _compute_turn_metrics(completions: Sequence[Completion]) -> dict[str, float]
     conversations = [completion for completion in completions if completion.messages]
     if not conversations:
         return {}
-    events = [completion.outcome.events for completion in conversations if completion.outcome]
-    total = sum(map(Counter, events), Counter())
+    total = sum((Counter(get_tool_events(completion)) for completion in conversations), Counter())
     calls = total.pop("calls", 0)
     faults = {f"tools/{kind}": count / calls for kind, count in total.items() if calls}
     calls_mean = {"tools/calls": calls / len(conversations)} if calls else {}
@@ -455,20 +450,11 @@ def compute_failed_shares(rewards: Sequence[Reward]) -> dict[str, float]:
 
 def _compute_logged_means(rewards: Sequence[Reward]) -> dict[str, float]:
     """Return the mean of each number that rewards logged, over the completions that have one."""
-    names = {name: None for reward in rewards for name in reward.logged}
-    logged = {name: [reward.logged[name] for reward in rewards if name in reward.logged] for name in names}
-    return {f"logged/{name}": fmean(values) for name, values in logged.items()}
-
-
-def _compute_mean_length(completions: Sequence[Completion]) -> float:
-    return fmean(completion.length for completion in completions)
-
-
-def compute_lengths_by_grade(judged: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
-    right = [completion for completion, reward in judged if reward.is_correct]
-    wrong = [completion for completion, reward in judged if not reward.is_correct]
-    lengths = {"completion/length_right": right, "completion/length_wrong": wrong}
-    return {name: _compute_mean_length(completions) for name, completions in lengths.items() if completions}
+    logged = defaultdict(list)
+    for reward in rewards:
+        for name, value in reward.logged.items():
+            logged[f"logged/{name}"].append(value)
+    return {name: fmean(values) for name, values in logged.items()}
 
 
 def predict_zero_variance_share(

@@ -7,7 +7,7 @@ content security policy forbids any.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import exp, inf
 from pathlib import Path
 from string import Template
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from pellucid.reporting.charts import (
     PAGE_CSS,
-    draw_accuracy_picture,
     draw_run_charts,
     escape_text,
     format_count,
@@ -26,16 +25,15 @@ from pellucid.reporting.eval_metrics import (
     HEADLINE_LABELS,
     INTERVALS_APART,
     INTERVALS_OVERLAP,
-    NO_INTERVALS,
     TOO_FEW_PROMPTS,
     compare_intervals,
     describe_intervals,
     format_measure_name,
     get_measures,
     make_metrics_consistent,
+    pair_measures,
     parse_evaluation,
     select_headline,
-    select_measures,
 )
 from pellucid.reporting.run_files import Record, read_config, read_end_rollouts, read_evaluation_records, read_records
 from pellucid.types import Estimate, Evaluation
@@ -61,19 +59,17 @@ _CHANCE_PHRASES = {INTERVALS_APART: "lede.apart", INTERVALS_OVERLAP: "lede.overl
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write report.html from the files of a run, which may be empty, unfinished or killed.
-
-    Returns:
-        The path of the report.
-    """
-    config = read_config(run_dir)
-    metrics, evals = (
-        make_metrics_consistent(list(read_records(run_dir / "metrics.jsonl"))),
-        read_evaluation_records(run_dir),
-    )
-    sections = [_render_accuracy_section(evals), _render_curves_section(metrics, evals)]
+    """Write report.html from the files of a run, which may be empty, unfinished or killed. Return its path."""
+    config, evals = read_config(run_dir), read_evaluation_records(run_dir)
+    metrics = make_metrics_consistent(list(read_records(run_dir / "metrics.jsonl")))
+    charts = "\n".join(draw_run_charts(metrics, evals))
     rollouts = _render_rollouts(run_dir / "rollouts.jsonl", get_setting(config, "log.traces") == "by_length")
-    sections += [render_section("What it said", rollouts), _render_config_section(config)]
+    sections = [
+        render_section("Before and after", "\n".join(_render_comparison(*key, rows) for key, rows in evals.items())),
+        render_section("Curves", f'<div class="charts">\n{charts}\n</div>' if charts else ""),
+        render_section("What it said", rollouts),
+        _render_settings(config),
+    ]
     page = Template(read_asset("report.html")).substitute(
         name=escape_text(run_dir.resolve().name),
         about=escape_text(f"{get_setting(config, 'policy.model', 'a model')} on {format_task_name(config)}"),
@@ -85,16 +81,6 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
-
-
-def render_accuracy_svg(run_dirs: Sequence[Path]) -> str:
-    """Return an SVG of held-out accuracy and training reward, of one run or of several seeds and their mean."""
-    return draw_accuracy_picture(
-        [
-            (next(iter(read_evaluation_records(run_dir).values()), []), list(read_records(run_dir / "metrics.jsonl")))
-            for run_dir in run_dirs
-        ]
-    )
 
 
 def read_asset(name: str) -> str:
@@ -163,47 +149,43 @@ def _make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) 
     """Return the change of the headline over `steps` steps."""
     old, new = get_measures(first)[name], get_measures(last)[name]
     gain = round(new.value - old.value, 9)
-    ends = {"old": _format_estimate_html(name, old), "new": _format_estimate_html(name, new)}
-    phrases = {
-        "steps": "lede.step" if steps == 1 else "lede.steps",
-        "measure": f"lede.of_{name}",
-        "went": "lede.rose" if gain > 0 else "lede.fell",
-        "chance": _CHANCE_PHRASES.get(
-            compare_intervals(old, new), "lede.few" if describe_intervals(last) == TOO_FEW_PROMPTS else "lede.alike"
-        ),
-    }
+    values = {"old": _format_estimate_html(name, old), "new": _format_estimate_html(name, new)}
+    values |= {"n": f"{last.n}", "count": f"{steps:,}"}
+    phrases = {"steps": "lede.step" if steps == 1 else "lede.steps", "measure": f"lede.of_{name}"}
     if not gain:
-        del phrases["went"], phrases["chance"]
-    return Lede("lede.gain" if gain else "lede.same", {**ends, "n": f"{last.n}", "count": f"{steps:,}"}, phrases)
+        return Lede("lede.same", values, phrases)
+    without_interval = "lede.few" if describe_intervals(last) == TOO_FEW_PROMPTS else "lede.alike"
+    phrases["went"] = "lede.rose" if gain > 0 else "lede.fell"
+    phrases["chance"] = _CHANCE_PHRASES.get(compare_intervals(old, new), without_interval)
+    return Lede("lede.gain", values, phrases)
 
 
 def _render_facts(config: Record, metrics: Sequence[Record]) -> str:
     """Render steps, time, tokens and failures."""
     planned = None if get_setting(config, "algorithm.minutes") else get_setting(config, "algorithm.steps")
     steps = metrics[-1]["step"] if metrics else 0
-    failed, skipped, idle = (int(sum_metric(metrics, name)) for name in ("reward/failed", "skipped", "idle"))
+    failed_terms = {name: None for row in metrics for name in row if name.startswith("failed/")}
+    counts = {
+        "Failed rewards": "reward/failed",
+        "Skipped updates": "skipped",
+        "Updates without a gradient": "idle",
+        **({"Updates too large for fp16": "skipped/overflow"} if any("loss_scale" in row for row in metrics) else {}),
+    }
+    totals = {label: int(sum_metric(metrics, name)) for label, name in counts.items()}
     rows = {
         "Steps": (f"{steps:,} of {planned:,}" if planned else f"{steps:,}", bool(planned) and steps < planned),
         "Time in steps": (format_duration(sum_metric(metrics, "time/step")), False),
         "Tokens sampled": (f"{sum_metric(metrics, 'tokens'):,.0f}", False),
-        "Failed rewards": (f"{failed:,}", failed > 0),
+        **{label: (f"{total:,}", total > 0) for label, total in totals.items()},
         **{
-            f"Failed, {escape_text(name)}": (f"{share:.1%}", True)
-            for name, share in _compute_failed_term_shares(metrics).items()
+            f"Failed, {escape_text(name.removeprefix('failed/'))}": (
+                f"{sum_metric(metrics, name) / len(metrics):.1%}",
+                True,
+            )
+            for name in failed_terms
         },
-        "Skipped updates": (f"{skipped:,}", skipped > 0),
-        "Updates without a gradient": (f"{idle:,}", idle > 0),
     }
-    if any("loss_scale" in row for row in metrics):
-        overflowed = int(sum_metric(metrics, "skipped/overflow"))
-        rows["Updates too large for fp16"] = (f"{overflowed:,}", overflowed > 0)
     return render_fact_list(rows)
-
-
-def _compute_failed_term_shares(metrics: Sequence[Record]) -> dict[str, float]:
-    """Return the mean over steps of the share of completions for which each term failed, of the terms that did."""
-    names = {name: None for row in metrics for name in row if name.startswith("failed/")}
-    return {name.removeprefix("failed/"): sum_metric(metrics, name) / len(metrics) for name in names}
 
 
 def render_fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
@@ -229,55 +211,38 @@ def render_section(title: str, content: str) -> str:
     return f"<section>\n<h2>{title}</h2>\n{content}\n</section>" if content else ""
 
 
-def _render_accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    return render_section(
-        "Before and after", "\n".join(_render_comparison_table(*key, rows) for key, rows in evals.items())
+def render_table(heads: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", css_class: str = "") -> str:
+    """Render a table. All texts are HTML; the first cell of a row is its heading."""
+    head = "".join(f"<th scope=col>{name}</th>" for name in heads)
+    body = "\n".join(
+        f"<tr><th scope=row>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for first, *cells in rows
     )
-
-
-def _render_comparison_table(task: str, split: str, rows: Sequence[Record]) -> str:
-    first, last = parse_evaluation(rows[0]), parse_evaluation(rows[-1])
-    caption = f"{escape_text(task)}, {escape_text(split)}: {last.n} prompts, {last.k} samples of each"
-    caption += f"; {describe_intervals(last)}"
-    heads = ("", f"Step {rows[0]['step']:,}", f"Step {rows[-1]['step']:,}", "Gain, intervals")
-    cells = "".join(_render_measure_row(name, first, last) for name in select_measures([first, last]))
+    about = f"<caption>{caption}</caption>\n" if caption else ""
     return (
-        f'<div class="wide"><table><caption>{caption}</caption>\n'
-        f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead>\n"
-        f"<tbody>{cells}</tbody></table></div>"
+        f'<div class="wide"><table class="{css_class}">{about}<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
-def _render_measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
-    before, after = (get_measures(evaluation).get(name) for evaluation in (first, last))
-    if not before or not after:
-        return ""
-    gain = after.value - before.value
-    change = f"{gain:+.3f}" if name.startswith("reward") else f"{100 * gain:+.1f}"
-    intervals = {INTERVALS_APART: "apart", INTERVALS_OVERLAP: "overlapping"}.get(
-        compare_intervals(before, after), NO_INTERVALS
-    )
-    cells = (
-        _format_estimate_html(name, before),
-        _format_estimate_html(name, after),
-        f"{change} <small>{intervals}</small>",
-    )
-    label = format_measure_name(name, last.k)
-    return f"<tr><th scope=row>{label}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
+def _render_comparison(task: str, split: str, records: Sequence[Record]) -> str:
+    """Render the first and the last evaluation of a task as a table."""
+    first, last = parse_evaluation(records[0]), parse_evaluation(records[-1])
+    caption = f"{escape_text(task)}, {escape_text(split)}: {last.n} prompts, {last.k} samples of each"
+    rows = []
+    for name, before, after in pair_measures(first, last):
+        gain = after.value - before.value
+        change = f"{gain:+.3f}" if name.startswith("reward") else f"{100 * gain:+.1f}"
+        intervals = compare_intervals(before, after)
+        note = "overlapping" if intervals == INTERVALS_OVERLAP else intervals
+        estimates = (_format_estimate_html(name, estimate) for estimate in (before, after))
+        rows.append([format_measure_name(name, last.k), *estimates, f"{change} <small>{note}</small>"])
+    heads = ("", *(f"Step {record['step']:,}" for record in (records[0], records[-1])), "Gain, intervals")
+    return render_table(heads, rows, f"{caption}; {describe_intervals(last)}")
 
 
-def _render_curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    charts = "\n".join(draw_run_charts(metrics, evals))
-    return render_section("Curves", f'<div class="charts">\n{charts}\n</div>' if charts else "")
-
-
-def _render_config_section(config: Record) -> str:
-    rows = "\n".join(
-        f"<tr><th scope=row>{escape_text(key)}</th><td>{escape_text(value)}</td></tr>"
-        for key, value in flatten_config(config)
-    )
-    head = "<thead><tr><th scope=col>Setting</th><th scope=col>Value</th></tr></thead>"
-    table = f"<table>{head}\n<tbody>{rows}</tbody></table>"
+def _render_settings(config: Record) -> str:
+    rows = [(escape_text(key), escape_text(value)) for key, value in flatten_config(config)]
+    table = render_table(("Setting", "Value"), rows)
     return f"<details><summary>Settings</summary>{table}</details>" if rows else ""
 
 
@@ -299,9 +264,9 @@ MAX_MESSAGES = 40
 _PICKS_PER_RANK = 2
 
 
-def _render_rollouts(rollouts: Path, by_length: bool = False) -> str:
+def _render_rollouts(path: Path, by_length: bool) -> str:
     """Render the best and the worst rollouts of the first and the last step, or of each third of them by length."""
-    steps = [rows for rows in read_end_rollouts(rollouts) if rows]
+    steps = [rows for rows in read_end_rollouts(path) if rows]
     scope = "each third of a step's completions by length" if by_length else "a step"
     has_conversations = any(row.get("messages") for rows in steps for row in rows)
     legend = (
@@ -315,44 +280,39 @@ def _render_rollouts(rollouts: Path, by_length: bool = False) -> str:
     return f"{note}\n{cards}" if cards else ""
 
 
-def _render_cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
-    """Render the best and the worst completions without duplicates. A failed reward is worse than any other."""
-    distinct = list({_make_rollout_key(rollout): rollout for rollout in rollouts}.values())
+def _render_cards(rollouts: Sequence[Record], by_length: bool) -> str:
+    """Render the best and the worst rollouts, without duplicates: several that have the same conversation."""
+    distinct = list({(r["prompt"], r["completion"], json.dumps(r.get("messages"))): r for r in rollouts}.values())
     if by_length:
-        picked = [pick for third in _split_by_length(distinct) for pick in _pick_extremes(third, 1)]
+        ordered, n = sorted(distinct, key=lambda rollout: len(rollout["tokens"])), len(distinct)
+        thirds = (ordered[i * n // 3 : (i + 1) * n // 3] for i in range(3))
+        cards = [card for third in thirds for card in _render_extremes(third, 1)]
     else:
-        picked = _pick_extremes(distinct, _PICKS_PER_RANK)
-    articles = "\n".join(_render_card(rank, rollout) for rank, rollout in picked)
-    return f'<div class="cards">\n{articles}\n</div>'
+        cards = _render_extremes(distinct, _PICKS_PER_RANK)
+    return '<div class="cards">\n' + "\n".join(cards) + "\n</div>"
 
 
-def _make_rollout_key(rollout: Record) -> tuple[str, str, str]:
-    """Return what duplicates have in common: the whole conversation, not only its last turn."""
-    return rollout["prompt"], rollout["completion"], json.dumps(rollout.get("messages"))
-
-
-def _pick_extremes(rollouts: Sequence[Record], count: int) -> list[tuple[str, Record]]:
+def _render_extremes(rollouts: Sequence[Record], count: int) -> list[str]:
+    """Render the best and the worst rollouts. A failed reward is worse than any other."""
     ranked = sorted(rollouts, key=lambda rollout: -inf if rollout["reward"] is None else rollout["reward"])
     worst, best = ranked[:-count][:count], ranked[-count:][::-1]
-    return [*(("best", rollout) for rollout in best), *(("worst", rollout) for rollout in worst)]
-
-
-def _split_by_length(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
-    """Return the short, the medium and the long rollouts; fewer groups if there are fewer than three rollouts."""
-    ordered, n = sorted(rollouts, key=lambda rollout: len(rollout["tokens"])), len(rollouts)
-    thirds = [ordered[i * n // 3 : (i + 1) * n // 3] for i in range(3)]
-    return [third for third in thirds if third]
+    return [_render_card("best", rollout) for rollout in best] + [_render_card("worst", rollout) for rollout in worst]
 
 
 def _render_card(rank: str, rollout: Record) -> str:
     error = f'<p class="warn">{clip_text(rollout["error"])}</p>' if rollout.get("error") else ""
-    answer = f'<pre dir="auto" tabindex="0">{_render_prefix(rollout)}{clip_text(rollout["completion"])}</pre>'
-    strip = render_token_strip(rollout["logprobs"], rollout.get("given", ()))
+    prefix = f"<i>{clip_text(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
+    if rollout.get("messages"):
+        answer = _render_conversation(rollout, prefix)
+    else:
+        answer = f'<pre dir="auto" tabindex="0">{prefix}{clip_text(rollout["completion"])}</pre>'
+    logged = (
+        f"\n<p><b>{clip_text(name)}</b> {clip_text(str(value))}</p>" for name, value in rollout.get("extra", {}).items()
+    )
     return (
         f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(_describe_rollout(rollout))}</p>{error}\n'
         f'<pre class="prompt" dir="auto" tabindex="0">{clip_text(rollout["prompt"])}</pre>\n'
-        f"{_render_conversation(rollout) if rollout.get('messages') else answer}"
-        f"{_render_extras(rollout.get('extra', {}))}{strip}</article>"
+        f"{answer}{''.join(logged)}{render_token_strip(rollout['logprobs'], rollout.get('given', ()))}</article>"
     )
 
 
@@ -372,48 +332,33 @@ def _describe_rollout(rollout: Record) -> Iterator[str]:
     yield "finished" if rollout["finished"] else "cut off"
 
 
-def _render_conversation(rollout: Record) -> str:
+def _render_conversation(rollout: Record, prefix: str) -> str:
     """Render the messages of a conversation, with those of earlier branches first."""
-    *earlier, last = [*rollout.get("branches", ()), rollout]
-    items = (
-        [_render_turn("prefix", "given", "given", f"<i>{clip_text(rollout['prefix'])}</i>")]
-        if rollout.get("prefix")
-        else []
-    )
-    for branch in earlier:
-        items += [*_render_messages(branch["messages"]), '<li class="cut"><p>the history was rewritten</p></li>']
-    return '<ol class="talk">\n' + "\n".join([*items, *_render_messages(last["messages"])]) + "\n</ol>"
+    turns = [_render_turn("prefix", "given", "given", prefix)] if prefix else []
+    for branch in rollout.get("branches", ()):
+        turns += [*_render_messages(branch["messages"]), '<li class="cut"><p>the history was rewritten</p></li>']
+    turns += _render_messages(rollout["messages"])
+    return '<ol class="talk">\n' + "\n".join(turns) + "\n</ol>"
 
 
 def _render_messages(messages: Sequence[Record]) -> list[str]:
     """Render the messages of a sequence. Of more than MAX_MESSAGES, the middle is left out."""
-    left_out = len(messages) - MAX_MESSAGES
-    if left_out <= 0:
-        return [_render_message(message) for message in messages]
-    half = MAX_MESSAGES // 2
-    note = f'<li class="cut"><p>{format_count(left_out, "more message")} in rollouts.jsonl</p></li>'
-    return [*map(_render_message, messages[:half]), note, *map(_render_message, messages[-half:])]
+    turns, half = [], MAX_MESSAGES // 2
+    left_out = range(half, len(messages) - half) if len(messages) > MAX_MESSAGES else range(0)
+    for i, message in enumerate(messages):
+        if i not in left_out:
+            kind = "sampled" if message.get("role") == "assistant" else "given"
+            fault = ', <b class="warn">the call came to nothing</b>' if is_failed_call(message) else ""
+            speaker, text = escape_text(get_speaker(message)), clip_text(format_message(message))
+            turns.append(_render_turn(speaker, kind, f"{kind}{fault}", text))
+        elif i == half:
+            note = f"{format_count(len(left_out), 'more message')} in rollouts.jsonl"
+            turns.append(f'<li class="cut"><p>{note}</p></li>')
+    return turns
 
 
-def _render_message(message: Record) -> str:
-    fault = ', <b class="warn">the call came to nothing</b>' if is_failed_call(message) else ""
-    kind = "sampled" if message.get("role") == "assistant" else "given"
-    return _render_turn(escape_text(get_speaker(message)), kind, f"{kind}{fault}", clip_text(format_message(message)))
-
-
-def _render_turn(who: str, kind: str, about: str, text: str) -> str:
-    return f'<li class="{kind}"><p><b>{who}</b>, {about}</p><pre dir="auto" tabindex="0">{text}</pre></li>'
-
-
-def _render_extras(columns: Record) -> str:
-    """Render what rewards logged beside the completion."""
-    rows = (f"<b>{clip_text(name)}</b> {clip_text(str(value))}" for name, value in columns.items())
-    return "".join(f"\n<p>{row}</p>" for row in rows)
-
-
-def _render_prefix(rollout: Record) -> str:
-    """Render the prefix, set apart from the completion."""
-    return f"<i>{clip_text(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
+def _render_turn(speaker: str, css_class: str, about: str, text: str) -> str:
+    return f'<li class="{css_class}"><p><b>{speaker}</b>, {about}</p><pre dir="auto" tabindex="0">{text}</pre></li>'
 
 
 def clip_text(text: str) -> str:
@@ -428,24 +373,20 @@ def render_token_strip(logprobs: Sequence[float | None], given: Sequence[Sequenc
 
     The cells show the probabilities of the tokens: their text would need the tokenizer.
     """
-    probabilities = [0.0 if logprob is None else exp(logprob) for logprob in logprobs[:_MAX_STRIP_TOKENS]]
-    given_indices = {i for start, end in given for i in range(start, min(end, len(probabilities)))}
-    sampled = [p for i, p in enumerate(probabilities) if i not in given_indices]
+    given_tokens = {i for start, end in given for i in range(start, end)}
+    cells, sampled = [], []
+    for i, logprob in enumerate(logprobs[:_MAX_STRIP_TOKENS]):
+        if i in given_tokens:
+            shape, about = 'class="given" y="0.4" height="0.2"', "given"
+        else:
+            p = 0.0 if logprob is None else exp(logprob)
+            sampled.append(p)
+            shape, about = f'height="1" fill-opacity="{1 - p:.2f}"', f"{p:.1%}"
+        cells.append(f'<rect x="{i}" width="1" {shape}><title>token {i + 1}: {about}</title></rect>')
     if not sampled:
         return ""
-    cells = "".join(
-        _render_given_cell(i) if i in given_indices else _render_sampled_cell(i, p) for i, p in enumerate(probabilities)
-    )
     label = f"the chances of {format_count(len(sampled), 'token')}, the lowest {min(sampled):.1%}"
     return (
-        f'\n<svg class="strip" role="img" aria-label="{label}" viewBox="0 0 {len(probabilities)} 1" '
-        f'preserveAspectRatio="none" style="max-width:{len(probabilities)}rem">{cells}</svg>'
+        f'\n<svg class="strip" role="img" aria-label="{label}" viewBox="0 0 {len(cells)} 1" '
+        f'preserveAspectRatio="none" style="max-width:{len(cells)}rem">{"".join(cells)}</svg>'
     )
-
-
-def _render_sampled_cell(i: int, p: float) -> str:
-    return f'<rect x="{i}" width="1" height="1" fill-opacity="{1 - p:.2f}"><title>token {i + 1}: {p:.1%}</title></rect>'
-
-
-def _render_given_cell(i: int) -> str:
-    return f'<rect class="given" x="{i}" y="0.4" width="1" height="0.2"><title>token {i + 1}: given</title></rect>'

@@ -64,26 +64,19 @@ def get_checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _has_reached_end(run_dir: Path) -> bool:
-    """Whether the last step was taken and evaluated."""
-    settings, steps = read_config(run_dir), list(read_records(run_dir / "metrics.jsonl"))
-    if not steps:
-        return False
-    algorithm, evaluate = (settings.get(name) or {} for name in ("algorithm", "evaluate"))
-    last, minutes = steps[-1]["step"], algorithm.get("minutes") or 0
-    is_out_of_time = 0 < minutes * 60 <= sum(row.get("time/step") or 0 for row in steps)
-    is_evaluated = evaluate.get("every") == 0 or any(
-        row["step"] == last for row in read_records(run_dir / "evals.jsonl")
-    )
-    return (last == algorithm.get("steps") or is_out_of_time) and is_evaluated
-
-
 def is_run_finished(run_dir: Path) -> bool:
-    """Whether a run has reached its end, also if only config, metrics and evaluations were copied.
+    """Whether the last step was taken and evaluated, also if only config, metrics and evaluations were copied.
 
     A run with a checkpoint but no model was stopped before its end.
     """
-    return _has_reached_end(run_dir) and ((run_dir / "model").is_dir() or not list_checkpoints(run_dir))
+    settings, steps = read_config(run_dir), list(read_records(run_dir / "metrics.jsonl"))
+    if not steps or (list_checkpoints(run_dir) and not (run_dir / "model").is_dir()):
+        return False
+    algorithm, evaluate = (settings.get(name) or {} for name in ("algorithm", "evaluate"))
+    last, seconds = steps[-1]["step"], 60 * (algorithm.get("minutes") or 0)
+    is_last = last == algorithm.get("steps") or 0 < seconds <= sum(row.get("time/step") or 0 for row in steps)
+    evaluated = {row["step"] for row in read_records(run_dir / "evals.jsonl")}
+    return is_last and (evaluate.get("every") == 0 or last in evaluated)
 
 
 def read_records(path: Path, whole_file: bool = False) -> Iterator[Record]:

@@ -51,7 +51,6 @@ TOKEN_SCHEMA = pa.schema(
         ("logprob_before", pa.float32()),
         ("logprob_after", pa.float32()),
         ("ref_logprob", pa.float32()),
-        ("predicted", pa.float32()),
         ("entropy_before", pa.float32()),
         ("entropy_after", pa.float32()),
         ("ratio", pa.float32()),

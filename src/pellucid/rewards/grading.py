@@ -18,7 +18,7 @@ from pellucid.rewards.pool import RewardPool
 from pellucid.rewards.reward_model import RewardModel
 from pellucid.rewards.settings import RewardConfig, RewardModelSettings
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX, get_reward_terms, is_batch_term
-from pellucid.rewards.worker import RewardCall, TermAnswered, run_call
+from pellucid.rewards.worker import RewardCall, TermAnswered, merge_answers, run_call
 from pellucid.sandbox.values import InvalidResultError
 from pellucid.sandbox.worker import ErrorLog
 from pellucid.types import Completion, Progress, Prompt, Reward, Task, has_batch_rewards, with_split
@@ -58,6 +58,7 @@ class GradedTask:
         self._metrics_file = str(log.with_name("metrics.jsonl")) if log else ""
         self._grading_task = get_grading_task(task)
         self._terms = get_reward_terms(self._grading_task)
+        self._single_limits, self._batch_limits = self._get_time_limits()
         self._executor = (
             InProcessExecutor(self._grading_task, log) if in_process else RewardPool(self._grading_task, self._cfg, log)
         )
@@ -74,18 +75,18 @@ class GradedTask:
             return []
         state = build_trainer_state(progress, getattr(self._grading_task, "question_count", None), self._metrics_file)
         pairs = [(prompt, transform_completion(self.task, prompt, completion)) for prompt, completion in pairs]
-        if not self._terms:
-            return self._compute_task_rewards(pairs, state)
         with ThreadPoolExecutor(len(self._graders) or 1, "grader") as executor:
             waiting = {term: executor.submit(grader.grade, pairs) for term, grader in self._graders.items()}
             try:
-                parts = self._compute_term_parts(pairs, state)
-                parts |= {term: future.result() for term, future in waiting.items()}
+                answers = self._compute_answers(pairs, state)
+                answers |= {term: future.result() for term, future in waiting.items()}
             except BaseException:  # such as Ctrl-C: nobody will read the answers of graders
                 for grader in self._graders.values():
                     grader.stop()
                 raise
-        columns = [parts[term] for term in sorted(parts)]
+        if not self._terms:
+            return answers[TASK_REWARD]
+        columns = [answers[term] for term in sorted(answers)]
         return [_check_reward(self._grading_task.combine_parts(of_one)) for of_one in zip(*columns, strict=True)]
 
     @property
@@ -103,24 +104,24 @@ class GradedTask:
         """End the processes."""
         self._executor.close()
 
-    def _compute_task_rewards(self, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[Any]:
-        """Return the rewards that the task gives by itself."""
-        if has_batch_rewards(self._grading_task):
-            call = RewardCall({TASK_REWARD: self._cfg.step_timeout}, pairs, state)
-            return self._executor.compute([call])[0][TASK_REWARD]
-        calls = [RewardCall({TASK_REWARD: self._cfg.timeout}, [pair], state, is_batch=False) for pair in pairs]
-        return [answers[TASK_REWARD][0] for answers in self._executor.compute(calls)]
-
-    def _compute_term_parts(self, pairs: Sequence[PromptCompletion], state: TrainerState) -> dict[int, list[Any]]:
-        """Return the parts of all terms without a grader: of one completion at a time, or of all of them at once."""
+    def _get_time_limits(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Return the time limits of terms that grade one completion at a time, and of those that grade all at once."""
+        single, batch = self._cfg.timeout, self._cfg.step_timeout
+        if not self._terms:
+            return ({}, {TASK_REWARD: batch}) if has_batch_rewards(self._grading_task) else ({TASK_REWARD: single}, {})
         terms = {i: term for i, term in enumerate(self._terms) if i not in self._graders}
-        single = {i: self._cfg.timeout for i, term in terms.items() if not is_batch_term(term.name)}
-        batch = {i: term.timeout or self._cfg.step_timeout for i, term in terms.items() if is_batch_term(term.name)}
-        calls = [RewardCall(single, [pair], state, is_batch=False) for pair in pairs] if single else []
-        calls += [RewardCall(batch, pairs, state)] if batch else []
-        answers = self._executor.compute(calls)
-        parts = {i: [each[i][0] for each in answers[: len(pairs)]] for i in single}
-        return parts | {i: answers[-1][i] for i in batch}
+        return (
+            {i: single for i, term in terms.items() if not is_batch_term(term.name)},
+            {i: term.timeout or batch for i, term in terms.items() if is_batch_term(term.name)},
+        )
+
+    def _compute_answers(self, pairs: Sequence[PromptCompletion], state: TrainerState) -> dict[int, list[Any]]:
+        """Return the answers of all terms without a grader, one for each completion."""
+        single, batch = self._single_limits, self._batch_limits
+        calls = [RewardCall(single, {i: pair}, state, is_batch=False) for i, pair in enumerate(pairs) if single]
+        calls += [RewardCall(batch, dict(enumerate(pairs)), state)] if batch else []
+        found = self._executor.compute(calls)
+        return {term: [numbered[i] for i in range(len(pairs))] for term, numbered in found.items()}
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute of the task: its name and settings, solution, observe."""
@@ -135,11 +136,11 @@ class InProcessExecutor:
     def __init__(self, task: Any, log: Path | None) -> None:
         self._task, self._log_error = task, ErrorLog(log or os.devnull)
 
-    def compute(self, calls: Sequence[RewardCall]) -> list[dict[int, list[Answer]]]:
-        """Return for each call the answers of its terms, one for each of its completions."""
-        unlimited = [call._replace(limits=dict.fromkeys(call.limits)) for call in calls]
-        events = [list(run_call(self._task, call, self._log_error)) for call in unlimited]
-        return [{e.term: e.answers for e in of_call if isinstance(e, TermAnswered) and e.is_done} for of_call in events]
+    def compute(self, calls: Sequence[RewardCall]) -> dict[int, dict[int, Answer]]:
+        """Return the answers of each term of the calls, by the numbers of the completions."""
+        unlimited = (call._replace(limits=dict.fromkeys(call.limits, math.inf)) for call in calls)
+        events = (event for call in unlimited for event in run_call(self._task, call, self._log_error))
+        return merge_answers(event for event in events if isinstance(event, TermAnswered))
 
     def close(self) -> None:
         """Do nothing: there is no process to end."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import pickle
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from functools import partial
 from itertools import groupby
@@ -39,13 +38,16 @@ from pellucid.sandbox.worker import (
 from pellucid.types import has_batch_rewards
 from pellucid.utils.plugins import load_function
 
+NumberedPairs = Mapping[int, PromptCompletion]
+"""Completions of a call by their numbers, siblings next to each other."""
+
 
 class RewardCall(NamedTuple):
     """What is to be computed: some terms of a task's reward, for some completions."""
 
-    limits: Mapping[int, float | None]
-    """The terms, by their indices in task.rewards or TASK_REWARD, each with its time limit in seconds; None is none."""
-    pairs: Sequence[PromptCompletion]
+    limits: Mapping[int, float]
+    """The terms, by their indices in task.rewards or TASK_REWARD, each with its time limit in seconds."""
+    pairs: NumberedPairs
     state: TrainerState
     is_batch: bool = True
     """Whether the call is about many completions, which terms may compare."""
@@ -58,11 +60,10 @@ class TermsStarted(NamedTuple):
 
 
 class TermAnswered(NamedTuple):
-    """A term has answers: all of them if it is done, else the next ones, for the completions that had none yet."""
+    """A term has answers, by the numbers of their completions."""
 
     term: int
-    answers: list[Answer]
-    is_done: bool
+    answers: Mapping[int, Answer]
 
 
 CallEvent = TermsStarted | TermAnswered
@@ -84,52 +85,38 @@ def _serve_calls(task: Any, connection: Connection) -> None:
     """Answer calls until the parent closes its end of the connection."""
     while True:
         call: RewardCall
-        groups: list[tuple[bytes, int]]
+        groups: list[tuple[bytes, list[int]]]
         call, groups = receive_request(connection)
         pairs, errors = _unpickle_groups(groups)
+        for term in call.limits if errors else ():
+            failures = {number: make_failure(term, error) for number, error in errors.items()}
+            connection.send_bytes(_encode_event(TermAnswered(term, failures)))
         for event in run_call(task, call._replace(pairs=pairs), log_error):
             if isinstance(event, TermsStarted):
-                start_watchdog(max(limit or 0.0 for limit in call.limits.values()))
-            elif errors:
-                if not event.is_done:
-                    continue  # its answers are not those of the first completions: some could not be read
-                event = event._replace(answers=insert_failures(event.term, event.answers, errors))  # noqa: PLW2901
+                start_watchdog(max(call.limits.values()))
             connection.send_bytes(_encode_event(event))
         stop_watchdog()
 
 
-def _unpickle_groups(groups: Sequence[tuple[bytes, int]]) -> tuple[list[PromptCompletion], dict[int, str]]:
-    """Return the completions of pickled groups, and the errors of those that cannot be read here, by their indices.
-
-    groups: a pickled prompt with its completions, and how many these are.
-    """
-    pairs: list[PromptCompletion] = []
+def _unpickle_groups(groups: Sequence[tuple[bytes, list[int]]]) -> tuple[NumberedPairs, dict[int, str]]:
+    """Return the completions of pickled groups, and the errors of those that cannot be read here, by their numbers."""
+    pairs: dict[int, PromptCompletion] = {}
     errors: dict[int, str] = {}
-    for data, count in groups:
+    for data, numbers in groups:
         try:
-            prompt, completions = pickle.loads(data)
+            pairs |= zip(numbers, pickle.loads(data), strict=True)
         except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-            first = len(pairs) + len(errors)
             description = f"it cannot be read in another process: {describe_error(error)}"
-            errors |= dict.fromkeys(range(first, first + count), description)
-        else:
-            pairs += [(prompt, completion) for completion in completions]
+            errors |= dict.fromkeys(numbers, description)
     return pairs, errors
-
-
-def insert_failures(term: int, answers: Sequence[Answer], errors: Mapping[int, str]) -> list[Answer]:
-    """Return the answers with failures in between, at these indices of the result."""
-    others = iter(answers)
-    count = len(answers) + len(errors)
-    return [make_failure(term, errors[i]) if i in errors else next(others) for i in range(count)]
 
 
 def _encode_event(event: CallEvent) -> bytes:
     """Return an event as JSON, which its receiver can read without running code of the user's."""
     if isinstance(event, TermsStarted):
         return json.dumps({"started": event.terms}).encode()
-    answers = [encode_answer(answer) for answer in event.answers]
-    return json.dumps({"term": event.term, "answers": answers, "is_done": event.is_done}).encode()
+    answers = [(number, encode_answer(answer)) for number, answer in event.answers.items()]
+    return json.dumps({"term": event.term, "answers": answers}).encode()
 
 
 def decode_event(data: bytes) -> CallEvent:
@@ -138,7 +125,7 @@ def decode_event(data: bytes) -> CallEvent:
     if "started" in values:
         return TermsStarted(values["started"])
     term = values["term"]
-    return TermAnswered(term, [decode_answer(term, answer) for answer in values["answers"]], values["is_done"])
+    return TermAnswered(term, {number: decode_answer(term, answer) for number, answer in values["answers"]})
 
 
 # ---------------------------------------------------------------- the computation
@@ -151,51 +138,36 @@ def run_call(task: Any, call: RewardCall, log_error: ErrorLogger) -> Iterator[Ca
     function may compare them. All of that counts towards the one time limit of the term.
     """
     if not call.pairs:
-        yield from (TermAnswered(term, [], is_done=True) for term in call.limits)
         return
     concurrent = [term for term in call.limits if term != TASK_REWARD and _is_async_term(task, term)]
     for term in call.limits:
         if term not in concurrent:
+            yield TermsStarted([term])
             yield from _run_term(task, term, call, log_error)
     if concurrent:
         yield TermsStarted(concurrent)
         yield from _run_async_terms(task, concurrent, call, log_error)
 
 
-def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
-    answers: list[Answer] = []
+def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLogger) -> Iterator[TermAnswered]:
+    deadline = time.monotonic() + call.limits[term]
     waiting = deque([call.pairs])
-    limit = call.limits[term]
-    yield TermsStarted([term])
-    deadline = time.monotonic() + limit if limit else math.inf
     while waiting:
         pairs = waiting.popleft()
-        if time.monotonic() < deadline:
-            outcome = _try_term(task, term, pairs, call.state)
-        else:
-            outcome = InvalidResultError(f"no reward within {limit:g} s")
-        if isinstance(outcome, BaseException) and may_be_group_error(outcome, pairs):
-            waiting += split_into_groups(pairs)
-            continue
-        if isinstance(outcome, BaseException):
-            outcome = _make_failures(term, outcome, len(pairs), log_error)
-        answers += outcome
-        if waiting:  # these answers count even if the next group takes too long
-            yield TermAnswered(term, outcome, is_done=False)
-    yield TermAnswered(term, answers, is_done=True)
-
-
-def _try_term(
-    task: Any, term: int, pairs: Sequence[PromptCompletion], state: TrainerState
-) -> list[Answer] | BaseException:
-    """Return the answers of a term, or what it raised."""
-    try:
-        with exit_forked_copies():
-            return _compute_answers(task, term, pairs, state)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-        return error
+        try:
+            if time.monotonic() >= deadline:
+                raise _make_lateness(term, call)
+            with exit_forked_copies():
+                answers = _compute_answers(task, term, list(pairs.values()), call.state)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+            if _may_be_group_error(error, pairs):
+                waiting += split_into_groups(pairs)
+                continue
+            answers = _make_failures(term, error, len(pairs), log_error)
+        # Each group's answers count, even if the next group takes too long.
+        yield TermAnswered(term, dict(zip(pairs, answers, strict=True)))
 
 
 def _compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[Answer]:
@@ -210,41 +182,50 @@ def _compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], st
     return [validate_answer(reward) for reward in rewards]
 
 
-def _run_async_terms(task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
-    running = {
-        functions.submit_coroutine(run_async_term(term, task.rewards[term].name, call, log_error)): term
-        for term in terms
-    }
+def _run_async_terms(
+    task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLogger
+) -> Iterator[TermAnswered]:
+    running = [
+        functions.submit_coroutine(_run_async_term(term, task.rewards[term].name, call, log_error)) for term in terms
+    ]
     try:
         for future in as_completed(running):
-            yield TermAnswered(running[future], future.result(), is_done=True)
+            yield future.result()
     finally:
         for future in running:  # those that an interrupt has left
             future.cancel()
 
 
-async def run_async_term(term: int, spec: str, call: RewardCall, log_error: ErrorLogger) -> list[Answer]:
-    """Return the answers of an asynchronous function as `run_term` does, all of it within the term's time limit."""
-    limit = call.limits[term]
-    deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+async def _run_async_term(term: int, spec: str, call: RewardCall, log_error: ErrorLogger) -> TermAnswered:
+    """Return the answers of an asynchronous function as `_run_term` does, all of it within the term's time limit."""
+    deadline = asyncio.get_running_loop().time() + call.limits[term]
 
-    async def attempt(pairs: Sequence[PromptCompletion], may_split: bool = False) -> list[Answer]:
+    async def attempt(pairs: NumberedPairs, may_split: bool = False) -> list[Answer]:
         clock = asyncio.timeout_at(deadline)
         try:
             async with clock:
-                return [validate_answer(part) for part in await functions.call_async_function(spec, pairs, call.state)]
+                parts = await functions.call_async_function(spec, list(pairs.values()), call.state)
+                return [validate_answer(part) for part in parts]
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             this_task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and this_task and this_task.cancelling():
                 raise
-            raised = InvalidResultError(f"no reward within {limit:g} s") if clock.expired() else error
-        if not (may_split and may_be_group_error(raised, pairs)):
+            raised = _make_lateness(term, call) if clock.expired() else error
+        if not (may_split and _may_be_group_error(raised, pairs)):
             return _make_failures(term, raised, len(pairs), log_error)
         return [answer for part in await asyncio.gather(*map(attempt, split_into_groups(pairs))) for answer in part]
 
-    return await attempt(call.pairs, may_split=True)
+    return TermAnswered(term, dict(zip(call.pairs, await attempt(call.pairs, may_split=True), strict=True)))
+
+
+def merge_answers(answered: Iterable[tuple[int, Mapping[int, Answer]]]) -> dict[int, dict[int, Answer]]:
+    """Return the answers of each term by the numbers of their completions."""
+    merged: defaultdict[int, dict[int, Answer]] = defaultdict(dict)
+    for term, answers in answered:
+        merged[term] |= answers
+    return merged
 
 
 def _is_async_term(task: Any, term: int) -> bool:
@@ -252,13 +233,17 @@ def _is_async_term(task: Any, term: int) -> bool:
     return is_function_term(spec) and functions.is_async_function(spec)
 
 
-def split_into_groups(pairs: Sequence[PromptCompletion]) -> list[list[PromptCompletion]]:
-    return [list(group) for _, group in groupby(pairs, key=lambda pair: pair[0].id)]
+def split_into_groups(pairs: NumberedPairs) -> list[NumberedPairs]:
+    return [dict(group) for _, group in groupby(pairs.items(), key=lambda numbered: numbered[1][0].id)]
 
 
-def may_be_group_error(error: BaseException, pairs: Sequence[PromptCompletion]) -> bool:
+def _may_be_group_error(error: BaseException, pairs: NumberedPairs) -> bool:
     """Return whether an error may be due to one of several groups. A wrong number of answers is not."""
     return len(split_into_groups(pairs)) > 1 and not isinstance(error, InvalidResultError)
+
+
+def _make_lateness(term: int, call: RewardCall) -> InvalidResultError:
+    return InvalidResultError(f"no reward within {call.limits[term]:g} s")
 
 
 def _make_failures(term: int, error: BaseException, count: int, log_error: ErrorLogger) -> list[Answer]:

@@ -174,6 +174,21 @@ class ConversationBatch:
             found += alike.values()
         return found
 
+    def take_ready_rows(self) -> list[ConversationRow]:
+        """Take all rows whose next turn can be sampled."""
+        starting = [row for alike in self.take_prefill_groups(len(self.rows)) for row in alike]
+        extended, self.extend_queue = self.extend_queue, []
+        return starting + extended
+
+    def add_turn(
+        self, row: ConversationRow, tokens: Sequence[int], logprobs: Sequence[float], masks: Sequence[Tensor] = ()
+    ) -> None:
+        """Add sampled tokens to a row up to the end of its turn, and finish the turn."""
+        for token, logprob, mask in zip(tokens, logprobs, masks or [None] * len(tokens), strict=True):
+            if self.add_token(row, token, logprob, mask):
+                break
+        self.finish_turn(row)
+
     def add_token(self, row: ConversationRow, token: int, logprob: float, mask: Tensor | None) -> bool:
         """Add a sampled token to a row. Return whether the turn ends with it."""
         row.tokens.append(token)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,26 +11,26 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from pellucid.algorithm.sampling_mask import pack_masks
-from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch, ConversationRow
+from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch
 from pellucid.rollout.groups import build_groups, check_prompt_lengths, compute_row_seed, pad_left
 from pellucid.types import AsyncEnvironments, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
-    pass
+    from pellucid.policy.policy import Policy
 
 
 @dataclass
 class HuggingFaceSampler:
     """Samples with `generate()` of transformers. Other samplers are tested against it."""
 
-    policy: Any = None
+    policy: Policy = None  # pyright: ignore[reportAssignmentType] - `sync` sets it
     version: int = 0
     one_by_one: bool = False
     """Sample one prompt after the other, since the state of this model does not support padding."""
     environments: AsyncEnvironments | None = None
     """The environments that answer the policy, if rollouts are conversations."""
 
-    def sync(self, policy: Any, version: int = 0) -> None:
+    def sync(self, policy: Policy, version: int = 0) -> None:
         """Sample from these weights from now on."""
         self.policy, self.version, self.model = policy, version, policy.get_inference_model()
 
@@ -46,60 +45,48 @@ class HuggingFaceSampler:
         parts = [[prompt] for prompt in prompts] if self.one_by_one else [prompts]
         return [group for part in parts for group in self._generate_batch(part, sampling)]
 
-    @torch.no_grad()
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         rows = [ids for ids in contexts for _ in range(sampling.n)]
         check_prompt_lengths(rows, self.policy.context_length - sampling.max_tokens)
-        with _use_seed(self.model.device, compute_row_seed(sampling.seed, prompts[0], 0)):
-            sampled, scores = run_generate(self.model, rows, self._build_config(sampling))
-        # Scores are at the temperature, -inf where cut off.
-        logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
-        lengths = [self._find_length(row) for row in sampled.tolist()]
-        return build_groups(
-            self.policy,
-            self.version,
-            prompts,
-            contexts,
-            [row[:n] for row, n in zip(sampled.tolist(), lengths, strict=True)],
-            [row[:n] for row, n in zip(logprobs.tolist(), lengths, strict=True)],
-            [
-                pack_masks(row[:n].isfinite()) if sampling.truncates else ()
-                for row, n in zip(scores, lengths, strict=True)
-            ],
+        sampled = self._sample_rows(rows, sampling, compute_row_seed(sampling.seed, prompts[0], 0))
+        lengths = [self._find_length(ids) for ids, _, _ in sampled]
+        columns = (
+            [values[:n] for values, n in zip(column, lengths, strict=True)] for column in zip(*sampled, strict=True)
         )
+        return build_groups(self.policy, self.version, prompts, contexts, *columns)
 
-    @torch.no_grad()
     def _generate_conversations(self, conversations: ConversationBatch) -> list[Group]:
         """Sample a turn of all rows, then the next turn of those that have a reply. Each turn is prefilled anew."""
-        turn = 0
+        turn, sampling = 0, conversations.sampling
         while not conversations.is_done:
             conversations.start(len(conversations.rows))
             # The rows share a stream of random numbers: which rows are sampled together must not depend on the clock.
             while conversations.pending_replies:
                 conversations.poll_replies(REPLY_POLL_SECONDS)
-            rows = [
-                row for group in conversations.take_prefill_groups(len(conversations.rows)) for row in group
-            ] + conversations.extend_queue
-            conversations.extend_queue = []
-            for part in [[row] for row in rows] if self.one_by_one else [rows] if rows else []:
-                self._sample_turn(conversations, part, turn)
+            ready = conversations.take_ready_rows()
+            for rows in [[row] for row in ready] if self.one_by_one else [ready] if ready else []:
+                seed = compute_row_seed(f"{sampling.seed}/{turn}", conversations.prompts[0], rows[0].number)
+                limit = max(map(conversations.get_turn_limit, rows))
+                sampled = self._sample_rows([row.context for row in rows], replace(sampling, max_tokens=limit), seed)
+                for row, turn_tokens in zip(rows, sampled, strict=True):
+                    conversations.add_turn(row, *turn_tokens)
                 turn += 1
         return conversations.collect_groups()
 
-    def _sample_turn(self, conversations: ConversationBatch, rows: Sequence[ConversationRow], turn: int) -> None:
-        sampling = replace(conversations.sampling, max_tokens=max(map(conversations.get_turn_limit, rows)))
-        with _use_seed(
-            self.model.device, compute_row_seed(f"{sampling.seed}/{turn}", conversations.prompts[0], rows[0].number)
-        ):
-            sampled, scores = run_generate(self.model, [row.context for row in rows], self._build_config(sampling))
-        logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
-        for row, ids, row_logprobs, row_scores in zip(rows, sampled.tolist(), logprobs.tolist(), scores, strict=True):
-            masks = pack_masks(row_scores.isfinite()) if sampling.truncates else [None] * len(ids)
-            tokens = zip(ids, row_logprobs, masks, strict=True)
-            while not conversations.add_token(row, *next(tokens)):
-                pass
-            conversations.finish_turn(row)
+    @torch.no_grad()
+    def _sample_rows(
+        self, contexts: Sequence[Sequence[int]], sampling: Sampling, seed: int
+    ) -> list[tuple[list[int], list[float], Sequence[Tensor]]]:
+        """Return for each row its tokens, their log-probs, and sampling masks if there is a truncation."""
+        # Seed the global random numbers, and restore their state. A process has one GPU.
+        with torch.random.fork_rng([self.model.device] if self.model.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            tokens, scores = run_generate(self.model, contexts, self._build_config(sampling))
+        # Scores are at the temperature, -inf where cut off.
+        logprobs = scores.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        masks = [pack_masks(row.isfinite()) if sampling.truncates else () for row in scores]
+        return list(zip(tokens.tolist(), logprobs.tolist(), masks, strict=True))
 
     def _build_config(self, sampling: Sampling) -> GenerationConfig:
         return GenerationConfig(
@@ -132,11 +119,3 @@ def run_generate(model: Any, rows: Sequence[Sequence[int]], config: GenerationCo
     finally:
         model.generation_config = own
     return output.sequences[:, ids.shape[1] :], torch.stack(output.scores, 1).float()
-
-
-@contextmanager
-def _use_seed(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the global random numbers, and restore their state at the end."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a process has one GPU
-        torch.manual_seed(seed)
-        yield

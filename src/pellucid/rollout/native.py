@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from pellucid.rollout.scheduler import ConversationScheduler, RowState, Schedule
 from pellucid.types import AsyncEnvironments, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
-    pass
+    from pellucid.policy.policy import Policy
 
 TOKENS_PER_EOS_CHECK = 8
 """How many tokens are sampled on a GPU before the host looks for EOS tokens, since host and GPU then wait for each
@@ -29,16 +29,14 @@ class NativeSampler:
 
     rows: int = 256
     """How many completions are decoded at once."""
-    policy: Any = None
+    policy: Policy = None  # pyright: ignore[reportAssignmentType] - `sync` sets it
     version: int = 0
     environments: AsyncEnvironments | None = None
     """The environments that answer the policy, if rollouts are conversations."""
-    int8: bool = False
-    """Decode in int8. The log-probs of sampler and scorer then differ by some hundredths."""
     deterministic: bool = False
     """Conversations only: all rows wait for all replies, so that the same seed gives the same bits."""
 
-    def sync(self, policy: Any, version: int = 0) -> None:
+    def sync(self, policy: Policy, version: int = 0) -> None:
         """Sample from these weights from now on. Processes that share the parameters call this together."""
         self.policy, self.version = policy, version
         policy.gather()
@@ -71,7 +69,7 @@ class NativeSampler:
         """
         if self.environments:
             conversations = ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
-            return ConversationScheduler(self.policy, conversations, self.rows, self.deterministic, self.int8).run()
+            return ConversationScheduler(self.policy, conversations, self.rows, self.deterministic).run()
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_prompt_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [compute_row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
@@ -97,7 +95,6 @@ class NativeSampler:
             max(self.rows, size),
             lambda _, logits, uniforms: sample_tokens(logits, uniforms, sampling),
             append_tokens,
-            int8=self.int8,
             compacts_at_once=policy.device.type == "cpu",
         )
         for p, context in enumerate(contexts):

@@ -80,7 +80,6 @@ class Scheduler(Generic[RowT]):
         sample_tokens: _SampleTokens[RowT],
         append_tokens: _AppendTokens[RowT],
         on_finished: Callable[[list[RowT]], None] | None = None,
-        int8: bool = False,
         compacts_at_once: bool = True,
     ) -> None:
         """Create a scheduler with free slots only.
@@ -90,7 +89,6 @@ class Scheduler(Generic[RowT]):
             sample_tokens: samples a token for each row.
             append_tokens: receives the tokens of a row, and decides whether the row has finished.
             on_finished: receives the rows that finished, when their slots are free and before the next decode step.
-            int8: decode in int8.
             compacts_at_once: drop finished rows at once. On a GPU a step is hardly faster without them, while to drop
                 them costs a copy and a new CUDA graph: False drops them when half of the rows have finished, or when
                 their slots suffice for the next request.
@@ -99,7 +97,7 @@ class Scheduler(Generic[RowT]):
         self.sample_tokens, self.append_tokens, self.on_finished = sample_tokens, append_tokens, on_finished
         self.compacts_at_once = compacts_at_once
         self.waiting: list[Request[RowT]] = []
-        self.running: RunningBatch[RowT] = RunningBatch(policy.create_decode_batch(max_rows, int8))
+        self.running: RunningBatch[RowT] = RunningBatch(policy.create_decode_batch(max_rows))
         self.decoding: set[RowT] = set()
         self.paused: dict[RowT, int] = {}
         """The paused rows that have a slot, and for how many decode steps they have waited."""
@@ -276,7 +274,6 @@ class ConversationScheduler:
         conversations: ConversationBatch,
         rows: int,
         deterministic: bool = False,
-        int8: bool = False,
     ) -> None:
         """Create a scheduler of conversations.
 
@@ -284,12 +281,11 @@ class ConversationScheduler:
             rows: the number of slots; as many as a group has rows at least.
             deterministic: wait for all replies before each step, so that the clock does not decide which rows are
                 decoded together.
-            int8: decode in int8.
         """
         self.conversations, self.max_rows = conversations, max(rows, conversations.sampling.n)
         self.deterministic = deterministic
         self.scheduler: Scheduler[ConversationRow] = Scheduler(
-            policy, self.max_rows, self._sample_tokens, self._append_tokens, int8=int8
+            policy, self.max_rows, self._sample_tokens, self._append_tokens
         )
         self.can_append = self.scheduler.running.batch.can_append
 

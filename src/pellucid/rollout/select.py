@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig
 
-from pellucid.models import fused_check
 from pellucid.models.hf_decode import (
     MODEL_ERRORS,
     describe_logit_difference,
@@ -20,7 +18,7 @@ from pellucid.models.hf_decode import (
 from pellucid.rollout.hf import HuggingFaceSampler, run_generate
 from pellucid.rollout.native import NativeSampler
 from pellucid.rollout.vllm import VLLMSampler
-from pellucid.rollout.vllm_client import VLLMServerSampler
+from pellucid.rollout.vllm_client import ServerPool
 from pellucid.types import AsyncEnvironments, UserError
 
 if TYPE_CHECKING:
@@ -60,51 +58,26 @@ def choose_sampler(
         UserError: neither native nor hf samples from these distributions.
     """
     if name == "vllm":
-        sampler = (
-            VLLMServerSampler(
-                rows, cache_gb, environments=environments, adapter=adapter, urls=urls, timeout=timeout, ahead=ahead
-            )
-            if urls
-            else VLLMSampler(rows, cache_gb, environments=environments, adapter=adapter)
-        )
-        return sampler, ""
-    if policy.decoder:
-        return (
-            HuggingFaceSampler(environments=environments)
-            if name == "hf"
-            else NativeSampler(rows, environments=environments)
-        ), ""
+        pool = ServerPool(urls, timeout, ahead) if urls else None
+        return VLLMSampler(rows, cache_gb, environments=environments, adapter=adapter, engine=pool), ""
     sampler, note, fault = _try_sampler(name, rows, policy)
+    if fault:
+        other = "hf" if name == "native" else "native"
+        sampler, other_note, other_fault = _try_sampler(other, rows, policy)
+        if other_fault:
+            kind = type(policy.model).__name__
+            raise UserError(f"policy.model: {kind} cannot be sampled from: by {name} {fault}, by {other} {other_fault}")
+        note = "; ".join(filter(None, (f"sampler.name: {other} instead of {name} ({fault})", other_note)))
     sampler.environments = environments
-    if not fault:
-        return sampler, note
-    other = "hf" if name == "native" else "native"
-    second, note, also = _try_sampler(other, rows, policy)
-    second.environments = environments
-    if also:
-        kind = type(policy.model).__name__
-        raise UserError(f"policy.model: {kind} cannot be sampled from: by {name} {fault}, by {other} {also}")
-    return second, f"sampler.name: {other} instead of {name} ({fault})" + (f"; {note}" if note else "")
-
-
-def enable_int8(sampler: NativeSampler | HuggingFaceSampler | VLLMSampler, policy: Policy) -> NativeSampler:
-    """Return the sampler with int8 decoding. Raise UserError if this policy cannot be decoded in int8."""
-    if (fault := find_policy_int8_fault(policy)) or not isinstance(sampler, NativeSampler):
-        raise UserError(f'sampler.dtype = "int8" cannot be had ({fault}): mend that, or set "auto"')
-    return replace(sampler, int8=True)
-
-
-def find_policy_int8_fault(policy: Policy) -> str:
-    """Return why this policy cannot be decoded in int8; empty if it can."""
-    if not policy.decoder:
-        return f"this policy is computed by transformers: {policy.find_fallback_reason()}"
-    return fused_check.find_int8_fault(policy.decoder)
+    return sampler, note
 
 
 def _try_sampler(name: str, rows: int, policy: Policy) -> tuple[NativeSampler | HuggingFaceSampler, str, str]:
     """Return the sampler of that name, a notice about it, and why it cannot be used; both may be empty."""
     if name == "native":
         return NativeSampler(rows), "", find_decode_fault(policy)
+    if policy.decoder:
+        return HuggingFaceSampler(), "", ""
     model = _pick_trial_model(policy)
     prompts = make_trial_prompts(model)
     if not (fault := _find_generate_fault(model, prompts)):

@@ -1,4 +1,7 @@
-"""The vLLM sampler, in this process. vLLM rounds differently from the scorer, which importance weights correct."""
+"""The vLLM sampler, and vLLM in this process.
+
+vLLM rounds differently from the scorer, which importance weights correct.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet
@@ -28,7 +31,7 @@ from pellucid.rollout.groups import build_groups, check_prompt_lengths, compute_
 from pellucid.rollout.weight_check import WeightCheck
 from pellucid.types import AsyncEnvironments, Completion, Group, Prompt, Sampling, UserError
 from pellucid.utils.plugins import import_extra
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, format_one_line
 
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
@@ -44,25 +47,39 @@ TRUNCATION_ERROR = (
 )
 
 
-class _TextLimits(Protocol):
-    """The limits of an engine that scores a text."""
+class EngineAnswer(NamedTuple):
+    """A finished row."""
 
-    max_length: int
-    """The most tokens of a text."""
-    block_size: int
-    """Tokens of a block of the KV cache."""
+    key: Any
+    tokens: list[int]
+    """With the EOS token, if it ended with one."""
+    logprobs: list[float]
+    """In nats, at the temperature."""
 
 
-class _SamplingEngine(Protocol):
-    """An engine in this process, or a pool of servers."""
-
-    @property
-    def max_length(self) -> int: ...
+class SamplingEngine(Protocol):
+    """An engine in this process, or a pool of servers. The key of a row is (index of its prompt, of its sample)."""
 
     @property
-    def unfinished(self) -> Collection[Any]: ...
+    def max_length(self) -> int:
+        """The most tokens of a prompt and its completion."""
+        ...
 
-    def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None: ...
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def unfinished(self) -> Collection[Any]:
+        """The rows that `step` has not returned yet."""
+        ...
+
+    def sync(self, policy: Policy, adapter_shape: AdapterShape | None) -> None:
+        """Push the weights of a policy, an adapter of this shape by itself, and check them."""
+        ...
+
+    def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
+        """Queue a row of up to `max_tokens` tokens behind these."""
+        ...
 
     def step(self) -> list[EngineAnswer]: ...
 
@@ -71,13 +88,13 @@ class _SamplingEngine(Protocol):
 
 @dataclass
 class VLLMSampler:
-    """Samples with vLLM in this process."""
+    """Samples with vLLM in this process, or on sampler servers."""
 
     rows: int = 256
     """How many completions are decoded at once."""
     cache_gb: float = 4.0
-    """Memory of the KV cache, in GB."""
-    policy: Any = None
+    """Memory of the KV cache in GB, of an engine in this process."""
+    policy: Policy = None  # pyright: ignore[reportAssignmentType] - `sync` sets it
     version: int = 0
     environments: AsyncEnvironments | None = None
     """The environments that answer the policy, if rollouts are conversations."""
@@ -85,28 +102,26 @@ class VLLMSampler:
     """Conversations only: all rows wait for all replies, so that the same seed gives the same bits."""
     adapter: Literal["merged", "request"] = "merged"
     """How an adapter is pushed: merged into its base, or by itself, if vLLM supports it."""
-    engine: VLLMEngine | None = None
-    weight_check: WeightCheck = field(default_factory=WeightCheck)
+    engine: SamplingEngine | None = None
+    """A pool of servers; without one, `sync` creates an engine in this process."""
 
     @property
     def batches_continuously(self) -> bool:
         """As in `NativeSampler`."""
         return not self.environments
 
-    def sync(self, policy: Any, version: int = 0) -> None:
+    def sync(self, policy: Policy, version: int = 0) -> None:
         """Push these weights, and check them.
 
         Raises:
             UserError: the engine does not compute with them.
         """
-        if self.engine is None or not self.engine.is_open:
-            self.engine, self.weight_check = self._create_engine(policy), WeightCheck()
-        ids = encode_check_text(policy, get_text_length(self.engine))
-        weights = self._get_base_weights(policy, self.weight_check) | self._get_pushed_weights(policy)
-        with _preserve_rng_state():
-            self.engine.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
-            self.engine.push(weights)
-            self.weight_check.check(self.engine, weights, ids, score_text(policy, ids), policy.dtype)
+        try:
+            self._push(policy)
+        except AdapterRefusedError as error:
+            self.adapter = "merged"
+            print(escape_controls(f"! sampler.adapter: merged instead of request ({error})"), flush=True)
+            self._push(policy)
         self.policy, self.version = policy, version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
@@ -124,85 +139,60 @@ class VLLMSampler:
         """
         if sampling.truncates:
             raise UserError(TRUNCATION_ERROR)
-        try:
-            with _preserve_rng_state():
-                if self.environments:
-                    return self._generate_conversations(
-                        ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
-                    )
-                return self._generate_completions(prompts, sampling)
-        finally:
-            self._engine.abort_all()
-
-    def _create_engine(self, policy: Policy) -> VLLMEngine:
-        try:
-            form = self._get_adapter_shape(policy)
-            return VLLMEngine(policy, get_push_dtype(policy, form), self.rows, self.cache_gb, form)
-        except AdapterRefusedError as error:
-            self._fall_back_to_merged(error)
-            return VLLMEngine(policy, get_push_dtype(policy), self.rows, self.cache_gb)
-
-    def _get_adapter_shape(self, policy: Policy) -> AdapterShape | None:
-        """Return the shape of an adapter that is pushed by itself. Raise AdapterRefusedError if it cannot be."""
-        return get_adapter_shape(policy) if policy.adapter and self.adapter == "request" else None
-
-    def _fall_back_to_merged(self, error: AdapterRefusedError) -> None:
-        self.adapter = "merged"
-        print(escape_controls(f"! sampler.adapter: merged instead of request ({error})"), flush=True)
-
-    def _get_base_weights(self, policy: Policy, weight_check: WeightCheck) -> dict[str, Tensor]:
-        """Return the base of an adapter that is pushed by itself, if the engine does not have it yet."""
-        return {} if weight_check.column_sums or not self._get_adapter_shape(policy) else get_base_weights(policy)
-
-    def _get_pushed_weights(self, policy: Policy, copy: bool = False) -> dict[str, Tensor]:
-        """Return the weights of a push. copy: they do not change with the policy."""
-        return copy_adapter_weights(policy) if self._get_adapter_shape(policy) else get_push_weights(policy, copy)
-
-    @property
-    def _engine(self) -> _SamplingEngine:
         assert self.engine
-        return self.engine
+        try:
+            with torch.random.fork_rng(devices=[]):  # vLLM seeds and draws the global random numbers
+                if self.environments:
+                    conversations = ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
+                    return self._generate_conversations(self.engine, conversations)
+                return self._generate_completions(self.engine, prompts, sampling)
+        finally:
+            self.engine.abort_all()
 
-    def _generate_completions(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+    def _push(self, policy: Policy) -> None:
+        shape = get_adapter_shape(policy) if policy.adapter and self.adapter == "request" else None
+        if not self.engine or not self.engine.is_open:
+            self.engine = VLLMEngine(policy, get_push_dtype(policy, shape), self.rows, self.cache_gb, shape)
+        self.engine.sync(policy, shape)
+
+    def _generate_completions(
+        self, engine: SamplingEngine, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> list[Group]:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
-        check_prompt_lengths(contexts, self._engine.max_length - sampling.max_tokens)
-        for p, (prompt, context) in enumerate(zip(prompts, contexts, strict=True)):
-            for g in range(sampling.n):
-                seed = compute_row_seed(sampling.seed, prompt, g)
-                self._engine.add_request(p * sampling.n + g, context, sampling.max_tokens, sampling.temperature, seed)
-        answers: dict[int, EngineAnswer] = {}
-        while self._engine.unfinished:
-            answers |= {answer.key: answer for answer in self._engine.step()}
-        rows = [answers[row] for row in range(len(answers))]
-        tokens, logprobs = [row.tokens for row in rows], [row.logprobs for row in rows]
-        return build_groups(self.policy, self.version, prompts, contexts, tokens, logprobs, [()] * len(rows))
+        check_prompt_lengths(contexts, engine.max_length - sampling.max_tokens)
+        keys = [(p, g) for p in range(len(prompts)) for g in range(sampling.n)]
+        for p, g in keys:
+            seed = compute_row_seed(sampling.seed, prompts[p], g)
+            engine.add_request((p, g), contexts[p], sampling.max_tokens, sampling.temperature, seed)
+        answers: dict[tuple[int, int], EngineAnswer] = {}
+        while engine.unfinished:
+            answers |= {answer.key: answer for answer in engine.step()}
+        _, tokens, logprobs = zip(*(answers[key] for key in keys), strict=True)
+        return build_groups(self.policy, self.version, prompts, contexts, tokens, logprobs, [()] * len(keys))
 
-    def _generate_conversations(self, conversations: ConversationBatch) -> list[Group]:
+    def _generate_conversations(self, engine: SamplingEngine, conversations: ConversationBatch) -> list[Group]:
         """Sample turns as replies come. The engine finds earlier turns in its prefix cache."""
+        n = conversations.sampling.n
         while not conversations.is_done:
-            conversations.start(2 * max(self.rows, conversations.sampling.n))
-            conversations.poll_replies(0.0 if self._engine.unfinished else REPLY_POLL_SECONDS)
+            conversations.start(2 * max(self.rows, n))
+            conversations.poll_replies(0.0 if engine.unfinished else REPLY_POLL_SECONDS)
             while self.deterministic and conversations.pending_replies:
                 conversations.poll_replies(REPLY_POLL_SECONDS)
-            for row in [
-                *(row for alike in conversations.take_prefill_groups(len(conversations.rows)) for row in alike),
-                *conversations.extend_queue,
-            ]:
-                self._add_turn_request(conversations, row)
-            conversations.extend_queue = []
-            for answer in self._engine.step() if self._engine.unfinished else []:
-                tokens = zip(answer.tokens, answer.logprobs, strict=True)
-                while not conversations.add_token(answer.key, *next(tokens), None):
-                    pass
-                conversations.finish_turn(answer.key)
+            for row in conversations.take_ready_rows():
+                self._add_turn_request(engine, conversations, row)
+            for (p, g), tokens, logprobs in engine.step() if engine.unfinished else []:
+                conversations.add_turn(conversations.rows[p * n + g], tokens, logprobs)
         return conversations.collect_groups()
 
-    def _add_turn_request(self, conversations: ConversationBatch, row: ConversationRow) -> None:
+    def _add_turn_request(self, engine: SamplingEngine, conversations: ConversationBatch, row: ConversationRow) -> None:
         sampling, max_tokens = conversations.sampling, conversations.get_turn_limit(row)
-        prompt = conversations.prompts[row.number // sampling.n]
-        check_prompt_lengths([row.context], self._engine.max_length - max_tokens)
-        seed = compute_row_seed(f"{sampling.seed}/{row.sampled_count}", prompt, row.number % sampling.n)
-        self._engine.add_request(row, row.context, max_tokens, sampling.temperature, seed)
+        p, g = divmod(row.number, sampling.n)
+        check_prompt_lengths([row.context], engine.max_length - max_tokens)
+        seed = compute_row_seed(f"{sampling.seed}/{row.sampled_count}", conversations.prompts[p], g)
+        engine.add_request((p, g), row.context, max_tokens, sampling.temperature, seed)
+
+
+# ---------------------------------------------------------------- what is pushed
 
 
 def get_push_dtype(policy: Policy, adapter_shape: AdapterShape | None = None) -> torch.dtype:
@@ -210,27 +200,30 @@ def get_push_dtype(policy: Policy, adapter_shape: AdapterShape | None = None) ->
 
     It is that of the policy, except for an adapter that is merged into its base: bf16 and fp16 would round most of its
     update away, so that the engine would sample from almost the base model.
-
-    Args:
-        policy: the policy.
-        adapter_shape: the shape of an adapter that is pushed by itself.
     """
     return torch.float32 if policy.adapter and not adapter_shape else policy.dtype
 
 
-def get_push_weights(policy: Policy, copy: bool = False) -> dict[str, Tensor]:
-    """Return the weights by their names in a checkpoint, in `get_push_dtype`, an adapter merged into its base.
+def get_push_weights(
+    policy: Policy, adapter_shape: AdapterShape | None = None, copy: bool = False
+) -> dict[str, Tensor]:
+    """Return the weights of a push by their names in a checkpoint, in `get_push_dtype`.
 
-    copy: they do not change with the policy.
+    Args:
+        policy: the policy.
+        adapter_shape: push copies of the adapter by itself; None merges it into its base.
+        copy: return weights that do not change with the policy.
     """
+    if adapter_shape:
+        return copy_adapter_weights(policy)
     model = policy.build_merged_model(policy.masters()) if policy.adapter else policy.model
     dtype, copy = get_push_dtype(policy), copy and not policy.adapter  # the merged model is a copy already
     return {name: p.detach().to(dtype, copy=copy) for name, p in model.named_parameters()}
 
 
-def get_text_length(engine: _TextLimits) -> int:
+def get_text_length(max_length: int, block_size: int) -> int:
     """Return the length of the fixed text: more than two blocks of the KV cache, if the context is long enough."""
-    return min(2 * engine.block_size + 1, engine.max_length - 1)
+    return min(2 * block_size + 1, max_length - 1)
 
 
 def encode_check_text(policy: Policy, length: int) -> list[int]:
@@ -263,6 +256,7 @@ _VLLM_ERRORS = (ValueError, RuntimeError, NotImplementedError)
 """What vLLM raises for what it does not support."""
 _CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache on a CPU: vLLM's default of 128 is longer than many prompts."""
+_OPEN_ENGINES: WeakSet[VLLMEngine] = WeakSet()
 
 
 def _shut_down_engine(owner: int, shutdown: Callable[[], None]) -> None:
@@ -288,29 +282,33 @@ class _WeightLocation(NamedTuple):
     rows: slice
 
 
-class EngineAnswer(NamedTuple):
-    """A finished row."""
+class _ModelSource(Protocol):
+    """A policy, or a model of which only the configuration is known."""
 
-    key: Any
-    tokens: list[int]
-    """With the EOS token, if it ended with one."""
-    logprobs: list[float]
-    """In nats, at the temperature."""
+    @property
+    def device(self) -> torch.device: ...
 
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
 
-_OPEN_ENGINES: WeakSet[VLLMEngine] = WeakSet()
+    def save_config(self, folder: Path) -> None: ...
 
 
 class VLLMEngine:
-    """vLLM with a model of this policy's architecture. `add_request`, then `step` until nothing is `unfinished`."""
+    """vLLM with a model of this policy's architecture."""
 
     def __init__(
-        self, policy: Any, dtype: torch.dtype, rows: int, cache_gb: float, adapter_shape: AdapterShape | None = None
+        self,
+        policy: _ModelSource,
+        dtype: torch.dtype,
+        rows: int,
+        cache_gb: float,
+        adapter_shape: AdapterShape | None = None,
     ) -> None:
-        """Create an engine. An earlier engine of the process is closed.
+        """Create an engine without weights. An earlier engine of the process is closed.
 
         Args:
-            policy: its configuration is used, and not its weights.
+            policy: what names the configuration of the model.
             dtype: the dtype of the weights that will be pushed, in which the engine computes.
             rows: how many completions are decoded at once.
             cache_gb: memory of the KV cache, in GB.
@@ -327,7 +325,11 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights need not leave the process
         self.dtype, self.device, self.eos_ids = dtype, policy.device, list(policy.eos_ids)
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, _preserve_rng_state():
+        with (
+            warnings.catch_warnings(),
+            tempfile.TemporaryDirectory() as folder,
+            torch.random.fork_rng(devices=[]),
+        ):
             warnings.simplefilter("ignore")
             self.vllm = import_extra("vllm", "vllm", "sampler.name")
             self.lora_request_class = importlib.import_module("vllm.lora.request").LoRARequest
@@ -358,6 +360,7 @@ class VLLMEngine:
         self.embeddings = [m for m in self.model.modules() if isinstance(m, embedding.VocabParallelEmbedding)]
         self.lm_heads = [m for m in self.embeddings if isinstance(m, embedding.ParallelLMHead)]
         self.shapes: dict[str, torch.Size] = {}
+        self.weight_check = WeightCheck()
         self.unfinished: dict[str, Any] = {}
         """The keys of requests by their ids."""
         self.request_numbers = itertools.count()
@@ -372,16 +375,7 @@ class VLLMEngine:
         return self.close.alive
 
     def _build_settings(self, rows: int, cache_gb: float, adapter_shape: AdapterShape | None) -> dict[str, Any]:
-        where: dict[str, Any] = {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            where = {"gpu_memory_utilization": 0.9 * free / total}  # of what the trainer leaves
-        with_one = (
-            {"enable_lora": True, "max_lora_rank": adapter_shape.padded_rank, "max_loras": 1} if adapter_shape else {}
-        )
-        return {
-            **where,
-            **with_one,
+        settings: dict[str, Any] = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -393,8 +387,25 @@ class VLLMEngine:
             "max_model_len": -1,  # as long as the cache holds
             "disable_log_stats": True,
         }
+        if adapter_shape:
+            settings |= {"enable_lora": True, "max_lora_rank": adapter_shape.padded_rank, "max_loras": 1}
+        if self.device.type != "cuda":
+            return settings | {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
+        free, total = torch.cuda.mem_get_info(self.device)
+        return settings | {"gpu_memory_utilization": 0.9 * free / total}  # of what the trainer leaves
 
     # ------------------------------------------------------------ weights
+
+    def sync(self, policy: Policy, adapter_shape: AdapterShape | None) -> None:
+        """As in `SamplingEngine`."""
+        ids = encode_check_text(policy, get_text_length(self.max_length, self.block_size))
+        weights = get_push_weights(policy, adapter_shape)
+        if adapter_shape and not self.weight_check.column_sums:
+            weights = get_base_weights(policy) | weights
+        with torch.random.fork_rng(devices=[]):
+            self.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
+            self.push(weights)
+            self.weight_check.check(self, weights, ids, score_text(policy, ids), policy.dtype)
 
     @torch.no_grad()
     def push(self, weights: Mapping[str, Tensor]) -> None:
@@ -408,17 +419,13 @@ class VLLMEngine:
             self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
             self.adapter = None
         if base := {name: weight for name, weight in weights.items() if name not in adapter}:
-            self.reload_weights(base)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(base.items())})
+            self.pack_tied_heads()
         if adapter:
             self.load_adapter(adapter)
         self.llm.reset_prefix_cache()
-
-    def reload_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Load weights of the base."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-        self.pack_tied_heads()
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
         """Load an adapter in place of the last one. It gets a new name, by which vLLM keys its caches."""
@@ -461,12 +468,8 @@ class VLLMEngine:
         sizes = [self.shapes.get(f"{part}.{attribute}", torch.Size([0]))[0] for part in parts]
         start = sum(sizes[: parts.index(path)])
         rows = slice(start, start + self.shapes[name][0])
-        tied = [
-            _WeightLocation(head, attribute, rows)
-            for head in self.lm_heads
-            if head is not module and head.weight is weight
-        ]
-        return [_WeightLocation(module, attribute, rows), *tied]
+        tied = [head for head in self.lm_heads if head is not module and head.weight is weight]
+        return [_WeightLocation(each, attribute, rows) for each in (module, *tied)]
 
     def _find_layer(self, path: str) -> tuple[Any, list[str]]:
         """Return the layer that holds this one, and the paths of all that it holds. Raise UserError if none does."""
@@ -512,7 +515,7 @@ class VLLMEngine:
         return torch.tensor([float("nan") if x is None else x.logprob for x in found]), output.num_cached_tokens
 
     def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
-        """Queue a row of up to `max_tokens` tokens behind these."""
+        """As in `SamplingEngine`, with any keys."""
         sampling = self.vllm.SamplingParams(
             temperature=temperature,
             seed=seed,
@@ -529,8 +532,7 @@ class VLLMEngine:
 
     def step(self) -> list[EngineAnswer]:
         """Sample a token for each running row. Return the rows that finished."""
-        ended = [output for output in self.llm.llm_engine.step() if output.finished]
-        return [self._build_answer(output) for output in ended]
+        return [self._build_answer(output) for output in self.llm.llm_engine.step() if output.finished]
 
     def _build_answer(self, output: Any) -> EngineAnswer:
         answer = output.outputs[0]
@@ -542,15 +544,6 @@ class VLLMEngine:
         """Cancel all unfinished rows."""
         self.llm.llm_engine.abort_request(list(self.unfinished))
         self.unfinished.clear()
-
-
-def _preserve_rng_state() -> Any:
-    """Restore the global random numbers at the end, since vLLM seeds and draws them."""
-    return torch.random.fork_rng(devices=[])
-
-
-def format_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 # ---------------------------------------------------------------- adapters that are pushed by themselves
@@ -593,49 +586,40 @@ def is_adapter_weight(name: str) -> bool:
     return name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))
 
 
-def get_adapter_shape(policy: Any) -> AdapterShape:
+def get_adapter_shape(policy: Policy) -> AdapterShape:
     """Return the shape of a policy's adapter. Raise AdapterRefusedError if it is not plain LoRA on linear layers."""
-    trained = policy.trainable()
-    for name in trained:
-        layer, _, matrix = name.removesuffix(_PEFT_SUFFIX).rpartition(".")
-        if not name.endswith((LORA_A_SUFFIX + _PEFT_SUFFIX, LORA_B_SUFFIX + _PEFT_SUFFIX)):
+    shapes = {name.removesuffix(_PEFT_SUFFIX): p.shape for name, p in policy.trainable().items()}
+    for name, shape in shapes.items():
+        layer, _, matrix = name.rpartition(".")
+        if not is_adapter_weight(name):
             raise AdapterRefusedError(f"{name} is trained besides")
-        module = policy.model.get_submodule(layer)
+        module: Any = policy.model.get_submodule(layer)
         if type(module.get_base_layer()) is not nn.Linear or module.lora_variant:
             raise AdapterRefusedError(f"{layer} is not a plain linear layer with a plain adapter")
-        if matrix == LORA_A_SUFFIX[1:] and len(trained[name]) > _VLLM_RANKS[-1]:
+        if matrix == LORA_A_SUFFIX[1:] and shape[0] > _VLLM_RANKS[-1]:
             raise AdapterRefusedError(f"policy.lora is above {_VLLM_RANKS[-1]}")
     if any(is_quantized(p) for p in policy.model.parameters()):
         raise AdapterRefusedError("its base is in 4 bits")
-    paths = [
-        name.removesuffix(LORA_A_SUFFIX + _PEFT_SUFFIX)
-        for name in trained
-        if name.endswith(LORA_A_SUFFIX + _PEFT_SUFFIX)
-    ]
-    matrices = {
-        path: (trained[path + LORA_A_SUFFIX + _PEFT_SUFFIX], trained[path + LORA_B_SUFFIX + _PEFT_SUFFIX])
-        for path in paths
-    }
-    rank = max(len(first) for first, _ in matrices.values())
-    return AdapterShape(rank, {path: (first.shape[1], len(second)) for path, (first, second) in matrices.items()})
+    layers = [name.removesuffix(LORA_A_SUFFIX) for name in shapes if name.endswith(LORA_A_SUFFIX)]
+    return AdapterShape(
+        max(shapes[layer + LORA_A_SUFFIX][0] for layer in layers),
+        {layer: (shapes[layer + LORA_A_SUFFIX][1], shapes[layer + LORA_B_SUFFIX][0]) for layer in layers},
+    )
 
 
 @torch.no_grad()
-def copy_adapter_weights(policy: Any) -> dict[str, Tensor]:
+def copy_adapter_weights(policy: Policy) -> dict[str, Tensor]:
     """Return copies of the matrices of an adapter in the compute dtype, B multiplied by its scale."""
     found: dict[str, Tensor] = {}
     for name, p in policy.masters().items():
         path = name.removesuffix(_PEFT_SUFFIX)
-        scale = (
-            policy.model.get_submodule(path[: -len(LORA_B_SUFFIX)]).scaling["default"]
-            if path.endswith(LORA_B_SUFFIX)
-            else 1.0
-        )
+        layer: Any = policy.model.get_submodule(path.rpartition(".")[0])
+        scale = layer.scaling["default"] if path.endswith(LORA_B_SUFFIX) else 1.0
         found[path] = (p.detach().float() * scale).to(policy.device, policy.dtype)
     return found
 
 
-def get_base_weights(policy: Any) -> dict[str, Tensor]:
+def get_base_weights(policy: Policy) -> dict[str, Tensor]:
     """Return the frozen weights of the base by their names in a checkpoint, in the compute dtype."""
     trained = policy.trainable()
     frozen = {name: p for name, p in policy.model.named_parameters() if name not in trained}

@@ -1,4 +1,4 @@
-"""The sampler that runs vLLM on sampler servers: `SamplerClient` for one server, `ServerPool` for all of them.
+"""Sampler servers, which run vLLM in processes of their own: `SamplerClient` for one, `ServerPool` for all of them.
 
 Every answer of a server names the version of its weights, and no two pushes have the same version. An answer with
 another version is refused, whether it is late or computed with the weights of another run.
@@ -18,7 +18,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,22 +32,22 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from pellucid.policy.load import save_config
-from pellucid.rollout.conversations import ConversationRow
 from pellucid.rollout.vllm import (
     AdapterRefusedError,
     AdapterShape,
     EngineAnswer,
-    VLLMSampler,
     encode_check_text,
+    get_base_weights,
     get_push_dtype,
+    get_push_weights,
     get_text_length,
     is_adapter_weight,
     score_text,
 )
 from pellucid.rollout.weight_check import WeightCheck
-from pellucid.types import Group, Prompt, Sampling, UserError
+from pellucid.types import UserError
 from pellucid.utils.files import write_file_atomically
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, format_one_line
 
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
@@ -60,7 +60,6 @@ _START_COMMAND = "pellucid sampler --port {}"
 MAX_PART_BYTES = 2**28
 """The most bytes of weights in a request, unless a single weight is larger."""
 CONNECT_TIMEOUT_SECONDS = 5.0
-"""Timeout of a connection."""
 _LOAD_TIMEOUT_SECONDS = 900.0
 """Timeout of creating an engine."""
 POLL_SECONDS = 0.1
@@ -84,6 +83,14 @@ class _ServerTooSmallError(ServerLostError):
 class InvalidAnswerError(ServerLostError):
     """A server sent an answer that no sampler server sends."""
 
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"it sends nonsense: {fault}")
+
+
+def _require(is_valid: bool, fault: str) -> None:
+    if not is_valid:
+        raise InvalidAnswerError(fault)
+
 
 class SampleRequest(NamedTuple):
     """A row of up to `max_tokens` tokens behind these."""
@@ -93,53 +100,6 @@ class SampleRequest(NamedTuple):
     max_tokens: int
     temperature: float
     seed: int
-
-
-class _RemoteAnswer(NamedTuple):
-    """The tokens of a row, and their log-probs in nats, at the temperature."""
-
-    number: int
-    tokens: list[int]
-    logprobs: list[float]
-
-
-def _parse_sampled_row(
-    answer: Any, requests: Mapping[int, SampleRequest], vocabulary_size: int, eos_ids: Collection[int]
-) -> _RemoteAnswer:
-    """Return a row of an answer.
-
-    Args:
-        answer: the number, the tokens and the log-probs, as JSON.
-        requests: the rows that the server has not answered yet, by number.
-        vocabulary_size: the number of tokens of the model.
-        eos_ids: the tokens that end a row.
-
-    Raises:
-        InvalidAnswerError: it cannot be the answer to one of the requests.
-    """
-    if not isinstance(answer, list) or len(answer) != 3:
-        raise InvalidAnswerError("it sends nonsense: a row is not number, tokens and log-probs")
-    number, tokens, logprobs = answer
-    if type(number) is not int or number not in requests:
-        raise InvalidAnswerError("it sends nonsense: a row that it was not asked for, or has answered")
-    max_tokens = requests[number].max_tokens
-    if not isinstance(tokens, list) or not isinstance(logprobs, list) or len(tokens) != len(logprobs):
-        raise InvalidAnswerError("it sends nonsense: a row that does not have a log-prob for each token")
-    if not 0 < len(tokens) <= max_tokens:
-        raise InvalidAnswerError(
-            f"it sends nonsense: a row of {len(tokens)} tokens, where 1 to {max_tokens} were asked for"
-        )
-    if not all(type(token) is int and 0 <= token < vocabulary_size for token in tokens):
-        raise InvalidAnswerError(
-            f"it sends nonsense: a token that is not a whole number from 0 to {vocabulary_size - 1}"
-        )
-    if not all(type(x) in (int, float) and _MIN_LOGPROB <= x <= _MAX_LOGPROB for x in logprobs):
-        raise InvalidAnswerError(f"it sends nonsense: a log-prob that is not a number from {_MIN_LOGPROB:g} to 0")
-    if any(token in eos_ids for token in tokens[:-1]):
-        raise InvalidAnswerError("it sends nonsense: a row that goes on after its end")
-    if len(tokens) < max_tokens and tokens[-1] not in eos_ids:
-        raise InvalidAnswerError("it sends nonsense: a row that breaks off")
-    return _RemoteAnswer(number, tokens, [float(x) for x in logprobs])
 
 
 class SamplerClient:
@@ -165,7 +125,7 @@ class SamplerClient:
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of the server."""
-        return _check_state(self._request_json("GET", "/state"))
+        return _parse_state(self._request("GET", "/state"))
 
     def load_model(self, model: bytes) -> None:
         """Create an engine for a model, as `serialize_model` describes it, unless the server has one.
@@ -175,15 +135,14 @@ class SamplerClient:
         """
         state = self.get_state()
         if state["model"] != hash_model(model):
-            state = _check_state(
-                self._request_json("PUT", "/model", model, timeout=max(_LOAD_TIMEOUT_SECONDS, self.timeout))
-            )
+            timeout = max(_LOAD_TIMEOUT_SECONDS, self.timeout)
+            state = _parse_state(self._request("PUT", "/model", model, timeout=timeout))
         if state["refusal"]:
-            raise AdapterRefusedError(format_one_line(state["refusal"]))
-        if state["model"] != hash_model(model) or state["longest"] < 2 or state["block"] < 1:
-            raise InvalidAnswerError("it sends nonsense: a state without the model that it was given")
-        described = json.loads(model)
-        self.vocabulary_size, self.eos_ids = described["vocabulary"], frozenset(described["ends"])
+            raise AdapterRefusedError(escape_controls(format_one_line(state["refusal"])))
+        is_loaded = state["model"] == hash_model(model) and state["longest"] >= 2 and state["block"] >= 1
+        _require(is_loaded, "a state without the model that it was given")
+        description = json.loads(model)
+        self.vocabulary_size, self.eos_ids = description["vocabulary"], frozenset(description["ends"])
         self.max_length, self.block_size, self.version = state["longest"], state["block"], state["version"]
         self.has_engine = True
 
@@ -199,45 +158,56 @@ class SamplerClient:
 
     def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
         """As `VLLMEngine.read_columns`."""
-        found = self._request_tensors("/columns", {"name": name, "at": list(indices)})
-        columns = [found[str(i)] for i in range(len(found)) if str(i) in found]
-        sound = all(x.dim() == 2 and x.shape[1] == len(indices) and x.dtype == self._dtype for x in columns)
-        if not columns or len(columns) != len(found) or not sound:
-            raise InvalidAnswerError(f"it sends nonsense: no columns of {name}")
+        tensors = self._request_tensors("/columns", {"name": name, "at": list(indices)})
+        columns = [tensors[str(i)] for i in range(len(tensors)) if str(i) in tensors]
+        is_valid = all(x.dim() == 2 and x.shape[1] == len(indices) and x.dtype == self._dtype for x in columns)
+        _require(is_valid and 0 < len(columns) == len(tensors), f"no columns of {name}")
         return columns
 
     def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
         """As `VLLMEngine.score_tokens`."""
-        found = self._request_tensors("/read", {"ids": list(ids)})
-        logprobs, cached = found.get("logprobs"), found.get("cached")
+        tensors = self._request_tensors("/read", {"ids": list(ids)})
+        logprobs, cached = tensors.get("logprobs"), tensors.get("cached")
         if logprobs is None or cached is None or logprobs.shape != (len(ids) - 1,) or cached.numel() != 1:
-            raise InvalidAnswerError("it sends nonsense: no log-probs of the text that it was given")
+            raise InvalidAnswerError("no log-probs of the text that it was given")
         return logprobs, int(cached)
 
-    def step(self, rows: Sequence[SampleRequest]) -> list[_RemoteAnswer]:
-        """Add these rows. Return the rows that finished; wait a moment for the first one."""
+    def step(self, rows: Sequence[SampleRequest]) -> list[EngineAnswer]:
+        """Add these rows. Return the rows that finished, by number; wait a moment for the first one."""
         self._requests |= {row.number: row for row in rows}
         limit = _MAX_JSON_BYTES + _MAX_TOKEN_JSON_BYTES * sum(row.max_tokens for row in self._requests.values())
-        answer = self._request_json("POST", "/step", json.dumps(rows).encode(), self.version, limit=limit)
-        steps, answers = (answer.get("steps"), answer.get("said")) if isinstance(answer, dict) else (None, None)
-        if type(steps) is not int or steps < self._steps or not isinstance(answers, list):
-            raise InvalidAnswerError("it sends nonsense: no steps and rows")
-        found = [self._take_answer(row) for row in answers]
-        if rows or found:
+        answer = _parse_json(self._request("POST", "/step", json.dumps(rows).encode(), self.version, limit=limit))
+        steps, finished = (answer.get("steps"), answer.get("said")) if isinstance(answer, dict) else (None, None)
+        if type(steps) is not int or steps < self._steps or not isinstance(finished, list):
+            raise InvalidAnswerError("no steps and rows")
+        answers = [self._take_answer(row) for row in finished]
+        if rows or answers:
             # Each step adds a token to a row, or prefills a part of a prompt.
             self._step_limit = steps + sum(len(row.ids) + row.max_tokens for row in self._requests.values())
         if steps != self._steps or rows:
             self._steps, self._last_progress = steps, time.monotonic()
-        if not found and time.monotonic() - self._last_progress > self.timeout:
+        if not answers and time.monotonic() - self._last_progress > self.timeout:
             raise ServerLostError(f"its engine has stood still for {self.timeout:g} s")
-        if self._requests and steps > self._step_limit:
-            raise InvalidAnswerError("it sends nonsense: more steps than the rows can take, and no row")
-        return found
+        _require(not self._requests or steps <= self._step_limit, "more steps than the rows can take, and no row")
+        return answers
 
-    def _take_answer(self, row: Any) -> _RemoteAnswer:
-        found = _parse_sampled_row(row, self._requests, self.vocabulary_size, self.eos_ids)
-        del self._requests[found.number]
-        return found
+    def _take_answer(self, row: Any) -> EngineAnswer:
+        """Return a row of an answer, as the answer to one of the unfinished requests."""
+        _require(isinstance(row, list) and len(row) == 3, "a row is not number, tokens and log-probs")
+        number, tokens, logprobs = row
+        _require(type(number) is int and number in self._requests, "a row that it was not asked for, or has answered")
+        is_paired = isinstance(tokens, list) and isinstance(logprobs, list) and len(tokens) == len(logprobs)
+        _require(is_paired, "a row that does not have a log-prob for each token")
+        limit = self._requests[number].max_tokens
+        _require(0 < len(tokens) <= limit, f"a row of {len(tokens)} tokens, where 1 to {limit} were asked for")
+        are_ids = all(type(token) is int and 0 <= token < self.vocabulary_size for token in tokens)
+        _require(are_ids, f"a token that is not a whole number from 0 to {self.vocabulary_size - 1}")
+        are_logprobs = all(type(x) in (int, float) and _MIN_LOGPROB <= x <= _MAX_LOGPROB for x in logprobs)
+        _require(are_logprobs, f"a log-prob that is not a number from {_MIN_LOGPROB:g} to 0")
+        _require(self.eos_ids.isdisjoint(tokens[:-1]), "a row that goes on after its end")
+        _require(len(tokens) == limit or tokens[-1] in self.eos_ids, "a row that breaks off")
+        del self._requests[number]
+        return EngineAnswer(number, tokens, [float(x) for x in logprobs])
 
     def start(self) -> None:
         """Allow requests."""
@@ -251,26 +221,12 @@ class SamplerClient:
 
     # ------------------------------------------------------------ requests
 
-    def _request_tensors(self, path: str, asked: Any) -> dict[str, Tensor]:
-        answer = self._request("POST", path, json.dumps(asked).encode(), self.version, limit=_MAX_TENSOR_BYTES)
+    def _request_tensors(self, path: str, arguments: Any) -> dict[str, Tensor]:
+        answer = self._request("POST", path, json.dumps(arguments).encode(), self.version, limit=_MAX_TENSOR_BYTES)
         try:
             return safetensors.torch.load(answer)
         except (SafetensorError, KeyError, ValueError):
-            raise InvalidAnswerError("it sends nonsense: no tensors") from None
-
-    def _request_json(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        version: str | None = None,
-        timeout: float = 0,
-        limit: int = _MAX_JSON_BYTES,
-    ) -> Any:
-        try:
-            return json.loads(self._request(method, path, body, version, timeout, limit))
-        except (ValueError, RecursionError):
-            raise InvalidAnswerError("it sends nonsense: no JSON") from None
+            raise InvalidAnswerError("no tensors") from None
 
     def _request(
         self,
@@ -282,55 +238,54 @@ class SamplerClient:
         limit: int = _MAX_JSON_BYTES,
     ) -> bytes:
         """Return the body of an answer. If a version is given, it was computed with those weights."""
+        timeout, secret = timeout or self.timeout, get_secret(self.url)
         try:
-            secret, limits = get_secret(self.url), (timeout or self.timeout, limit)
-            status, theirs, answer = self._send(method, path, body, _build_headers(secret, version), *limits)
+            status, answer_version, answer = self._send(method, path, body, secret, version, timeout, limit)
             # A server that was still starting may have written its secret after this request was sent.
             if status == 401 and (written := get_secret(self.url)) != secret:
-                status, theirs, answer = self._send(method, path, body, _build_headers(written, version), *limits)
+                status, answer_version, answer = self._send(method, path, body, written, version, timeout, limit)
         except TimeoutError:
-            raise ServerLostError(f"no answer in {timeout or self.timeout:g} s") from None
+            raise ServerLostError(f"no answer in {timeout:g} s") from None
         except OSError as error:
             raise ServerLostError(error.strerror or type(error).__name__) from None
         except http.client.HTTPException as error:
             raise ServerLostError(f"an answer that breaks off ({type(error).__name__})") from None
         if status in (400, 401, 403, 404, 422) and not self.is_verified:
+            hint = f"; set {SECRET_VARIABLE} to the secret of the server, which says at its start where it is"
             raise UserError(
                 f"sampler.urls: {self.url} refuses (HTTP {status}): {_extract_error_message(answer)}"
-                f"{_format_secret_hint(status)}"
+                f"{hint if status == 401 else ''}"
             )
         if status != 200:
             raise ServerLostError(f"HTTP {status}, {_extract_error_message(answer)}")
-        if version is not None and theirs != version:
+        if version is not None and answer_version != version:
             raise ServerLostError("an answer computed with other weights")
         return answer
 
     def _send(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], timeout: float, limit: int
+        self, method: str, path: str, body: bytes, secret: str, version: str | None, timeout: float, limit: int
     ) -> tuple[int, str | None, bytes]:
         """Return status, version and body.
 
         Each request has its own connection, since one that the server has closed looks like a lost server.
         """
-        if self._stopped:
-            raise ServerLostError("it is no longer asked")
+        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        if version:
+            headers |= {VERSION_HEADER: version, "Content-Type": "application/json"}
         url = urlsplit(self.url)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        self._connection = connection = kind(
-            url.hostname or "", url.port, timeout=min(CONNECT_TIMEOUT_SECONDS, timeout)
-        )
+        connection = kind(url.hostname or "", url.port, timeout=min(CONNECT_TIMEOUT_SECONDS, timeout))
+        self._connection = connection
         try:
-            connection.connect()
-            if self._stopped:  # in between: from here on `stop` finds the socket
+            if not self._stopped:
+                connection.connect()
+            if self._stopped:  # from here on `stop` finds the socket
                 raise ServerLostError("it is no longer asked")
             connection.sock.settimeout(timeout)
             connection.request(method, url.path + path, body, headers)
             with connection.getresponse() as answer:
-                return (
-                    answer.status,
-                    answer.getheader(VERSION_HEADER),
-                    _read_answer(answer, limit, time.monotonic() + timeout),
-                )
+                content = _read_answer(answer, limit, time.monotonic() + timeout)
+                return answer.status, answer.getheader(VERSION_HEADER), content
         finally:
             connection.close()
 
@@ -360,33 +315,41 @@ def format_servers_notice(urls: Sequence[str]) -> str:
     return f"sampler.urls: the weights and the prompts go to {', '.join(urls)}, {secret}"
 
 
-def serialize_model(
-    policy: Policy, adapter_shape: AdapterShape | None = None, dtype: torch.dtype | None = None
-) -> bytes:
+def serialize_model(policy: Policy, adapter_shape: AdapterShape | None = None) -> bytes:
     """Return a description of a policy, without weights, for which a server can create an engine.
 
-    Args:
-        policy: the policy.
-        adapter_shape: the shape of an adapter that will be pushed by itself.
-        dtype: the dtype of the weights that will be pushed; None is the policy's.
+    adapter_shape: the shape of an adapter that will be pushed by itself.
     """
     with tempfile.TemporaryDirectory() as folder:
         save_config(policy.model, Path(folder))
         config = json.loads((Path(folder) / "config.json").read_text())
-    name = str(dtype or policy.dtype).removeprefix("torch.")
-    vocabulary = policy.model.get_input_embeddings().num_embeddings
-    ends = list(policy.eos_ids)
-    known = {"config": config, "dtype": name, "ends": ends, "vocabulary": vocabulary, "adapter": adapter_shape}
-    return json.dumps(known, sort_keys=True).encode()
+    description = {
+        "config": config,
+        "dtype": str(get_push_dtype(policy, adapter_shape)).removeprefix("torch."),
+        "ends": list(policy.eos_ids),
+        "vocabulary": policy.vocabulary_size,
+        "adapter": adapter_shape,
+    }
+    return json.dumps(description, sort_keys=True).encode()
 
 
-def _check_state(state: Any) -> dict[str, Any]:
-    """Return the state of a server. Raise InvalidAnswerError if it is none."""
-    kinds = {"model": str, "version": str, "longest": int, "block": int, "refusal": str}
-    sound = isinstance(state, dict) and all(type(state.get(name)) is kind for name, kind in kinds.items())
-    if not sound or not re.fullmatch("[0-9a-f]{0,64}", state["version"]):
-        raise InvalidAnswerError("it sends nonsense: no state")
-    return state
+def hash_model(model: bytes) -> str:
+    return hashlib.sha256(model).hexdigest()
+
+
+def split_weights(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights in parts of at most MAX_PART_BYTES, or of one weight."""
+    part, size = dict[str, Tensor](), 0
+    for name, weight in weights.items():
+        if part and size + weight.nbytes > MAX_PART_BYTES:
+            yield part
+            part, size = {}, 0
+        part[name] = weight
+        size += weight.nbytes
+    yield part
+
+
+# ---------------------------------------------------------------- answers
 
 
 def _read_answer(answer: http.client.HTTPResponse, limit: int, deadline: float) -> bytes:
@@ -394,11 +357,36 @@ def _read_answer(answer: http.client.HTTPResponse, limit: int, deadline: float) 
     body = bytearray()
     while part := answer.read1(2**16):
         body += part
-        if len(body) > limit:
-            raise InvalidAnswerError(f"it sends nonsense: more than {limit} bytes")
+        _require(len(body) <= limit, f"more than {limit} bytes")
         if time.monotonic() > deadline:
             raise TimeoutError
     return bytes(body)
+
+
+def _parse_json(answer: bytes) -> Any:
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        raise InvalidAnswerError("no JSON") from None
+
+
+def _parse_state(answer: bytes) -> dict[str, Any]:
+    state, kinds = _parse_json(answer), {"model": str, "version": str, "longest": int, "block": int, "refusal": str}
+    is_valid = isinstance(state, dict) and all(type(state.get(name)) is kind for name, kind in kinds.items())
+    _require(is_valid and bool(re.fullmatch("[0-9a-f]{0,64}", state["version"])), "no state")
+    return state
+
+
+def _extract_error_message(answer: bytes) -> str:
+    """Return the message of an error response in one line."""
+    try:
+        message = json.loads(answer)["error"]["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = answer.decode(errors="replace")
+    return escape_controls(format_one_line(message))
+
+
+# ---------------------------------------------------------------- secrets
 
 
 def get_secret(url: str = "") -> str:
@@ -453,51 +441,12 @@ def publish_secret(port: int) -> Iterator[str]:
                 path.unlink()
 
 
-def _format_secret_hint(status: int) -> str:
-    return (
-        f"; set {SECRET_VARIABLE} to the secret of the server, which says at its start where it is"
-        if status == 401
-        else ""
-    )
-
-
-def _build_headers(secret: str, version: str | None) -> dict[str, str]:
-    known = {"Authorization": f"Bearer {secret}"} if secret else {}
-    return known | ({VERSION_HEADER: version, "Content-Type": "application/json"} if version else {})
-
-
-def split_weights(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights in parts of at most MAX_PART_BYTES, or of one weight."""
-    part, size = dict[str, Tensor](), 0
-    for name, weight in weights.items():
-        if part and size + weight.nbytes > MAX_PART_BYTES:
-            yield part
-            part, size = {}, 0
-        part[name] = weight
-        size += weight.nbytes
-    yield part
-
-
-def hash_model(model: bytes) -> str:
-    return hashlib.sha256(model).hexdigest()
-
-
-def _extract_error_message(answer: bytes) -> str:
-    """Return the message of an error response in one line."""
-    try:
-        message = json.loads(answer)["error"]["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = answer.decode(errors="replace")
-    return format_one_line(message)
-
-
-def format_one_line(text: Any) -> str:
-    return escape_controls(" ".join(str(text).split())[:300])
-
-
 # ---------------------------------------------------------------- a pool of servers
 # A thread for each server makes requests while there are rows or weights to send. The unfinished rows of a lost server
 # go to the others, and later answers of that server are dropped.
+#
+# A server that comes back gets the weights of the last push: those of the policy, or a copy if the policy is updated
+# while rows are sampled (`ahead`). For an adapter that is pushed by itself it gets the base first.
 
 
 RETRY_SECONDS = 2.0
@@ -506,6 +455,8 @@ _MAX_RETRY_DOUBLINGS = 5
 """How often this time may double for a server that sends invalid answers."""
 REMINDER_SECONDS = 30.0
 """How often the user is reminded that no server answers."""
+_MAX_TEXT_TOKENS = 513
+"""The most tokens of the fixed text: more than a block of the KV cache, for blocks of up to 512."""
 
 
 @dataclass(eq=False)
@@ -529,21 +480,38 @@ class _ServerState:
         return len(self.queued_rows) + len(self.sent_rows)
 
 
-class _ServerPool:
-    """Servers as one engine: `add_request`, `step` until nothing is `unfinished`, `abort_all` to end its threads."""
+class ServerPool:
+    """Servers as one engine of `VLLMSampler`. `abort_all` ends its threads."""
 
-    def __init__(self, urls: Iterable[str], timeout: float, update_server: Callable[[SamplerClient], None]) -> None:
-        """update_server: pushes the present weights to a server, and checks them."""
+    is_open = True
+    policy: Policy
+
+    def __init__(self, urls: Iterable[str], timeout: float = 120.0, ahead: bool = False) -> None:
+        """Create a pool, without a request to the servers.
+
+        Args:
+            urls: the addresses of the servers.
+            timeout: seconds without an answer after which a server counts as lost.
+            ahead: whether the policy is updated while rows are sampled.
+        """
         self.servers = [_ServerState(SamplerClient(url, timeout)) for url in urls]
-        self.update_server = update_server
-        self.group_size = 1
-        """Rows of a group, which go to the same server."""
+        self.ahead = ahead
+        self.adapter_shape: AdapterShape | None = None
+        self.model_description = b""
+        self.policy_lock = threading.Lock()
+        """Held while a thread reads the policy."""
+        self.pushed_weights: dict[str, Tensor] | None = None
+        """The weights of the last push, if they are kept."""
+        self.text_ids: list[int] = []
+        """The token ids of the fixed text."""
+        self.text_logprobs = torch.empty(0)
+        """The scorer's log-probs of the fixed text, with the weights of the last push."""
         self.requests: dict[int, tuple[Any, SampleRequest]] = {}
         """The unfinished rows by number, with their keys."""
         self.max_length = 0
-        """The most tokens of a prompt and its completion: the least that the first servers support."""
+        """The least of what the first servers support."""
         self.group_servers: dict[int, _ServerState] = {}
-        """The server that has the prompts of a group in its prefix cache."""
+        """The server that has the prompt of a group in its prefix cache."""
         self.answers: list[EngineAnswer] = []
         self.request_numbers = itertools.count()
         self.condition = threading.Condition()
@@ -553,31 +521,16 @@ class _ServerPool:
         self.last_reminder = -REMINDER_SECONDS
         """When the user was last reminded that no server answers."""
 
-    def update_weights(self) -> None:
-        """Push the present weights to the servers that have an engine, or to all. Wait until one server is up."""
-        while True:
-            tried = [server for server in self.servers if server.client.has_engine] or self.servers
-            for server in tried:
-                server.client.start()
-            with ThreadPoolExecutor(len(tried)) as pool:
-                list(pool.map(self._try_update, tried))
-            if up := [server for server in self.servers if server.is_up]:
-                self.max_length = self.max_length or min(server.client.max_length for server in up)
-                return
-            self._remind()
-            time.sleep(RETRY_SECONDS)
-
     @property
     def unfinished(self) -> Collection[Any]:
-        """Rows that `step` has not returned yet."""
+        """The rows that `step` has not returned yet."""
         with self.condition:
             return [*self.requests, *self.answers]
 
-    def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
-        """Queue a row of up to `max_tokens` tokens behind these.
-
-        key: the number of the row, or the row of a conversation.
-        """
+    def add_request(
+        self, key: tuple[int, int], ids: Sequence[int], max_tokens: int, temperature: float, seed: int
+    ) -> None:
+        """As in `SamplingEngine`."""
         with self.condition:
             number = next(self.request_numbers)
             self.requests[number] = key, SampleRequest(number, list(ids), max_tokens, temperature, seed)
@@ -612,37 +565,82 @@ class _ServerPool:
             server.queued_rows, server.sent_rows = [], set()
         self.requests, self.group_servers, self.answers, self.executor, self.futures = {}, {}, [], None, []
 
-    # ------------------------------------------------------------ assignment of rows
+    # ------------------------------------------------------------ weights
 
-    def _assign_rows(self, numbers: Iterable[int]) -> None:
-        """Assign rows to the server of their group, and a new group to the server with the fewest rows."""
-        up = [server for server in self.servers if server.is_up]
-        for number in numbers if up else ():
-            group = self._get_group(self.requests[number][0])
-            home = self.group_servers.get(group)
-            if home is None or not home.is_up:
-                home = self.group_servers[group] = min(up, key=lambda server: server.pending_count)
-            home.queued_rows.append(number)
-        self.condition.notify_all()
+    def sync(self, policy: Policy, adapter_shape: AdapterShape | None) -> None:
+        """As in `SamplingEngine`, to the servers that have an engine, or to all. Wait until one server is up."""
+        self.policy, self.adapter_shape = policy, adapter_shape
+        self.model_description = serialize_model(policy, adapter_shape)
+        self.pushed_weights = None  # free them before there are others
+        self.pushed_weights = get_push_weights(policy, adapter_shape, copy=self.ahead)
+        self.text_ids = encode_check_text(policy, min(_MAX_TEXT_TOKENS, policy.context_length - 1))
+        self.text_logprobs = score_text(policy, self.text_ids)
+        try:
+            while not self._update_servers():
+                self._remind()
+                time.sleep(RETRY_SECONDS)
+        finally:
+            if not self.ahead:
+                self.pushed_weights = None
 
-    def _get_group(self, key: Any) -> int:
-        return (key.number if isinstance(key, ConversationRow) else key) // self.group_size
+    def _update_servers(self) -> bool:
+        """Return whether a server has the present weights."""
+        tried = [server for server in self.servers if server.client.has_engine] or self.servers
+        for server in tried:
+            server.client.start()
+        with ThreadPoolExecutor(len(tried)) as pool:
+            list(pool.map(self._try_update, tried))
+        up = [server.client for server in self.servers if server.is_up]
+        self.max_length = self.max_length or min((client.max_length for client in up), default=0)
+        return bool(up)
 
-    def check_max_length(self, client: SamplerClient) -> None:
-        """Raise ServerTooSmallError if a server supports only shorter rows than the first servers."""
+    def _try_update(self, server: _ServerState) -> None:
+        try:
+            self._update_server(server)
+        except ServerLostError as error:
+            self._mark_down(server, error)
+
+    def _update_server(self, server: _ServerState) -> None:
+        """Push the last weights to a server, check that it computes with them, and give it the waiting rows."""
+        client = server.client
+        last_version = client.version
+        client.load_model(self.model_description)
         if client.max_length < self.max_length:
             raise _ServerTooSmallError(
                 f"it takes {client.max_length} tokens a row, and this run counts on {self.max_length}: start it with a"
                 " larger --cache-gb"
             )
-
-    def _mark_up(self, server: _ServerState) -> None:
+        if not last_version or client.version != last_version:  # another process, or weights of another run
+            client.weight_check = WeightCheck()
+        with self.policy_lock:
+            weights = self.pushed_weights or get_push_weights(self.policy, self.adapter_shape)
+            if self.adapter_shape and not client.weight_check.column_sums:
+                weights = get_base_weights(self.policy) | weights
+        ids = self.text_ids[: get_text_length(client.max_length, client.block_size)]
+        if client.version:
+            client.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
+        client.push(weights)
+        client.weight_check.check(client, weights, ids, self.text_logprobs[: len(ids) - 1], self.policy.dtype)
+        client.is_verified = True
         with self.condition:
             server.is_up = True
             assigned = {number for other in self.servers for number in (*other.queued_rows, *other.sent_rows)}
             self._assign_rows([number for number in self.requests if number not in assigned])
         if not server.invalid_answers:
             self._clear_faults(server)
+
+    # ------------------------------------------------------------ assignment of rows
+
+    def _assign_rows(self, numbers: Iterable[int]) -> None:
+        """Assign rows to the server of their group, and a new group to the server with the fewest rows."""
+        up = [server for server in self.servers if server.is_up]
+        for number in numbers if up else ():
+            group, _ = self.requests[number][0]
+            home = self.group_servers.get(group)
+            if home is None or not home.is_up:
+                home = self.group_servers[group] = min(up, key=lambda server: server.pending_count)
+            home.queued_rows.append(number)
+        self.condition.notify_all()
 
     def _clear_faults(self, server: _ServerState) -> None:
         if server.reason:
@@ -683,19 +681,11 @@ class _ServerPool:
             server.client.start()
             self.futures.append(self.executor.submit(self._run_server, server))
 
-    def _try_update(self, server: _ServerState) -> None:
-        try:
-            self.update_server(server.client)
-            self._mark_up(server)
-        except ServerLostError as error:
-            self._mark_down(server, error)
-
     def _run_server(self, server: _ServerState) -> None:
         while not self.stopped.is_set():
             try:
                 if not server.is_up:
-                    self.update_server(server.client)
-                    self._mark_up(server)
+                    self._update_server(server)
                 while not self.stopped.is_set():
                     self._exchange_rows(server)
             except (ServerLostError, AdapterRefusedError) as error:
@@ -716,95 +706,9 @@ class _ServerPool:
         if answers and server.invalid_answers:
             self._clear_faults(server)
         with self.condition:
-            for number, tokens, logprobs in answers:
-                if number in server.sent_rows:
-                    server.sent_rows.remove(number)
-                    self.answers.append(EngineAnswer(self.requests.pop(number)[0], tokens, logprobs))
+            for answer in answers:
+                if answer.key in server.sent_rows:
+                    server.sent_rows.remove(answer.key)
+                    key, _ = self.requests.pop(answer.key)
+                    self.answers.append(answer._replace(key=key))
             self.condition.notify_all()
-
-
-# ---------------------------------------------------------------- the sampler
-# A server that comes back gets the weights of the last push: those of the policy, or a copy if the policy is updated
-# while rows are sampled (`ahead`). For an adapter that is pushed by itself it gets the base first.
-
-_MAX_TEXT_TOKENS = 513
-"""The most tokens of the fixed text: more than a block of the KV cache, for blocks of up to 512."""
-
-
-@dataclass
-class VLLMServerSampler(VLLMSampler):
-    """Samples with vLLM on sampler servers."""
-
-    urls: Sequence[str] = ()
-    timeout: float = 120.0
-    """Seconds without an answer after which a server counts as lost."""
-    ahead: bool = False
-    """Whether the policy is updated while rows are sampled."""
-    pool: _ServerPool | None = None
-
-    def __post_init__(self) -> None:
-        self.policy_lock = threading.Lock()
-        """Held while a thread reads the policy."""
-        self.model_description = b""
-        self.pushed_weights: dict[str, Tensor] | None = None
-        """The weights of the last push, if they are kept."""
-        self.text_ids: list[int] = []
-        """The token ids of the fixed text."""
-        self.text_logprobs = torch.empty(0)
-        """The scorer's log-probs of the fixed text, with the weights of the last push."""
-
-    def sync(self, policy: Any, version: int = 0) -> None:
-        """Push these weights to the servers, and check them.
-
-        Raises:
-            UserError: a server does not compute with them.
-        """
-        try:
-            self._sync(policy, version)
-        except AdapterRefusedError as error:
-            self._fall_back_to_merged(error)
-            self._sync(policy, version)
-
-    def _sync(self, policy: Policy, version: int) -> None:
-        self.policy, self.version, self.model_description = policy, version, self._describe_model(policy)
-        self.pool = self.pool or _ServerPool(self.urls, self.timeout, self._update_server)
-        self.pushed_weights = None  # free them before there are others
-        self.pushed_weights = self._get_pushed_weights(policy, copy=self.ahead)
-        self.text_ids = encode_check_text(policy, min(_MAX_TEXT_TOKENS, policy.context_length - 1))
-        self.text_logprobs = score_text(policy, self.text_ids)
-        try:
-            self.pool.update_weights()
-        finally:
-            if not self.ahead:
-                self.pushed_weights = None
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """As `VLLMSampler.generate`, by all servers."""
-        self._engine.group_size = sampling.n
-        return super().generate(prompts, sampling)
-
-    @property
-    def _engine(self) -> _ServerPool:
-        assert self.pool
-        return self.pool
-
-    def _describe_model(self, policy: Policy) -> bytes:
-        form = self._get_adapter_shape(policy)
-        return serialize_model(policy, form, get_push_dtype(policy, form))
-
-    def _update_server(self, client: SamplerClient) -> None:
-        """Push the last weights to a server, and check that it computes with them."""
-        last_version = client.version
-        client.load_model(self.model_description)
-        self._engine.check_max_length(client)
-        if not last_version or client.version != last_version:  # another process, or weights of another run
-            client.weight_check = WeightCheck()
-        with self.policy_lock:
-            weights = self.pushed_weights or self._get_pushed_weights(self.policy)
-            base = self._get_base_weights(self.policy, client.weight_check)
-        ids = self.text_ids[: get_text_length(client)]
-        if client.version:
-            client.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
-        client.push(base | weights)
-        client.weight_check.check(client, base | weights, ids, self.text_logprobs[: len(ids) - 1], self.policy.dtype)
-        client.is_verified = True

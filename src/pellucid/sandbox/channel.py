@@ -13,8 +13,10 @@ from typing import Any
 
 _IS_POSIX = sys.platform != "win32"
 _CHUNK_BYTES = 2**20
-_SHORT_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")
-"""The length of a message as multiprocessing writes it: in 4 bytes, or -1 and then 8."""
+_MAX_RECEIVED_BYTES = 2**28
+"""The most bytes of a message that is received: a longer one is not from our worker, and begins otherwise."""
+_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!iQ")
+"""The length of a message as multiprocessing writes it: in 4 bytes, or for any length -1 and then 8 bytes."""
 
 
 class Channel:
@@ -24,10 +26,8 @@ class Channel:
     On Windows a message is sent and received at once, however long that takes.
     """
 
-    def __init__(self, connection: Any, max_bytes: int) -> None:
-        """Use a connection. A message of more than `max_bytes` is not received."""
+    def __init__(self, connection: Any) -> None:
         self.connection: Connection = connection
-        self._max_bytes = max_bytes
         self._received = bytearray()
         if _IS_POSIX:
             os.set_blocking(self.connection.fileno(), False)
@@ -43,12 +43,7 @@ class Channel:
             self.connection.send_bytes(data)
             return
         deadline = time.monotonic() + timeout_seconds
-        size = (
-            _SHORT_LENGTH.pack(len(data))
-            if len(data) < 2**31
-            else _SHORT_LENGTH.pack(-1) + _LONG_LENGTH.pack(len(data))
-        )
-        unsent = memoryview(size + data)
+        unsent = memoryview(_LONG_LENGTH.pack(-1, len(data)) + data)
         writable = select.poll()
         writable.register(self.connection.fileno(), select.POLLOUT)
         while unsent:
@@ -67,7 +62,7 @@ class Channel:
             ValueError: if the message is too long.
         """
         if not _IS_POSIX:
-            return self.connection.recv_bytes(self._max_bytes) if self.connection.poll() else None
+            return self.connection.recv_bytes(_MAX_RECEIVED_BYTES) if self.connection.poll() else None
         while (message := self._pop_message()) is None:
             try:
                 chunk = os.read(self.connection.fileno(), _CHUNK_BYTES)
@@ -80,19 +75,14 @@ class Channel:
 
     def _pop_message(self) -> bytes | None:
         """Remove the first message from the received bytes and return it, if it is complete."""
-        start = _SHORT_LENGTH.size
-        if len(self._received) < start:
+        if len(self._received) < _LENGTH.size:
             return None
-        [size] = _SHORT_LENGTH.unpack_from(self._received)
-        if size == -1:
-            start += _LONG_LENGTH.size
-            if len(self._received) < start:
-                return None
-            [size] = _LONG_LENGTH.unpack_from(self._received, _SHORT_LENGTH.size)
-        if not 0 <= size <= self._max_bytes:
+        [size] = _LENGTH.unpack_from(self._received)
+        if not 0 <= size <= _MAX_RECEIVED_BYTES:
             raise ValueError(f"a message of {size} bytes")
-        if len(self._received) < start + size:
+        end = _LENGTH.size + size
+        if len(self._received) < end:
             return None
-        message = bytes(self._received[start : start + size])
-        del self._received[: start + size]
+        message = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
         return message

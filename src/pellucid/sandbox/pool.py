@@ -17,12 +17,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pellucid.sandbox.channel import Channel
 from pellucid.sandbox.worker import WorkerConfig, WorkerLoader, run_worker
@@ -32,8 +32,6 @@ _SPAWN_CONTEXT = multiprocessing.get_context("spawn")
 CAN_FORK = sys.platform == "linux"
 START_TIMEOUT_SECONDS = 120.0
 """Seconds that a worker process has to import what the user's code needs."""
-_MAX_MESSAGE_BYTES = 2**28
-"""The most bytes of an answer: a longer message is not from our worker."""
 _GRACE_SECONDS = 1.0
 """Seconds beyond its time limit that a worker has to report by itself what took too long."""
 SECRET_VARIABLE_PATTERN = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
@@ -46,15 +44,11 @@ class WorkerLostError(Exception):
 
 
 class WorkerStartError(Exception):
-    """A worker has not loaded the user's code.
+    """A worker has not loaded the user's code; the message says why, in one line."""
 
-    reason: "not started" if the process ended before it came to the user's code, "ended" if it ended while it loaded
-    that, "late" if it took longer than `START_TIMEOUT_SECONDS`, "raised" if the code raised what the message says.
-    """
 
-    def __init__(self, reason: Literal["not started", "ended", "late", "raised"], message: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
+_MESSAGE_ERRORS = (EOFError, OSError, ValueError, TypeError, KeyError, RecursionError)
+"""Errors of reading a message: the pipe is closed, or user code has written into it."""
 
 
 class WorkerLimits(Protocol):
@@ -67,17 +61,16 @@ class WorkerLimits(Protocol):
 
 
 def build_worker_config(limits: WorkerLimits, log: Path | None) -> WorkerConfig:
-    """Return the configuration of a worker; without a log, its output is discarded."""
-    return WorkerConfig(limits.memory_gb, str(log or os.devnull), _build_worker_environment(limits.secrets))
+    """Return the configuration of a worker; without a log, its output is discarded.
 
-
-def _build_worker_environment(secrets: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of a worker: those without secrets, and the secrets that are named."""
-    return {
+    Of environment variables that hold secrets it has those that the limits name.
+    """
+    environment = {
         name: value
         for name, value in os.environ.items()
-        if name in secrets or not SECRET_VARIABLE_PATTERN.fullmatch(name)
+        if name in limits.secrets or not SECRET_VARIABLE_PATTERN.fullmatch(name)
     }
+    return WorkerConfig(limits.memory_gb, str(log or os.devnull), environment)
 
 
 class Worker:
@@ -89,14 +82,16 @@ class Worker:
 
     result_name = "answer"
     """What a worker returns, as error messages call it."""
+    decode: Callable[[bytes], Any] = staticmethod(bytes)
+    """Reads an answer. It may raise any of the errors of a message that is none."""
 
     def __init__(self, connection: Any, process: Any = None) -> None:
         self.connection, self._process = connection, process
         self.pid: int = process.pid if process else 0
         self.deadline, self._timeout = math.inf, math.inf
-        self._channel = Channel(connection, _MAX_MESSAGE_BYTES)
-        self._missing_reports = 2 if process else 1
-        """How many reports of its start have not come yet: a forked process has the user's code already."""
+        self._channel = Channel(connection)
+        self._has_reported = False
+        """Whether the report of its start has come."""
 
     @property
     def is_alive(self) -> bool:
@@ -110,13 +105,16 @@ class Worker:
             WorkerStartError: if it fails, or takes longer than `START_TIMEOUT_SECONDS`.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while self._missing_reports:
+        while not self._has_reported:
+            if not wait([self.connection], max(0.0, deadline - time.monotonic())):
+                raise WorkerStartError(f"it is not loaded within {START_TIMEOUT_SECONDS:g} s")
             try:
                 self._receive_message()
-            except (EOFError, OSError, ValueError, RecursionError) as error:
-                raise WorkerStartError("not started" if self._missing_reports == 2 else "ended") from error
-            if self._missing_reports and not wait([self.connection], max(0.0, deadline - time.monotonic())):
-                raise WorkerStartError("late")
+            except _MESSAGE_ERRORS as error:
+                raise WorkerStartError(
+                    f"its process ended ({self._describe_exit()}); a script that trains needs"
+                    ' `if __name__ == "__main__":` around it'
+                ) from error
 
     def set_timeout(self, seconds: float, grace: float = _GRACE_SECONDS) -> None:
         """Give the worker this many seconds from now on, and a grace period to report by itself that it is late."""
@@ -135,8 +133,8 @@ class Worker:
         except (OSError, ValueError) as error:
             raise WorkerLostError(self._describe_end()) from error
 
-    def receive(self) -> bytes | None:
-        """Return the next message, or None if none has arrived. A message that has arrived counts, however late.
+    def receive(self) -> Any:
+        """Return the next answer, or None if none has arrived. An answer that has arrived counts, however late.
 
         Raises:
             WorkerLostError: if the process has ended, or its deadline has passed.
@@ -144,11 +142,12 @@ class Worker:
         """
         try:
             data = self._receive_message()
-        except (EOFError, OSError, ValueError, RecursionError) as error:
+            answer = None if data is None else self.decode(data)
+        except _MESSAGE_ERRORS as error:
             raise WorkerLostError(self._describe_end()) from error
-        if data is None and time.monotonic() >= self.deadline:
+        if answer is None and time.monotonic() >= self.deadline:
             raise WorkerLostError(self._describe_lateness())
-        return data
+        return answer
 
     def terminate(self) -> None:
         """End the process and everything that it has started.
@@ -156,7 +155,7 @@ class Worker:
         The connection of a spawned process stays open, since another thread may wait on it: it ends with the process.
         """
         if not self.pid:
-            with suppress(EOFError, OSError, ValueError, RecursionError):
+            with suppress(*_MESSAGE_ERRORS):
                 self._receive_message()  # it may have reported its process id since
         if self.pid and hasattr(os, "killpg"):
             with suppress(ProcessLookupError, PermissionError):  # it has no process group of its own yet
@@ -167,7 +166,7 @@ class Worker:
         else:
             self.connection.close()  # a process that is idle, or has not reported its id yet, ends by itself
 
-    def describe_exit(self) -> str:
+    def _describe_exit(self) -> str:
         """Return in words how a spawned process has ended."""
         self._process.join(1.0)
         code = self._process.exitcode
@@ -177,16 +176,15 @@ class Worker:
         return f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}")
 
     def _receive_message(self) -> bytes | None:
-        """Return the next message that is no report of the start; None if none has arrived."""
-        while (data := self._channel.receive()) is not None and self._missing_reports:
-            report = json.loads(data)
-            if not isinstance(report, dict):
-                raise ValueError("no report")
-            self._missing_reports -= 1
-            self.pid = self.pid or report.get("pid", 0)
-            if error := report.get("error"):
-                raise WorkerStartError("raised", error)
-        return data
+        """Return the next message after the report of the start; None if none has arrived."""
+        data = self._channel.receive()
+        if data is None or self._has_reported:
+            return data
+        self.pid, error = json.loads(data)
+        if error:
+            raise WorkerStartError(error)
+        self._has_reported = True
+        return self._channel.receive()
 
     def _describe_lateness(self) -> str:
         return f"no {self.result_name} within {self._timeout:g} s"

@@ -81,7 +81,7 @@ log_error = ErrorLog()
 def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader, payload: bytes, forks: bool) -> None:
     """Isolate this process, load the user's code, and serve requests until the parent closes its end.
 
-    It sends one report before the user's code is loaded and one after it.
+    When the user's code is loaded, or has failed to, it reports so.
 
     Args:
         connection: The pipe to the parent.
@@ -93,14 +93,13 @@ def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader,
     _isolate_process(config)
     if not forks:  # a process with threads should not be forked
         threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _send_report(connection, {"pid": os.getpid()})
     try:
         serve = load(payload)
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is reported
         log_error(describe_error(error), error)
-        _send_report(connection, {"error": describe_error(error)})
+        _send_report(connection, describe_error(error))
         exit_with_children()
-    _send_report(connection, {})
+    _send_report(connection)
     if forks:
         _fork_workers(connection, serve)
     else:
@@ -121,15 +120,15 @@ def _fork_workers(control: Connection, serve: _WorkerMain) -> NoReturn:
             control.close()
             connection = Connection(handle)
             try:
-                _send_report(connection, {"pid": os.getpid()})
+                _send_report(connection)
             except OSError:  # the parent is gone
                 exit_with_children()
             serve(connection)
         os.close(handle)
 
 
-def _send_report(connection: Connection, report: Mapping[str, Any]) -> None:
-    connection.send_bytes(json.dumps(report).encode())
+def _send_report(connection: Connection, error: str = "") -> None:
+    connection.send_bytes(json.dumps([os.getpid(), error]).encode())
 
 
 def receive_request(connection: Connection) -> Any:

@@ -15,38 +15,42 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from pydantic import Field
+from starlette.types import ASGIApp
 
 from pellucid.environments.agents import LOOPBACK_HOST, AgentSpec, SolveRequest
 from pellucid.environments.pool import ConversationWorker, WorkerFactory
 from pellucid.environments.worker import WorkerAnswer
 from pellucid.policy.chat_template import TEMPLATE_ERRORS, encode_bridge
-from pellucid.policy.tool_calls import parse_function
 from pellucid.sandbox.pool import WorkerLimits, WorkerLostError, build_worker_config
 from pellucid.serve.api import STREAM_END, build_response_head, format_event
-from pellucid.serve.command import LISTEN_BACKLOG, open_listening_socket
-from pellucid.serve.middleware import RequestError, RequestLimitsMiddleware, install_error_handlers, make_error_response
+from pellucid.serve.command import open_listening_socket
+from pellucid.serve.middleware import (
+    ERROR_HANDLERS,
+    GuardMiddleware,
+    RequestError,
+    RequestLimitsMiddleware,
+    make_server,
+)
 from pellucid.serve.schemas import (
-    CONTENT_KINDS,
-    NonEmptyText,
-    NullDroppingModel,
+    ChatMessage,
+    FunctionSchema,
+    RequestBody,
     StreamOptions,
     Text,
     TokenCount,
-    get_content_kind,
+    ToolCall,
+    ToolSchema,
+    format_messages,
 )
 from pellucid.types import ConversationOutcome, EnvironmentReply, Message, PolicyTurn, Prompt, UserError
 
@@ -64,86 +68,46 @@ _MODEL_NAME = "policy"
 """The name of the model in answers, if a request names none."""
 
 
-class _TextPart(NullDroppingModel):
-    type: Literal["text"]
-    text: Text
+class _AgentToolCall(ToolCall, extra="ignore"):
+    pass
 
 
-Content = Annotated[
-    Annotated[Text, Tag(CONTENT_KINDS[0])] | Annotated[list[_TextPart], Tag(CONTENT_KINDS[1])],
-    Discriminator(get_content_kind),
-]
+class _AgentMessage(ChatMessage, extra="ignore"):
+    tool_calls: list[_AgentToolCall] | None = None  # pyright: ignore[reportIncompatibleVariableOverride] - never set
 
 
-class _AgentToolCall(NullDroppingModel):
-    id: Text = ""
-    type: Literal["function"] = "function"
-    function: dict[str, Any]
+class _AgentFunction(FunctionSchema, extra="allow"):
+    pass
 
 
-class _AgentMessage(NullDroppingModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    tool_calls: list[_AgentToolCall] | None = None
-    tool_call_id: Text = ""
-    name: Text | None = None
-
-    @property
-    def text(self) -> str:
-        """The content as one text, without tool calls."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+class _AgentTool(ToolSchema, extra="allow"):
+    function: _AgentFunction  # pyright: ignore[reportIncompatibleVariableOverride] - never set
 
 
-class _AgentFunction(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    name: NonEmptyText
-
-
-class _AgentTool(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"]
-    function: _AgentFunction
-
-
-class _AgentRequest(NullDroppingModel):
+class _AgentRequest(RequestBody, extra="ignore"):
     model: Text = ""
     messages: list[_AgentMessage] = Field(min_length=1)
-    tools: list[_AgentTool] | None = None
+    tools: list[_AgentTool] = Field(default=[])
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
-    n: Literal[1] | None = None
-    logprobs: Literal[False] | None = None
+    n: Literal[1] = 1
+    logprobs: Literal[False] = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     @property
     def tool_schemas(self) -> tuple[dict[str, Any], ...]:
         """The tools, with all the fields that the agent sent."""
-        return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())
+        return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools)
 
     def build_history(self) -> tuple[Message, ...]:
-        """Return the messages for a chat template. Raises RequestError for arguments of a call that are no object."""
-        names: dict[str, str] = {}
-        history: list[Message] = []
-        for i, message in enumerate(self.messages):
-            calls = [_parse_tool_call(call, f"messages.{i}.tool_calls") for call in message.tool_calls or ()]
-            names |= {call["id"]: call["function"]["name"] for call in calls}
-            role = "system" if message.role == "developer" else message.role
-            name = {"name": names.get(message.tool_call_id) or message.name or "tool"} if role == "tool" else {}
-            own_calls = {"tool_calls": calls} if calls and role == "assistant" else {}
-            history.append({"role": role, **name, "content": message.text, **own_calls})
+        """Return the messages for a chat template. Of speakers only tools have names."""
+        history = list[Message]()
+        for message in format_messages(self.messages):
+            names = {"name": message.get("name", "tool")} if message["role"] == "tool" else {}
+            calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+            history.append({"role": message["role"], **names, "content": message["content"], **calls})
         return tuple(history)
-
-
-def _parse_tool_call(call: _AgentToolCall, location: str) -> dict[str, Any]:
-    try:
-        return {"id": call.id, "type": "function", "function": parse_function(call.function)}
-    except ValueError as error:
-        raise RequestError(400, f"{location}: {error}") from error
 
 
 def _build_response(request: _AgentRequest, turn: PolicyTurn) -> dict[str, Any]:
@@ -196,15 +160,8 @@ _MAX_WAITING_REQUESTS = 64
 """How many requests of a rollout may wait at a time."""
 _KEEP_ALIVE_SECONDS = 10**8
 """Seconds that the connection of an agent may be silent. It ends with the process of the agent."""
-_MAX_UNKNOWN_CONNECTIONS = 256
-"""How many connections may be open without a request for a known rollout; beyond that, the oldest one is closed."""
 UNKNOWN_CONNECTION_TIMEOUT_SECONDS = 10.0
 """Seconds after which a connection without a request for a known rollout is closed."""
-_ACCEPT_BATCH = 64
-"""The most connections that are accepted at a time."""
-_BODY_DISCARD_SECONDS = 1.0
-"""Seconds in which the body of a request for an unknown rollout is read and discarded. A client that is still sending
-when its connection is closed cannot read the answer."""
 
 
 @dataclass(eq=False)
@@ -232,18 +189,13 @@ class AgentEndpoint:
         self._waiting_counts: dict[str, int] = {}
         self._socket = open_listening_socket(LOOPBACK_HOST, 0)
         self._port = int(self._socket.getsockname()[1])
-        settings = uvicorn.Config(
+        self._server = make_server(
             make_agent_app(self),
-            http=_make_protocol(self),
-            log_level="warning",
-            lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            backlog=_ACCEPT_BATCH,
-            timeout_notify=0,
-            callback_notify=self._close_unknown,
+            UNKNOWN_CONNECTION_TIMEOUT_SECONDS,
+            grace=0.0,
+            keep_alive=_KEEP_ALIVE_SECONDS,
+            is_waiting=self._is_unknown,
         )
-        settings.timeout_graceful_shutdown = 1
-        self._server = uvicorn.Server(settings)
         run: dict[str, list[socket.socket]] = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=run, name="rollouts", daemon=True)
         self._thread.start()
@@ -266,8 +218,7 @@ class AgentEndpoint:
     async def wait_for_answer(self, request: _PendingRequest) -> PolicyTurn:
         """Queue a request, and return the turn of the policy. Raises RequestError if there will be none."""
         name = request.rollout_name
-        if name not in self.rollout_numbers:
-            raise _make_no_rollout_error(name)
+        self.check_rollout(name)
         if self._waiting_counts.get(name, 0) >= _MAX_WAITING_REQUESTS:
             raise RequestError(400, f"{_MAX_WAITING_REQUESTS} requests of this rollout wait already", "too_many")
         self._waiting_counts[name] = self._waiting_counts.get(name, 0) + 1
@@ -280,22 +231,15 @@ class AgentEndpoint:
             if not self._waiting_counts[name]:
                 del self._waiting_counts[name]
 
-    def is_known(self, connection: Any) -> bool:
-        """Return whether the last request of a connection was for a known rollout."""
-        return (
-            connection.cycle is not None and _parse_rollout_name(connection.cycle.scope["path"]) in self.rollout_numbers
-        )
+    def check_rollout(self, name: str) -> None:
+        """Raise RequestError if there is no such rollout."""
+        if name not in self.rollout_numbers:
+            raise _make_no_rollout_error(name)
 
-    async def _close_unknown(self) -> None:
-        """Close the connections without a request for a known rollout in time. Uvicorn calls this once a second."""
-        self._socket.listen(LISTEN_BACKLOG)  # asyncio has set it to ACCEPT_BATCH
-        now = time.monotonic()
-        connections: set[Any] = set(self._server.server_state.connections)
-        for connection in connections:
-            if self.is_known(connection):
-                connection.since = now
-            elif now - connection.since > UNKNOWN_CONNECTION_TIMEOUT_SECONDS:
-                connection.transport.abort()
+    def _is_unknown(self, connection: Any) -> bool:
+        """Return whether the last request of a connection was not for a known rollout."""
+        cycle = connection.cycle
+        return cycle is None or _parse_rollout_name(cycle.scope["path"]) not in self.rollout_numbers
 
     def close(self) -> None:
         """Refuse the requests without an answer, and stop the server."""
@@ -316,54 +260,11 @@ def _parse_rollout_name(path: str) -> str:
     return parts[1] if len(parts) > 1 and parts[0] == "rollout" else ""
 
 
-def _make_protocol(endpoint: AgentEndpoint) -> type[H11Protocol]:
-    """Return uvicorn's protocol with a bound on connections without a request for a known rollout."""
-
-    class BoundedProtocol(H11Protocol):
-        since = 0.0
-        """When it was opened, or its last request for a known rollout was last seen."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's own
-            super().connection_made(transport)
-            self.since = time.monotonic()
-            unknown = [
-                each
-                for each in self.connections
-                if isinstance(each, BoundedProtocol) and not each.transport.is_closing() and not endpoint.is_known(each)
-            ]
-            if len(unknown) > _MAX_UNKNOWN_CONNECTIONS:
-                min(unknown, key=lambda each: each.since).transport.abort()
-
-    return BoundedProtocol
-
-
-class _KnownRolloutMiddleware:
-    """ASGI middleware that refuses requests for unknown rollouts without storing their bodies."""
-
-    def __init__(self, app: ASGIApp, endpoint: AgentEndpoint) -> None:
-        self.app, self.endpoint = app, endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (name := _parse_rollout_name(scope["path"])) in self.endpoint.rollout_numbers:
-            await self.app(scope, receive, send)
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_BODY_DISCARD_SECONDS):
-                while (await receive()).get("more_body", False):
-                    pass
-        response = make_error_response(_make_no_rollout_error(name))
-        response.headers["Connection"] = "close"
-        await response(scope, receive, send)
-
-
 def make_agent_app(endpoint: AgentEndpoint) -> ASGIApp:
-    app = FastAPI(title="pellucid", docs_url=None, redoc_url=None, openapi_url=None)
-    install_error_handlers(app)
+    app = FastAPI(title="pellucid", docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=ERROR_HANDLERS)
 
     @app.get("/rollout/{name}/v1/models")
-    async def models(name: str) -> dict[str, Any]:
-        if name not in endpoint.rollout_numbers:
-            raise _make_no_rollout_error(name)
+    async def models() -> dict[str, Any]:
         return {
             "object": "list",
             "data": [{"id": _MODEL_NAME, "object": "model", "created": 0, "owned_by": "pellucid"}],
@@ -379,9 +280,8 @@ def make_agent_app(endpoint: AgentEndpoint) -> ASGIApp:
             return StreamingResponse(_stream_response(request, turn), media_type="text/event-stream")
         return JSONResponse(_build_response(request, turn))
 
-    return _KnownRolloutMiddleware(
-        RequestLimitsMiddleware(app, _MAX_BODY_BYTES, _TRANSFER_TIMEOUT_SECONDS, _TRANSFER_TIMEOUT_SECONDS), endpoint
-    )
+    limited = RequestLimitsMiddleware(app, _MAX_BODY_BYTES, _TRANSFER_TIMEOUT_SECONDS, _TRANSFER_TIMEOUT_SECONDS)
+    return GuardMiddleware(limited, lambda scope: endpoint.check_rollout(_parse_rollout_name(scope["path"])))
 
 
 # ---------------------------------------------------------------- the agents

@@ -53,12 +53,13 @@ from pellucid.serve.engine import (
     start_generation,
 )
 from pellucid.serve.middleware import (
+    ERROR_HANDLERS,
     LOOPBACK_HOSTS,
-    AccessMiddleware,
+    GuardMiddleware,
     RequestError,
     RequestLimitsMiddleware,
     build_error_body,
-    install_error_handlers,
+    make_access_check,
 )
 from pellucid.serve.schemas import ChatRequest, CompletionRequest, GroupRequest, QuestionRequest, SamplingParams
 from pellucid.tasks.gsm8k import SYSTEM_MESSAGES
@@ -82,11 +83,9 @@ _CleanupStack = Annotated[ExitStack, Depends(_open_cleanup_stack)]
 
 def make_app(served: ServedModel) -> ASGIApp:
     """Return the application that answers requests to a model."""
-    app = FastAPI(title="pellucid", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="pellucid", docs_url="/docs", redoc_url=None, exception_handlers=ERROR_HANDLERS)
     started = time.time()
     limited_app = RequestLimitsMiddleware(app, served.body_bytes, served.body_seconds, served.send_seconds)
-
-    install_error_handlers(app)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -134,7 +133,7 @@ def make_app(served: ServedModel) -> ASGIApp:
     async def page() -> HTMLResponse:
         return HTMLResponse(_PAGE_PATH.read_text().replace("{{model}}", html.escape(served.name)))
 
-    return AccessMiddleware(limited_app, served.hosts, served.token)
+    return GuardMiddleware(limited_app, make_access_check(served.hosts, served.token))
 
 
 # ---------------------------------------------------------------- OpenAI's completions

@@ -16,8 +16,6 @@ from pellucid.types import UserError
 from pellucid.utils.plugins import did_you_mean, import_extra, pause_garbage_collection
 
 _DAEMON_ACTIONS = {"stop": daemon.stop_daemon, "status": daemon.print_status, "restart": daemon.restart_daemon}
-LISTEN_BACKLOG = 1024
-"""The most connections that wait to be accepted."""
 _USAGE = "[start] MODEL_OR_RUN | stop | status | restart"
 
 
@@ -119,7 +117,7 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        listening.listen(LISTEN_BACKLOG)
+        listening.listen(1024)
     except (OSError, OverflowError) as error:
         listening.close()
         reason = error.strerror if isinstance(error, OSError) else error

@@ -9,23 +9,24 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
 import h11
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pellucid.serve.schemas import NEUTRAL_VALUES, UNION_TAGS
+from pellucid.serve.schemas import NEUTRAL_VALUES, PROMPT_KINDS
 from pellucid.types import UserError
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -42,29 +43,45 @@ TOKEN_VARIABLE = "PELLUCID_TOKEN"
 # (DNS rebinding) even counts as the same site. The first is recognized by its Origin header, the second by its Host.
 
 
-class AccessMiddleware:
-    """ASGI middleware that checks the Host and Origin headers and the token of each request.
+class GuardMiddleware:
+    """ASGI middleware that answers every RequestError of the application and of a check before it.
+
+    A request that the server cancels at its end is answered, too: uvicorn would log a traceback for it.
+    """
+
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
+        """Guard an application. `check` raises RequestError for a request that is refused, and its body is not read."""
+        self.app, self.check = app, check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            self.check(scope)
+            await self.app(scope, receive, send_noted)
+        except RequestError as refusal:
+            await make_error_response(refusal)(scope, receive, send)
+        except asyncio.CancelledError:
+            if not has_started:
+                await make_error_response(_SHUTDOWN_ERROR)(scope, receive, send)
+
+
+def make_access_check(allowed_hosts: Sequence[str], token: str) -> Callable[[Scope], None]:
+    """Return a check of the Host and Origin headers and of the token, if there is one.
 
     TrustedHostMiddleware of starlette would not tell clients why they are refused, and would refuse IP addresses, which
     are safe: nobody can make them resolve to another machine.
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str] = LOOPBACK_HOSTS, token: str = "") -> None:
-        self.app, self.allowed_hosts, self.token = app, allowed_hosts, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if scope["type"] == "http":
-                self.check_access(scope["path"], Headers(scope=scope))
-        except RequestError as refusal:
-            await make_error_response(refusal)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def check_access(self, path: str, headers: Headers) -> None:
-        """Raise RequestError if a request must be refused."""
+    def check(scope: Scope) -> None:
+        headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not _is_trusted_host(name := _parse_host_name(host), self.allowed_hosts):
+        if not _is_trusted_host(name := _parse_host_name(host), allowed_hosts):
             raise RequestError(
                 400,
                 f'this service is not known as "{name}": ask for 127.0.0.1, or start it with --allowed-hosts {name}',
@@ -72,45 +89,41 @@ class AccessMiddleware:
             )
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise RequestError(403, f'a page of "{origin}" may not use this service', "origin_not_allowed")
-        if self.token and path not in _PUBLIC_PATHS and not self.is_authorized(headers.get("authorization", "")):
+        if token and scope["path"] not in _PUBLIC_PATHS and not _has_token(headers.get("authorization", ""), token):
             raise RequestError(401, "this service needs its token, as: Authorization: Bearer TOKEN", "invalid_api_key")
 
-    def is_authorized(self, authorization: str) -> bool:
-        """Return whether the token is right, in a time that does not depend on how many characters are."""
-        scheme, _, token = authorization.partition(" ")
-        return scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), self.token.encode())
+    return check
+
+
+def _has_token(authorization: str, token: str) -> bool:
+    """Return whether the token is right, in a time that does not depend on how many characters are."""
+    scheme, _, sent = authorization.partition(" ")
+    return scheme.lower() == "bearer" and secrets.compare_digest(sent.strip().encode(), token.encode())
 
 
 def _parse_host_name(host: str) -> str:
-    """Return the name in a Host header; empty if there is none. Example: parse_host_name("[::1]:8000") == "::1" """
+    """Return the name in a Host header; empty if there is none. Example: "[::1]:8000" has "::1"."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
 
-def _is_trusted_host(name: str, hosts: Sequence[str]) -> bool:
-    """Return whether a name is an IP address or matches one of the hosts.
-
-    Example: is_trusted_host("a.example.org", ["*.example.org"]) and is_trusted_host("10.0.0.7", [])
-    """
-    return bool(name) and (_is_ip_address(name) or any(_matches_pattern(name, host.lower()) for host in hosts))
+def _is_trusted_host(name: str, patterns: Sequence[str]) -> bool:
+    is_address = _parse_address(name) is not None
+    return bool(name) and (is_address or any(fnmatchcase(name, pattern.lower()) for pattern in patterns))
 
 
-def _matches_pattern(name: str, pattern: str) -> bool:
-    return pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]))
-
-
-def _is_ip_address(name: str) -> bool:
+def _parse_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def is_loopback(host: str) -> bool:
-    return host in LOOPBACK_HOSTS or (_is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
+    address = _parse_address(host)
+    return host in LOOPBACK_HOSTS or (address is not None and address.is_loopback)
 
 
 def read_token(option: str) -> str:
@@ -131,18 +144,10 @@ def make_access_warning(host: str, port: int, token: str) -> str:
 # ---------------------------------------------------------------- limits of requests
 
 
-_BODY_DISCARD_FACTOR = 100
-"""A body is read up to this many times its limit, and not stored. Beyond that the connection is closed."""
-
-
-class _ClientDisconnectedError(Exception):
-    """The client has closed the connection."""
-
-
 class RequestLimitsMiddleware:
     """ASGI middleware that reads the body of a request before it calls the application, with limits of size and time.
 
-    It cancels the application when the client disconnects, and answers every client that stays.
+    It cancels the application when the client disconnects or receives nothing more.
     """
 
     def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, send_seconds: float) -> None:
@@ -158,138 +163,58 @@ class RequestLimitsMiddleware:
         self.send_seconds, self.request_count = send_seconds, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         self.request_count += 1
-        try:
-            body = await self._read_body(receive)
-        except RequestError as refusal:
-            await make_error_response(refusal)(scope, receive, send)
-        except asyncio.CancelledError:  # by the server, which is ending
-            await make_error_response(_SHUTDOWN_ERROR)(scope, receive, send)
-        except _ClientDisconnectedError:
-            pass
-        else:
-            await _HTTPExchange(self.app, scope, receive, send, body, self.send_seconds).run()
+        with suppress(ClientDisconnect):
+            body = await self._read_body(Request(scope, receive))
+            await self._run_app(scope, receive, send, [body])
 
-    async def _read_body(self, receive: Receive) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
+        """Return the body. Raises RequestError if it is too large or comes too late."""
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(self.body_seconds):
-                return await _read_body(receive, self.body_bytes)
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size <= self.body_bytes:  # a client that could not send the rest would not read the answer
+                        body += chunk
         except TimeoutError as error:
             late = f"the body did not come within {self.body_seconds:g} seconds"
             raise RequestError(408, late, "timeout") from error
+        if size > self.body_bytes:
+            raise RequestError(413, f"the body is larger than {self.body_bytes} bytes", "body_too_large")
+        return bytes(body)
 
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send, bodies: list[bytes]) -> None:
+        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
 
-class ShutdownMiddleware:
-    """ASGI middleware that answers requests with 503 if the server cancels them at its end.
+        async def receive_body() -> Message:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await asyncio.wait([disconnect])
+            return {"type": "http.disconnect"}
 
-    Without it uvicorn would log a traceback for each of them. RequestLimitsMiddleware does this by itself.
-    """
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self.send_seconds):
+                    await send(message)
+            except TimeoutError:
+                disconnect.cancel()
+                await asyncio.get_running_loop().create_future()  # until the application is cancelled
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def send_noted(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
+        answer = asyncio.ensure_future(self.app(scope, receive_body, send_in_time))
         try:
-            await self.app(scope, receive, send_noted)
-        except asyncio.CancelledError:
-            if not started:
-                await make_error_response(_SHUTDOWN_ERROR)(scope, receive, send)
-
-
-class _HTTPExchange:
-    """A request whose body has been received, and its answer."""
-
-    def __init__(
-        self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, body: bytes, send_seconds: float
-    ) -> None:
-        self.app, self.scope, self.receive, self.send, self.send_seconds = app, scope, receive, send, send_seconds
-        self.pending_messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        self.ended = asyncio.Event()
-        """Set when the application has answered, or the client has disconnected or receives nothing more."""
-        self.response_started = False
-
-    async def run(self) -> None:
-        app_task, disconnect_task = (
-            asyncio.create_task(self._run_app()),
-            asyncio.create_task(self._wait_for_disconnect()),
-        )
-        try:
-            await self.ended.wait()
-            await (app_task if app_task.done() else _cancel_task(app_task))
-        except asyncio.CancelledError:  # by the server, which is ending and waits no longer
-            await _cancel_task(app_task)
-            if not self.response_started:
-                await make_error_response(_SHUTDOWN_ERROR)(self.scope, self.receive, self.send)
+            await asyncio.wait([answer, disconnect], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel_task(disconnect_task)
-
-    async def _run_app(self) -> None:
-        try:
-            await self.app(self.scope, self._receive, self._send)
-        finally:
-            self.ended.set()
-
-    async def _wait_for_disconnect(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        self.ended.set()
-
-    async def _receive(self) -> Message:
-        """Return the body at first, and later, when the client has disconnected, that it has."""
-        if self.pending_messages:
-            return self.pending_messages.pop()
-        await self.ended.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        self.response_started = True
-        try:
-            async with asyncio.timeout(self.send_seconds):
-                await self.send(message)
-        except TimeoutError:
-            self.ended.set()
-            await asyncio.get_running_loop().create_future()  # until `run` has cancelled this
+            answer.cancel()
+            disconnect.cancel()
+            await asyncio.wait([answer, disconnect])
+        if not answer.cancelled():
+            answer.result()
 
 
-async def _read_body(receive: Receive, limit: int) -> bytes:
-    """Return the body.
-
-    Bytes above the limit are read and not stored: a client that cannot finish sending would not read the answer.
-
-    Raises:
-        RequestError: The body is larger than `limit` bytes.
-        ClientDisconnectedError: The client has disconnected.
-    """
-    body, size = bytearray(), 0
-    more = True
-    while more and size <= _BODY_DISCARD_FACTOR * limit:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _ClientDisconnectedError
-        chunk, more = message.get("body", b""), message.get("more_body", False)
-        size += len(chunk)
-        if size <= limit:
-            body += chunk
-    if size > limit:
-        raise RequestError(413, f"the body is larger than {limit} bytes", "body_too_large")
-    return bytes(body)
-
-
-async def _cancel_task(task: asyncio.Task[None]) -> None:
-    """Cancel a task, and wait for its end."""
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 # ---------------------------------------------------------------- errors
@@ -324,32 +249,39 @@ def make_error_response(error: RequestError) -> JSONResponse:
     return JSONResponse(build_error_body(error), error.status, _STATUS_HEADERS.get(error.status))
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Let an application answer every error in OpenAI's form."""
-
-    @app.exception_handler(RequestError)
-    async def refused(_: Request, error: RequestError) -> JSONResponse:
-        return make_error_response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        return make_error_response(RequestError(400, "; ".join(map(format_validation_error, error.errors()))))
-
-    @app.exception_handler(HTTPException)
-    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
-        return make_error_response(RequestError(error.status_code, error.detail))
-
-    @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> JSONResponse:
-        return make_error_response(RequestError(500, f"{type(error).__name__}: {error}", "internal_error"))
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    return make_error_response(_make_request_error(error))
 
 
-def format_validation_error(error: Mapping[str, Any]) -> str:
+def _make_request_error(error: Exception) -> RequestError:
+    match error:
+        case RequestError():
+            return error
+        case RequestValidationError():
+            return RequestError(400, format_validation_errors(error.errors()))
+        case HTTPException():
+            return RequestError(error.status_code, error.detail)
+        case _:
+            return RequestError(500, f"{type(error).__name__}: {error}", "internal_error")
+
+
+ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, JSONResponse]]] = (
+    dict.fromkeys((RequestError, RequestValidationError, HTTPException, Exception), _answer_error)
+)
+"""Handlers with which an application answers every error in OpenAI's form."""
+
+
+def format_validation_errors(errors: Iterable[Any]) -> str:
+    """Return errors of pydantic as one line."""
+    return "; ".join(map(_format_validation_error, errors))
+
+
+def _format_validation_error(error: Mapping[str, Any]) -> str:
     """Return a validation error as one line.
 
     Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"
     """
-    field = ".".join(str(part) for part in error["loc"] if part not in ("body", *UNION_TAGS))
+    field = ".".join(str(part) for part in error["loc"] if part not in ("body", *PROMPT_KINDS))
     if error["type"] == "extra_forbidden":
         neutral = " or ".join(map(json.dumps, NEUTRAL_VALUES.get(str(error["loc"][-1]), ())))
         return f"{field}: not supported here: leave it out{f', or send {neutral}' if neutral else ''}"
@@ -368,21 +300,55 @@ _HEADER_TIMEOUT_SECONDS = 10.0
 """Seconds that a client has to send headers, from its connection or from the last answer."""
 
 
+def _is_waiting_for_client(connection: Any) -> bool:
+    """Return whether a client has to send headers or the rest of a body, or to receive the last answer."""
+    http, answered = connection.conn, (h11.DONE, h11.MUST_CLOSE)
+    return (
+        connection.transport.is_closing()
+        or http.their_state is h11.IDLE
+        or (http.their_state is h11.SEND_BODY and http.our_state in answered)
+    )
+
+
 def make_server(
-    app: ASGIApp, header_timeout: float = _HEADER_TIMEOUT_SECONDS, grace: float = _SHUTDOWN_GRACE_SECONDS
+    app: ASGIApp,
+    header_timeout: float = _HEADER_TIMEOUT_SECONDS,
+    grace: float = _SHUTDOWN_GRACE_SECONDS,
+    keep_alive: int = 5,
+    is_waiting: Callable[[Any], bool] = _is_waiting_for_client,
 ) -> uvicorn.Server:
     """Return an HTTP server for a listening socket.
 
     Args:
         app: The application.
         header_timeout: Seconds that a client has to send headers.
-        grace: Seconds that requests have to end.
+        grace: Seconds that requests have to end. Uvicorn cancels what remains 2 seconds later.
+        keep_alive: Seconds that a connection may be silent after an answer.
+        is_waiting: Returns whether a connection waits for its client, and is closed after `header_timeout`.
     """
-    settings = uvicorn.Config(app, http="h11", log_level="warning", timeout_notify=0)
-    # After `grace` seconds the engine refuses all requests that are left; uvicorn cancels what remains 2 seconds later.
-    settings.timeout_graceful_shutdown = round(grace) + 2
-    server = uvicorn.Server(settings)
-    settings.callback_notify = _ConnectionWatcher(server, header_timeout).close_late
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        timeout_notify=0,
+        timeout_keep_alive=keep_alive,
+        timeout_graceful_shutdown=round(grace) + 2,
+    )
+    server: Any = uvicorn.Server(settings)
+    waiting_since = dict[tuple[Any, Any], float]()  # by connections and their latest requests
+
+    async def close_late() -> None:
+        nonlocal waiting_since
+        now = time.monotonic()
+        waiting = [(one, one.cycle) for one in server.server_state.connections if is_waiting(one)]
+        waiting_since = {each: waiting_since.get(each, now) for each in waiting}
+        for (connection, _), start in waiting_since.items():
+            if now - start > header_timeout:
+                connection.transport.abort()
+
+    settings.callback_notify = close_late  # once a second
     return server
 
 
@@ -401,35 +367,3 @@ def make_stop_handler(
         timer.start()
 
     return stop
-
-
-@dataclass
-class _ConnectionWatcher:
-    """Checks the connections of a server once a second, and closes those that wait for their client too long."""
-
-    server: uvicorn.Server
-    header_timeout: float
-    waiting_since: dict[Any, tuple[Any, float]] = field(default_factory=dict)
-    """The connections that wait for their client, each with its latest request and when it was first seen waiting."""
-
-    async def close_late(self) -> None:
-        now = time.monotonic()
-        late = [connection for connection in self.server.server_state.connections if _is_waiting_for_client(connection)]
-        self.waiting_since = {one: self._get_waiting_since(one, now) for one in late}
-        for connection, (_, start) in self.waiting_since.items():
-            if now - start > self.header_timeout:
-                connection.transport.abort()
-
-    def _get_waiting_since(self, connection: Any, now: float) -> tuple[Any, float]:
-        request, start = self.waiting_since.get(connection, (connection.cycle, now))
-        return (request, start) if request is connection.cycle else (connection.cycle, now)
-
-
-def _is_waiting_for_client(connection: Any) -> bool:
-    """Return whether a client has to send headers or the rest of a body, or to receive the last answer."""
-    http, answered = connection.conn, (h11.DONE, h11.MUST_CLOSE)
-    return (
-        connection.transport.is_closing()
-        or http.their_state is h11.IDLE
-        or (http.their_state is h11.SEND_BODY and http.our_state in answered)
-    )

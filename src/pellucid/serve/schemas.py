@@ -7,9 +7,10 @@ a body is checked. Every other field has bounds.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from pellucid.types import Prompt
 
@@ -18,15 +19,9 @@ _MIN_POSITIVE_VALUE = 1e-6
 float32, as they are from 1e-38 on. Values below 1e-6 would change nothing anyway: logits differ by more where they
 differ at all, and where a vocabulary has less than a million tokens, the likeliest alone has a greater probability.
 """
-_MAX_STOPS, _MAX_STOP_CHARACTERS = 4, 256
-_MAX_TOOLS, _MAX_TOP_LOGPROBS = 128, 20
-_PROMPT_KINDS = ("a text", "token ids")
-"""What a prompt may be."""
-CONTENT_KINDS = ("a text", "parts")
-"""What the content of a message may be."""
-UNION_TAGS = {*_PROMPT_KINDS, *CONTENT_KINDS}
-"""Names of alternatives, which pydantic has in the locations of its errors beside the fields."""
 _MAX_INTEGER = 2**31 - 1
+PROMPT_KINDS = ("a text", "token ids")
+"""What a prompt may be. Pydantic has these names in the locations of its errors, beside those of fields."""
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "annotations": ([],),
@@ -78,21 +73,10 @@ _IGNORED_FIELDS = {
 """Fields that concern billing, caches or the client, and never an answer."""
 
 
-def _check_unicode(value: Any) -> Any:
-    """Return the value. Raises ValueError for text with a lone surrogate, which no file or answer can hold."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"character {error.start} is half a character, a surrogate without its other half"
-            ) from error
-    return value
-
-
-def _wrap_in_list(value: Any) -> Any:
-    """Return one string, several or none as a list."""
-    return [value] if isinstance(value, str) else [] if value is None else value
+def _check_unicode(text: str) -> str:
+    """Return the text. Raises ValueError for a lone surrogate, which no file or answer can hold."""
+    text.encode()
+    return text
 
 
 def _check_temperature(temperature: float) -> float:
@@ -102,7 +86,6 @@ def _check_temperature(temperature: float) -> float:
 
 
 def _check_object(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError if a text in it has a lone surrogate."""
     _check_unicode(json.dumps(value, ensure_ascii=False))
     return value
 
@@ -131,84 +114,62 @@ def _unwrap_single_prompt(prompts: Any) -> Any:
     return prompts[0] if single else prompts
 
 
-def _normalize_top_k(top_k: Any) -> Any:
-    """Return 0 for -1, which means no limit in vLLM."""
-    return 0 if top_k == -1 else top_k
-
-
-def _normalize_logprobs(logprobs: Any) -> Any:
-    return None if logprobs is False else logprobs
-
-
-def _get_prompt_kind(prompt: Any) -> str:
-    return _PROMPT_KINDS[isinstance(prompt, list)]
-
-
-def get_content_kind(content: Any) -> str:
-    return CONTENT_KINDS[isinstance(content, list)]
-
-
-Text = Annotated[str, BeforeValidator(_check_unicode)]
-NonEmptyText = Annotated[str, Field(min_length=1), BeforeValidator(_check_unicode)]
-_ShortText = Annotated[str, Field(max_length=256), BeforeValidator(_check_unicode)]
-_StopString = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS), BeforeValidator(_check_unicode)]
-_StopStrings = Annotated[list[_StopString], Field(max_length=_MAX_STOPS), BeforeValidator(_wrap_in_list)]
+# Pydantic refuses lone surrogates by itself where a text has a bound.
+Text = Annotated[str, AfterValidator(_check_unicode)]
+_NonEmptyText = Annotated[str, Field(min_length=1)]
+_ShortText = Annotated[str, Field(max_length=256)]
+_StopStrings = Annotated[
+    list[_ShortText],
+    Field(max_length=4),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 TokenCount = Annotated[int, Field(ge=1, le=_MAX_INTEGER)]
-Temperature = Annotated[float, Field(ge=0.0, le=10.0), AfterValidator(_check_temperature)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Temperature = Annotated[float, Field(ge=0.0, le=10.0), AfterValidator(_check_temperature)]
+_Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _JsonObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
-_TopLogprobCount = Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)]
-_TokenId = Annotated[int, Field(ge=0, le=_MAX_INTEGER, strict=True)]
-TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_TopLogprobCount = Annotated[int, Field(ge=0, le=20)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_INTEGER, strict=True)]], Field(min_length=1)]
 _TextOrIds = Annotated[
-    Annotated[NonEmptyText, Tag(_PROMPT_KINDS[0])] | Annotated[TokenIds, Tag(_PROMPT_KINDS[1])],
-    Discriminator(_get_prompt_kind),
+    Annotated[_NonEmptyText, Tag(PROMPT_KINDS[0])] | Annotated[_TokenIds, Tag(PROMPT_KINDS[1])],
+    Discriminator(lambda prompt: PROMPT_KINDS[isinstance(prompt, list)]),
     BeforeValidator(_unwrap_single_prompt),
 ]
 
 
-class NullDroppingModel(BaseModel):
-    """An object in a body whose null fields count as missing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-
-class _RequestBody(NullDroppingModel):
-    """An object in a body without null and neutral fields. Unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid")
+class RequestBody(BaseModel, extra="forbid"):
+    """An object in a body, without fields that are null or change nothing. Other unknown fields are refused."""
 
     @model_validator(mode="before")
     @classmethod
     def drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if name in cls.model_fields or not _is_neutral(name, value)}
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None and (name in cls.model_fields or not _is_neutral(name, value))
+        }
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a field that is not supported can be dropped without changing the answer."""
     return name in _IGNORED_FIELDS or value in NEUTRAL_VALUES.get(name, ())
 
 
-class _CalledFunction(_RequestBody):
+class _CalledFunction(RequestBody):
     name: _ShortText
     arguments: Annotated[_JsonObject, BeforeValidator(_parse_arguments)] = {}
 
 
-class _ToolCall(_RequestBody):
+class ToolCall(RequestBody):
     id: _ShortText = ""
     type: Literal["function"] = "function"
     function: _CalledFunction
 
 
-class _ChatMessage(_RequestBody):
+class ChatMessage(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text | None, BeforeValidator(_join_text_parts)] = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = None
     name: _ShortText | None = None
     """The name of the speaker, for templates that show it. A tool without one has the name in the call with its id."""
     tool_call_id: _ShortText | None = None
@@ -224,34 +185,49 @@ class _ChatMessage(_RequestBody):
         return self
 
 
-class _FunctionSchema(_RequestBody):
+def format_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages for a chat template."""
+    names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    formatted = list[dict[str, Any]]()
+    for message in messages:
+        fields = {"content": ""} | message.model_dump(exclude_none=True)
+        if message.role == "developer":  # which chat templates do not know
+            fields["role"] = "system"
+        if message.role == "tool" and (name := message.name or names.get(message.tool_call_id or "")):
+            fields["name"] = name
+        formatted.append(fields)
+    return formatted
+
+
+class FunctionSchema(RequestBody):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: Text | None = None
     parameters: _JsonObject | None = None
     strict: bool | None = None
 
 
-class _ToolSchema(_RequestBody):
+class ToolSchema(RequestBody):
     type: Literal["function"]
-    function: _FunctionSchema
+    function: FunctionSchema
 
 
-class StreamOptions(_RequestBody):
+class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
-class SamplingParams(_RequestBody):
+class SamplingParams(RequestBody):
     """The fields of chat completions and of text completions."""
 
     model: _ShortText = ""
     """The name of the model; empty for the one that is served."""
     max_tokens: TokenCount | None = None
-    temperature: Temperature = 1.0
+    temperature: _Temperature = 1.0
     top_p: float = Field(default=1.0, ge=_MIN_POSITIVE_VALUE, le=1.0)
-    top_k: Annotated[int, Field(ge=0, le=_MAX_INTEGER), BeforeValidator(_normalize_top_k)] = 0
+    top_k: Annotated[int, Field(ge=0, le=_MAX_INTEGER), BeforeValidator(lambda value: 0 if value == -1 else value)] = 0
+    """0 or, as in vLLM, -1 for no limit."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     n: int = Field(default=1, ge=1, le=_MAX_INTEGER)
-    seed: Seed | None = None
+    seed: _Seed | None = None
     stop: _StopStrings = []
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -267,9 +243,9 @@ class SamplingParams(_RequestBody):
 
 
 class ChatRequest(SamplingParams):
-    messages: list[_ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: TokenCount | None = None
-    tools: list[_ToolSchema] = Field(default=[], max_length=_MAX_TOOLS)
+    tools: list[ToolSchema] = Field(default=[], max_length=128)
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     top_logprobs: _TopLogprobCount = 0
@@ -287,32 +263,16 @@ class ChatRequest(SamplingParams):
     @property
     def prompt(self) -> Prompt:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tool_choice == "auto" else []
-        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
-        messages = [
-            {"content": ""}
-            | message.model_dump(exclude_none=True)
-            | _build_role_field(message)
-            | _build_name_field(message, names)
-            for message in self.messages
-        ]
-        return Prompt("chat", tuple(messages), tools=tuple(tools))
-
-
-def _build_role_field(message: _ChatMessage) -> dict[str, str]:
-    """Return the system role in place of `developer`, which chat templates do not know."""
-    return {"role": "system"} if message.role == "developer" else {}
-
-
-def _build_name_field(message: _ChatMessage, names: dict[str, str]) -> dict[str, str]:
-    name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else "")
-    return {"name": name} if name else {}
+        return Prompt("chat", tuple(format_messages(self.messages)), tools=tuple(tools))
 
 
 class CompletionRequest(SamplingParams):
     prompt: _TextOrIds
     """A text, or the token ids of one."""
     best_of: int | None = None
-    logprobs: Annotated[_TopLogprobCount | None, BeforeValidator(_normalize_logprobs)] = None
+    logprobs: Annotated[_TopLogprobCount | None, BeforeValidator(lambda value: None if value is False else value)] = (
+        None
+    )
 
     @model_validator(mode="after")
     def check_best_of(self) -> Self:
@@ -325,11 +285,11 @@ class CompletionRequest(SamplingParams):
         return self.logprobs
 
 
-class QuestionRequest(_RequestBody):
-    question: NonEmptyText
+class QuestionRequest(RequestBody):
+    question: _NonEmptyText
 
 
-class GroupRequest(_RequestBody):
+class GroupRequest(RequestBody):
     """A request for `group_size` completions of one prompt: of `question`, or without it of a held-out one."""
 
     question: Text = ""
@@ -338,6 +298,6 @@ class GroupRequest(_RequestBody):
     number: int = Field(default=0, ge=0, le=_MAX_INTEGER)
     """The number of the task's held-out prompt, where there is no question."""
     group_size: int = Field(default=8, ge=2, le=64)
-    temperature: Temperature = Field(default=1.0, gt=0.0)
+    temperature: _Temperature = Field(default=1.0, gt=0.0)
     max_tokens: TokenCount | None = None
-    seed: Seed = 0
+    seed: _Seed = 0

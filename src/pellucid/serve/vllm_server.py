@@ -42,13 +42,13 @@ from pellucid.rollout.vllm_client import (
 from pellucid.serve import middleware
 from pellucid.serve.daemon import make_url
 from pellucid.serve.middleware import (
+    ERROR_HANDLERS,
     LOOPBACK_HOSTS,
-    AccessMiddleware,
+    GuardMiddleware,
     RequestError,
-    ShutdownMiddleware,
-    format_validation_error,
-    install_error_handlers,
+    format_validation_errors,
     is_loopback,
+    make_access_check,
 )
 from pellucid.types import UserError
 from pellucid.utils import hardware
@@ -127,7 +127,7 @@ class EngineHost:
         except AdapterRefusedError as error:
             return {**self.describe_state(), "refusal": str(error)}
         except ValidationError as error:
-            raise RequestError(422, "; ".join(map(format_validation_error, error.errors()))) from error
+            raise RequestError(422, format_validation_errors(error.errors())) from error
         except UserError as error:
             raise RequestError(422, str(error)) from error
 
@@ -246,8 +246,7 @@ class EngineHost:
 
 
 def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASGIApp:
-    app = FastAPI(title="pellucid sampler", docs_url=None, redoc_url=None)
-    install_error_handlers(app)
+    app = FastAPI(title="pellucid sampler", docs_url=None, redoc_url=None, exception_handlers=ERROR_HANDLERS)
 
     @app.get("/state")
     async def state() -> dict[str, Any]:
@@ -282,7 +281,7 @@ def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASG
         found_version, answers = host.sample_rows(version, rows)
         return JSONResponse(answers, headers={VERSION_HEADER: found_version})
 
-    return AccessMiddleware(ShutdownMiddleware(app), hosts, secret)
+    return GuardMiddleware(app, make_access_check(hosts, secret))
 
 
 def _make_tensor_response(version: str, tensors: Mapping[str, Tensor]) -> Response:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from string import Template
 
 from pellucid.reporting.charts import (
     PAGE_CSS,
     Point,
-    Series,
-    compute_range_line,
     draw_chart,
     escape_text,
     format_count,
     make_estimate_points,
     make_points,
+    make_seed_series,
 )
 from pellucid.reporting.eval_metrics import HEADLINE_LABELS
 from pellucid.reporting.report import format_duration, read_asset, render_fact_list, render_section
@@ -305,19 +304,12 @@ def _draw_comparison_chart(
     get_points: _PointsFunction,
     include: Sequence[float],
 ) -> str:
-    series = [_build_seed_series(variant, comparison.finished[variant], get_points, "first")]
-    if variant != comparison.baseline:
-        series.insert(
-            0, _build_seed_series(comparison.baseline, comparison.finished[comparison.baseline], get_points, "third")
-        )
+    styles = {comparison.baseline: "third", variant: "first"}  # a single entry for the baseline itself
+    series = [
+        make_seed_series(name, map(get_points, comparison.finished[name].values()), style)
+        for name, style in styles.items()
+    ]
     return draw_chart(title, subtitle, series if series[-1].points else [], include)
-
-
-def _build_seed_series(label: str, runs: Mapping[int, ComparedRun], get_points: _PointsFunction, style: str) -> Series:
-    lines = [points for run in runs.values() if (points := get_points(run))]
-    if len(lines) > 1:
-        return Series(label, compute_range_line(lines), f"{style} band")
-    return Series(label, lines[0] if lines else [], style)
 
 
 def _get_held_out_curve(measure: str) -> tuple[_PointsFunction, Sequence[float]]:

@@ -27,7 +27,7 @@ from pellucid.rewards.grading import GradedTask, load_graders
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rollout.hf import HuggingFaceSampler
 from pellucid.rollout.native import NativeSampler
-from pellucid.rollout.select import choose_sampler, enable_int8
+from pellucid.rollout.select import choose_sampler
 from pellucid.rollout.vllm import TRUNCATION_ERROR, VLLMSampler
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
@@ -58,9 +58,6 @@ class Components:
     test_task: Task
     test_prompts: Sequence[Prompt]
     sampler: Sampler
-    """Generates the completions that are trained on."""
-    evaluation_sampler: Sampler
-    """Generates the completions of evaluations, in the arithmetic of the saved model."""
     policy: Policy
     reference: Policy | LoraReference | None
     runtime: Runtime
@@ -137,8 +134,7 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
     )
     environments = make_environments(cfg, learner, log)
     # Before the engine shards the policy, since the sampler tries its decoder.
-    evaluation_sampler = pick_sampler(cfg, learner, environments)
-    sampler = enable_int8(evaluation_sampler, learner) if cfg.sampler.dtype == "int8" else evaluation_sampler
+    sampler = pick_sampler(cfg, learner, environments)
     total_updates = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total_updates, cfg.runtime)
     _check_step_size(cfg, runtime.world_size)
@@ -154,7 +150,6 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
         test_task=test_task,
         test_prompts=sample_held_out_prompts(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
         sampler=sampler,
-        evaluation_sampler=evaluation_sampler,
         policy=learner,
         reference=reference,
         runtime=runtime,

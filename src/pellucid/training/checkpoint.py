@@ -10,8 +10,6 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,14 +108,13 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
     """
     runtime, state = parts.runtime, parts.state
     tensors, facts, notes = load_newest_checkpoint(run_dir, runtime)
-    folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
     sharded = facts.get("sharded", [])
     names = [*tensors, *sharded]
 
     def load_state(name: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of this process, however many processes saved them."""
         if name in sharded:
-            return load_shards(folder / name, like)
+            return load_shards(get_checkpoint_dir(run_dir, facts["step"]) / name, like)
         return {key: take_local_shard(x, like.get(key, x)) for key, x in tensors[name].items()}
 
     if "reference" in names and isinstance(parts.reference, Policy):
@@ -168,14 +165,11 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
     processes = runtime if runtime.engine.is_lockstep else SINGLE_PROCESS
     if processes is not runtime and not runtime.is_main:
         return
-    folder, model, adapter = run_dir / "model", run_dir / "model.partial", run_dir / "adapter.partial"
+    model, adapter = run_dir / "model.partial", run_dir / "adapter.partial"
     is_sharded, trained = runtime.engine.is_lockstep and not learner.adapter, {}
     if learner.adapter:
         trained = {name: gather_full_tensor(p.detach()) for name, p in runtime.engine.masters().items()}
         learner.gather()
-
-    def begin() -> None:
-        shutil.rmtree(model, ignore_errors=True)
 
     def save_own_part() -> Sequence[Any]:
         if is_sharded:
@@ -183,27 +177,24 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         return ()
 
     def end(_: Sequence[Any]) -> None:
-        merged = learner.build_merged_model(trained, CPU) if learner.adapter else None
-        learner.save_config(model, dtype) if is_sharded else learner.save(model, merged, dtype)
+        if is_sharded:
+            learner.save_config(model, dtype)
+        else:
+            learner.save(model, learner.build_merged_model(trained, CPU) if learner.adapter else None, dtype)
         if learner.adapter:
-            shutil.rmtree(adapter, ignore_errors=True)
             save_adapter(learner.adapter, trained, adapter)
             _finalize_folder(adapter)
         _finalize_folder(model)  # last, since a run with a model is finished
 
-    def clean_up() -> None:
-        shutil.rmtree(model, ignore_errors=True)
-        shutil.rmtree(adapter, ignore_errors=True)
-
     try:
-        _run_collectively(begin, save_own_part, end, clean_up, processes)
+        _save_collectively([model, *([adapter] if learner.adapter else [])], save_own_part, end, processes)
     except (OSError, UserError) as error:
         checkpoints = list_checkpoints(run_dir)[-1:]
         is_saved = bool(checkpoints) and get_checkpoint_step(checkpoints[0]) == parts.state.step
         first = "make room" if isinstance(error, OSError) else "mend that"
         mend = f"the checkpoint is whole: {first}, then --resume {run_dir}"
         lost = f"checkpoint.every = 0 has left no checkpoint of it: {first}, then train it again"
-        raise UserError(f"{folder} could not be saved ({error}); {mend if is_saved else lost}") from error
+        raise UserError(f"{run_dir / 'model'} could not be saved ({error}); {mend if is_saved else lost}") from error
 
 
 def _finalize_folder(partial_folder: Path) -> None:
@@ -218,44 +209,55 @@ def _finalize_folder(partial_folder: Path) -> None:
 # ---------------------------------------------------------------- work of several processes
 
 
-def _run_collectively(
-    begin: Callable[[], None],
+def _save_collectively(
+    partial_folders: Sequence[Path],
     save_own_part: Callable[[], Sequence[T]],
     end: Callable[[Sequence[T]], None],
-    clean_up: Callable[[], None],
     processes: ProcessGroup,
 ) -> None:
-    """Save something in three parts, each of which starts when all processes have finished the one before.
+    """Save something in parts, each of which starts when all processes have finished the one before.
 
     Args:
-        begin: Runs in the main process.
+        partial_folders: Are empty at first, and removed if anything fails.
         save_own_part: Runs in all processes.
         end: Runs in the main process, with the results of `save_own_part` of all processes.
-        clean_up: Runs in the main process if anything failed.
         processes: The processes that call this together.
 
     Raises:
         OSError, UserError: One of the processes failed; raised in all of them.
     """
+
+    def remove_folders() -> None:
+        for folder in partial_folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def begin() -> None:
+        remove_folders()
+        for folder in partial_folders:
+            folder.mkdir(parents=True)
+
     try:
-        _run_in_all_processes(begin if processes.is_main else None, processes)
+        _run_in_all_processes(begin, processes, main_only=True)
         results = _run_in_all_processes(save_own_part, processes)
-        _run_in_all_processes(partial(end, results) if processes.is_main else None, processes)
+        _run_in_all_processes(lambda: end(results), processes, main_only=True)
     except (OSError, UserError):
         if processes.is_main:
-            clean_up()
+            remove_folders()
         raise
 
 
-def _run_in_all_processes(action: Callable[[], Sequence[T] | None] | None, processes: ProcessGroup) -> list[T]:
-    """Run an action in each process that has one, and return the results of all processes.
+def _run_in_all_processes(
+    action: Callable[[], Sequence[T] | None], processes: ProcessGroup, main_only: bool = False
+) -> list[T]:
+    """Run an action in all processes, or in the main one while the others wait, and return all results.
 
     Raises:
         OSError, UserError: One of the processes failed; raised in all of them, so that none waits for it.
     """
     results, error = [], None
     try:
-        results = list((action() if action else None) or ())
+        if processes.is_main or not main_only:
+            results = list(action() or ())
     except (OSError, SafetensorError) as raised:
         error = OSError(str(raised))
     except UserError as raised:
@@ -268,6 +270,10 @@ def _run_in_all_processes(action: Callable[[], Sequence[T] | None] | None, proce
 
 
 # ---------------------------------------------------------------- checkpoint folders
+
+
+def get_checkpoint_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
 def write_checkpoint(
@@ -294,15 +300,13 @@ def write_checkpoint(
     Raises:
         UserError: The files could not be written, as on a full disk; raised in all processes.
     """
-    folder = run_dir / "checkpoints" / f"step-{step:06d}"
+    folder = get_checkpoint_dir(run_dir, step)
     partial_folder = folder.with_suffix(".partial")
     sharded = {name: state for name, state in tensors.items() if has_sharded_tensors(state)}
     unsharded = {name: state for name, state in tensors.items() if name not in sharded}
     facts = {"step": step, **facts, **({"sharded": sorted(sharded)} if sharded else {})}
-
-    def begin() -> None:
+    if processes.is_main:
         remove_partial_checkpoints(run_dir)
-        partial_folder.mkdir(parents=True)
 
     def save_own_shards() -> list[tuple[str, str]]:
         checksums = []
@@ -321,11 +325,8 @@ def write_checkpoint(
         for old in list_checkpoints(run_dir)[:-keep_last]:
             _remove_checkpoint(old)
 
-    def clean_up() -> None:
-        shutil.rmtree(partial_folder, ignore_errors=True)
-
     try:
-        _run_collectively(begin, save_own_shards, end, clean_up, processes)
+        _save_collectively([partial_folder], save_own_shards, end, processes)
     except OSError as error:
         raise UserError(
             f"step {step} could not be saved in {folder.parent} ({error}); earlier checkpoints are whole"
@@ -334,34 +335,16 @@ def write_checkpoint(
 
 
 def _write_files(folder: Path, tensors: _TensorStates, facts: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
-    """Write tensors, facts and the checksums of all files; `checksums` are those of files that are already written.
-
-    Each file is synced and its checksum computed while the next one is being written.
-    """
-    with ThreadPoolExecutor() as pool:
-        pending = {}
-        for name, state in tensors.items():
-            path = folder / f"{name}.safetensors"
-            # safetensors refuses tensors that share memory, and ignores strides.
-            save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, path)
-            pending[path.name] = _submit_checksum(pool, path)
-        path = folder / "state.json"
-        path.write_text(json.dumps(facts))
-        pending[path.name] = _submit_checksum(pool, path)
-        checksums = {**checksums, **{name: checksum.result() for name, checksum in pending.items()}}
+    """Write tensors, facts and the checksums of all files; `checksums` are those of files that are already written."""
+    for name, state in tensors.items():
+        # safetensors refuses tensors that share memory, and ignores strides.
+        save_file({k: x.detach().cpu().contiguous() for k, x in state.items()}, folder / f"{name}.safetensors")
+    (folder / "state.json").write_text(json.dumps(facts))
+    paths = [*(folder / f"{name}.safetensors" for name in tensors), folder / "state.json"]
+    checksums = {**checksums, **{path.name: _sync_and_digest(path) for path in paths}}
     (folder / CHECKSUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in checksums.items()))
-    _sync_and_digest(folder / CHECKSUMS_FILE)
+    files.sync_path(folder / CHECKSUMS_FILE)
     files.sync_path(folder)
-
-
-def _submit_checksum(pool: ThreadPoolExecutor, path: Path) -> Future[str]:
-    """Sync a file and compute its checksum in a thread, or at once if the interpreter is exiting and starts none."""
-    try:
-        return pool.submit(_sync_and_digest, path)
-    except RuntimeError:
-        done: Future[str] = Future()
-        done.set_result(_sync_and_digest(path))
-        return done
 
 
 def _sync_and_digest(path: Path) -> str:
@@ -388,7 +371,7 @@ def remove_old_checkpoints(run_dir: Path, settings: CheckpointConfig) -> None:
 def remove_partial_checkpoints(run_dir: Path) -> None:
     """Remove checkpoints that a killed process was writing or removing."""
     for folder in (run_dir / "checkpoints").glob("*.partial"):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_newest_checkpoint(
@@ -402,37 +385,27 @@ def load_newest_checkpoint(
     Raises:
         UserError: No checkpoint is undamaged, or a process cannot read it; raised in all processes.
     """
-    loaded: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None = None
+    loaded = {}
 
     def find() -> list[tuple[Path, list[str]]]:
-        nonlocal loaded
-        folder, notes, loaded = _find_newest_checkpoint(run_dir)
-        return [(folder, notes)]
+        damaged: list[str] = []
+        for folder in reversed(list_checkpoints(run_dir)):
+            try:
+                loaded[folder] = load_checkpoint(folder)
+            except DamagedCheckpointError as error:
+                damaged.append(str(error))
+            else:
+                return [(folder, [f"{line}: {folder.name} is taken" for line in damaged])]
+        found = "; ".join(damaged) or str(run_dir)
+        raise UserError(f"{found}: no checkpoint is whole: bring one back from a copy, or start again elsewhere")
 
     def load() -> None:
-        nonlocal loaded
-        loaded = loaded or load_checkpoint(folder, is_verified=True)
+        if folder not in loaded:
+            loaded[folder] = load_checkpoint(folder, is_verified=True)
 
-    [(folder, notes)] = _run_in_all_processes(find if processes.is_main else None, processes)
+    [(folder, notes)] = _run_in_all_processes(find, processes, main_only=True)
     _run_in_all_processes(load, processes)
-    assert loaded
-    return *loaded, notes
-
-
-def _find_newest_checkpoint(
-    run_dir: Path,
-) -> tuple[Path, list[str], tuple[dict[str, dict[str, Tensor]], dict[str, Any]]]:
-    """Return the folder of the newest undamaged checkpoint, notes that name damaged ones, and its content."""
-    damaged: list[str] = []
-    for folder in reversed(list_checkpoints(run_dir)):
-        try:
-            loaded = load_checkpoint(folder)
-        except DamagedCheckpointError as error:
-            damaged.append(str(error))
-        else:
-            return folder, [f"{line}: {folder.name} is taken" for line in damaged], loaded
-    found = "; ".join(damaged) or str(run_dir)
-    raise UserError(f"{found}: no checkpoint is whole: bring one back from a copy, or start again elsewhere")
+    return *loaded[folder], notes
 
 
 def load_checkpoint(folder: Path, is_verified: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

@@ -145,8 +145,9 @@ def print_memory_plan(cfg: Config) -> int:
         for devices in _PLANNED_DEVICE_COUNTS[: 1 if by_vllm else None]:
             parts = memory.estimate_parts(model, with_engine, devices).values()
             variants = [with_engine] if in_4bit else [with_engine, with_offload]
-            peaks = [memory.format_peak(model, settings, devices) for settings in variants]
-            print(_format_table_row([str(devices), name, *map(memory.format_gb, parts), *peaks]))
+            prefix = "at least " if None in parts else ""
+            peaks = [f"{prefix}{memory.estimate_peak(model, settings, devices):.1f}" for settings in variants]
+            print(_format_table_row([str(devices), name, *map(_format_gb, parts), *peaks]))
     if note := memory.describe_checkpointing(model, cfg):
         print(f"\nOn one device, {note}.")
     if reason := memory.explain_unknown_memory(model.config):
@@ -229,7 +230,7 @@ def _describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
     s, dtype_bytes = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
     engine = f"{dtype_bytes * model.parameter_count / 1e9:.1f} GB of weights and"
     if s.name != "vllm":
-        cache = memory.format_gb(memory.estimate_kv_cache(model.config, cfg, 1))
+        cache = _format_gb(memory.estimate_kv_cache(model.config, cfg, 1))
         return (
             f"Sampling keeps {cache} GB of keys and values on one device, and neither gradients nor activations; with"
             f' sampler.name = "vllm" {engine} sampler.cache_gb besides.'
@@ -237,6 +238,10 @@ def _describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
     if s.urls:
         return f"Sampling is by servers, each of which keeps {engine} its own --cache-gb."
     return f"vLLM keeps {engine} {s.cache_gb:g} GB of keys and values (sampler.cache_gb) beside the trainer."
+
+
+def _format_gb(size: float | None) -> str:
+    return "unknown" if size is None else f"{size:.1f}"
 
 
 def _format_table_row(cells: Sequence[str]) -> str:

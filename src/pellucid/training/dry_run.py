@@ -42,7 +42,7 @@ def show_dry_run(cfg: Config, run_dir: Path) -> int:
     if prompt is None:
         raise UserError("the task has no prompt for step 0: its sample(step, n) must return n of them")
     print(escape_controls(format_toml(dump_config(cfg))), flush=True)
-    show_plan(cfg, model, predict_fallback_reason(model, cfg), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
+    show_plan(cfg, model, predict_fallback_reason(model, cfg.policy), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
     task = get_innermost_task(cfg.task)
     if isinstance(getattr(task, "environment_spec", None), AgentSpec):
         print("\nThe agent writes its prompts by itself: they are shown when it runs. The row that it is given first:")

@@ -14,7 +14,7 @@ from pellucid.policy.lora import save_adapter
 from pellucid.policy.policy import CPU, Policy, load_policy
 from pellucid.reporting.run_files import find_run_dir, list_checkpoints
 from pellucid.training.build import make_template
-from pellucid.training.checkpoint import load_newest_checkpoint
+from pellucid.training.checkpoint import get_checkpoint_dir, load_newest_checkpoint
 from pellucid.training.run_dir import check_writable
 from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
@@ -49,8 +49,8 @@ def export_model(run_dir: Path, output: Path) -> int:
         print(escape_controls(f"! {note}"), flush=True)
     learner = _load_initial_policy(cfg)
     if "policy" in facts.get("sharded", ()):
-        folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
-        tensors["policy"] = load_shards(folder / "policy", learner.trainable())
+        folder = get_checkpoint_dir(run_dir, facts["step"]) / "policy"
+        tensors["policy"] = load_shards(folder, learner.trainable())
     learner.load_trainable(tensors["policy"])
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

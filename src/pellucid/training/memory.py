@@ -6,10 +6,9 @@ Sizes are in GB, 1e9 bytes, on each device.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,8 +66,7 @@ def describe_policy_model(policy: PolicyConfig) -> ModelFacts:
 def build_meta_model(name: str, access: ModelAccess = DEFAULT_ACCESS) -> tuple[Any, Any]:
     """Return the configuration of a model, and the model with parameters on the meta device, which take no memory.
 
-    Raises:
-        UserError: The model cannot be found, or is no language model.
+    Raise UserError if the model cannot be found, or is no language model.
     """
     with explain_load_errors(name, access):
         config = AutoConfig.from_pretrained(
@@ -96,31 +94,16 @@ def describe_model(
     if not lora:
         return ModelFacts(config, parameters, parameters, has_own_code=has_custom_code(model))
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    adapted = [
-        m
+    trained = sum(
+        lora * (m.in_features + m.out_features)
         for name, m in linear.items()
         if (name.rpartition(".")[2] in targets if targets else not name.endswith("lm_head"))
-    ]
-    quantized = [m.weight.numel() for m in linear.values() if in_4bit and m is not model.get_output_embeddings()]
-    trained = sum(lora * (m.in_features + m.out_features) for m in adapted)
-    return ModelFacts(config, parameters, trained, sum(quantized), has_custom_code(model))
+    )
+    quantized = sum(m.weight.numel() for m in linear.values() if in_4bit and m is not model.get_output_embeddings())
+    return ModelFacts(config, parameters, trained, quantized, has_custom_code(model))
 
 
-def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float | None]:
-    """Return the memory of each part on each of `processes` devices; None for a part whose size is unknown.
-
-    Weights, gradients and optimizer are exact. With ddp every process has fp32 masters and a copy in the compute dtype;
-    with fsdp2 and deepspeed they are sharded. The parts do not all exist at the same time: see `estimate_peak`.
-    """
-    own_decoder = _uses_own_decoder(model, cfg)
-    tokens = _count_backward_tokens(cfg, processes, shares_prompts=own_decoder)
-    is_known = not explain_unknown_memory(model.config)
-    state = estimate_training_state(model, cfg, processes) | estimate_reward_models(cfg) | _estimate_vllm(model, cfg)
-    return state | {
-        "activations": tokens * estimate_activation_bytes(model.config, cfg, own_decoder) / 1e9 if is_known else None,
-        "logits": _estimate_logits(model, cfg, tokens),
-        "libraries": LIBRARIES_GB,
-    }
+# ---------------------------------------------------------------- phases and parts
 
 
 def estimate_peak(model: ModelFacts, cfg: Config, processes: int = 1) -> float:
@@ -132,52 +115,71 @@ def estimate_phases(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[
     """Return the memory of each phase of a run. Unknown parts are not counted.
 
     In an update of a single micro-batch, activations are freed as gradients are computed, so the larger of both counts.
-    From the second micro-batch on, gradients of earlier ones exist beside the activations. The predictions of the token
-    microscope keep the weights before the update and then the change of each.
+    From the second micro-batch on, gradients of earlier ones exist beside the activations.
     """
     parts = estimate_parts(model, cfg, processes)
     steady = sum_known(parts) - sum(parts[name] or 0.0 for name in ("gradients", "activations", "logits"))
     gradients, forward = parts["gradients"] or 0.0, (parts["activations"] or 0.0) + (parts["logits"] or 0.0)
     backward = max(gradients, forward) if _has_single_backward_pass(cfg, processes) else gradients + forward
-    predicts = bool(cfg.log.tokens and cfg.log.predictions) and pick_device(cfg.policy.device).type == "cpu"
-    copy = 4 * model.trained_count / 1e9 if predicts else 0.0
-    # The copy of the first step exists before the moments do, so only a later one adds to the peak.
-    update_copy = copy if cfg.algorithm.steps >= cfg.log.predictions else 0.0
-    p = model.parameter_count / 1e9
     is_sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
-    start = 4 * p * (1 + _has_reference(cfg) / processes) + LIBRARIES_GB if is_sharded else 0.0
+    unsharded = 4 * model.parameter_count / 1e9 * (1 + _has_reference(cfg) / processes) + LIBRARIES_GB
     return {
-        "start": start + sum(estimate_reward_models(cfg).values()),
+        "start": (unsharded if is_sharded else 0.0) + sum(estimate_reward_models(cfg).values()),
         "sampling": steady
         + (_estimate_packed_weights(model, cfg) + (estimate_kv_cache(model.config, cfg, processes) or 0.0)),
-        "update": steady + backward + update_copy,
-        "microscope": steady + 2 * copy + (parts["logits"] or 0.0) if predicts else 0.0,
+        "update": steady + backward,
     }
 
 
-def _has_single_backward_pass(cfg: Config, processes: int) -> bool:
-    """Whether an optimizer step has a single micro-batch, and the engine keeps no gradient buffers during it."""
-    a = cfg.algorithm
-    minibatch = a.prompts_per_step * a.group_size // (a.minibatches * processes)
-    return cfg.runtime.engine != "deepspeed" and count_backward_rows(cfg, processes) >= minibatch
+def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float | None]:
+    """Return the memory of each part on each of `processes` devices; None for a part whose size is unknown.
 
-
-def _estimate_packed_weights(model: ModelFacts, cfg: Config) -> float:
-    """Return the memory of the packed weights that the CPU kernels sample with, beside those of the update."""
-    has_kernels = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16" and _uses_own_decoder(model, cfg)
-    return 2 * model.parameter_count / 1e9 if has_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
-
-
-def _estimate_logits(model: ModelFacts, cfg: Config, tokens: float) -> float:
-    """Return the memory of the logits that exist at once, and of the gradient of the head.
-
-    The gradient is in fp32, and in half precision once more as the matrix product that is added to it.
+    Weights, gradients and optimizer are exact. The parts do not all exist at the same time: see `estimate_phases`.
     """
-    config, dtype_bytes = model.config.get_text_config(), 4 if cfg.policy.dtype == "float32" else 2
-    vocabulary, width = getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0)
-    logits = tokens * vocabulary
-    head_bytes = 0.0 if cfg.policy.lora else (4 + dtype_bytes % 4) * vocabulary * width
-    return (dtype_bytes * min(logits, MAX_MATMUL_LOGITS) + 12 * min(logits, MAX_ELEMENTWISE_LOGITS) + head_bytes) / 1e9
+    own_decoder = _uses_own_decoder(model, cfg.policy)
+    tokens = _count_backward_tokens(cfg, processes, shares_prompts=own_decoder)
+    is_known = not explain_unknown_memory(model.config)
+    return {
+        **estimate_training_state(model, cfg, processes),
+        **estimate_reward_models(cfg),
+        **_estimate_vllm(model, cfg),
+        "activations": tokens * estimate_activation_bytes(model.config, cfg.policy, own_decoder) / 1e9
+        if is_known
+        else None,
+        "logits": _estimate_logits(model, cfg.policy, tokens),
+        "libraries": LIBRARIES_GB,
+    }
+
+
+def sum_known(parts: Mapping[str, float | None]) -> float:
+    """Return the sum of the parts whose size is known."""
+    return sum(gb for gb in parts.values() if gb is not None)
+
+
+def explain_unknown_memory(config: Any) -> str:
+    """Return why the formulas for activations and cache do not describe such a model; empty if they do.
+
+    They count layers of attention over keys and values, each with one MLP.
+    """
+    text = config.get_text_config()
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    has_kv_cache = all("attention" in kind and "linear" not in kind for kind in kinds)
+    reasons = {
+        "layers without attention": not has_kv_cache or not hasattr(text, "num_attention_heads"),
+        "experts": any(getattr(text, name, None) for name in experts),
+        "compressed keys and values": getattr(text, "kv_lora_rank", None) is not None,
+        "sizes of its own": not all(hasattr(text, name) for name in ("hidden_size", "num_hidden_layers")),
+    }
+    return ", ".join(reason for reason, applies in reasons.items() if applies)
+
+
+def _get_dtype_bytes(policy: PolicyConfig) -> int:
+    """Return the bytes of a number in the compute dtype."""
+    return 4 if policy.dtype == "float32" else 2
+
+
+# ---------------------------------------------------------------- gradient checkpointing
 
 
 def estimate_checkpointing_saving(model: ModelFacts, cfg: Config, processes: int = 1) -> tuple[float, float]:
@@ -194,138 +196,59 @@ def describe_checkpointing(model: ModelFacts, cfg: Config, processes: int = 1) -
     if explain_unknown_memory(model.config):
         return ""
     is_on, (saved, peak) = cfg.policy.gradient_checkpointing, estimate_checkpointing_saving(model, cfg, processes)
-    if saved < _MIN_CHECKPOINTING_SAVING * peak:
-        advice = ": leave it out, it costs time" if is_on else ""
-        return (
-            f"policy.gradient_checkpointing saves less than {_MIN_CHECKPOINTING_SAVING:.0%} of the memory here{advice}"
-        )
-    return f"policy.gradient_checkpointing {'saves' if is_on else 'would save'} {saved:.1f} of {peak:.1f} GB"
+    if saved >= _MIN_CHECKPOINTING_SAVING * peak:
+        return f"policy.gradient_checkpointing {'saves' if is_on else 'would save'} {saved:.1f} of {peak:.1f} GB"
+    advice = ": leave it out, it costs time" if is_on else ""
+    return f"policy.gradient_checkpointing saves less than {_MIN_CHECKPOINTING_SAVING:.0%} of the memory here{advice}"
 
 
 def suggest_memory_remedy(model: ModelFacts, cfg: Config, processes: int = 1) -> str:
     """Return what to change in a run whose memory runs out with one row in a forward pass."""
-    remedies = ["set a lower sampler.max_tokens"]
-    if not cfg.policy.gradient_checkpointing and not explain_unknown_memory(model.config):
-        one_row = replace(cfg, algorithm=replace(cfg.algorithm, micro_batch=1))
-        saved, peak = estimate_checkpointing_saving(model, one_row, processes)
-        if saved >= _MIN_CHECKPOINTING_SAVING * peak:
-            remedies.insert(0, f"set policy.gradient_checkpointing, which saves {saved:.1f} of {peak:.1f} GB")
-    return ", or ".join(remedies)
+    remedy = "set a lower sampler.max_tokens"
+    if cfg.policy.gradient_checkpointing or explain_unknown_memory(model.config):
+        return remedy
+    one_row = replace(cfg, algorithm=replace(cfg.algorithm, micro_batch=1))
+    saved, peak = estimate_checkpointing_saving(model, one_row, processes)
+    if saved < _MIN_CHECKPOINTING_SAVING * peak:
+        return remedy
+    return f"set policy.gradient_checkpointing, which saves {saved:.1f} of {peak:.1f} GB, or {remedy}"
 
 
-def sum_known(parts: Mapping[str, float | None]) -> float:
-    """Return the sum of the parts whose size is known."""
-    return sum(gb for gb in parts.values() if gb is not None)
-
-
-def format_gb(size: float | None) -> str:
-    return "unknown" if size is None else f"{size:.1f}"
-
-
-def format_peak(model: ModelFacts, cfg: Config, processes: int) -> str:
-    """Return the peak as text, with "at least" if a part is unknown."""
-    has_unknown = None in estimate_parts(model, cfg, processes).values()
-    return ("at least " if has_unknown else "") + format_gb(estimate_peak(model, cfg, processes))
-
-
-def explain_unknown_memory(config: Any) -> str:
-    """Return why the formulas for activations and cache do not describe such a model; empty if they do.
-
-    They count layers of attention over keys and values, each with one MLP.
-    """
-    text = config.get_text_config()
-    experts = ("num_experts", "num_local_experts", "n_routed_experts")
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    reasons = {
-        "layers without attention": not all(map(_uses_kv_cache, kinds)) or not hasattr(text, "num_attention_heads"),
-        "experts": any(getattr(text, name, None) for name in experts),
-        "compressed keys and values": getattr(text, "kv_lora_rank", None) is not None,
-        "sizes of its own": not all(hasattr(text, name) for name in ("hidden_size", "num_hidden_layers")),
-    }
-    return ", ".join(reason for reason, applies in reasons.items() if applies)
-
-
-def _uses_kv_cache(kind: str) -> bool:
-    return "attention" in kind and "linear" not in kind
-
-
-def _count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool) -> float:
-    """Return the number of tokens of one backward pass. A shared prompt counts once for a group."""
-    rows = count_backward_rows(cfg, processes)
-    return (
-        rows * cfg.sampler.max_tokens
-        + (rows / cfg.algorithm.group_size if shares_prompts else rows) * _ASSUMED_PROMPT_TOKENS
-    )
-
-
-def count_backward_rows(cfg: Config, processes: int) -> int:
-    """Return the number of completions in one backward pass. Groups are not split."""
-    a = cfg.algorithm
-    return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
+# ---------------------------------------------------------------- weights, gradients, optimizer
 
 
 def estimate_training_state(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float]:
-    """Return the memory of weights, gradients, optimizer and reference."""
+    """Return the memory of weights, gradients, optimizer and reference.
+
+    With ddp every process has fp32 masters and a copy in the compute dtype; with fsdp2 and deepspeed they are sharded.
+    """
     estimators = {"fsdp2": _estimate_fsdp2_state, "deepspeed": _estimate_zero_state}
     return estimators.get(cfg.runtime.engine, _estimate_ddp_state)(model, cfg, processes)
 
 
-def estimate_reward_models(cfg: Config) -> dict[str, float]:
-    """Return the memory of the reward models on the device of the policy, which are not sharded; empty without any."""
-    device = pick_device(cfg.policy.device)
-    sizes = [
-        compute_weights_gb(source, settings)
-        for source, settings in find_reward_models(cfg.task).values()
-        if pick_device(settings.device, "reward_model.device") == device
-    ]
-    return {"reward model": sum(sizes)} if sizes else {}
-
-
-def _estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
-    """Return the memory of vLLM beside the trainer; empty without it.
-
-    With servers and sampler.ahead it is that of the pushed weights, which are kept for servers that restart.
-    """
-    merged = cfg.policy.lora > 0 and cfg.sampler.adapter == "merged"  # always in fp32
-    weights = (4 if merged or cfg.policy.dtype == "float32" else 2) * model.parameter_count / 1e9
-    if cfg.sampler.name != "vllm" or (cfg.sampler.urls and not cfg.sampler.ahead):
-        return {}
-    if cfg.sampler.urls:
-        return {"pushed weights": weights}
-    return {"vLLM": weights + cfg.sampler.cache_gb + _VLLM_OVERHEAD_GB}
-
-
-def _has_reference(cfg: Config) -> bool:
-    """Whether there is a reference on the device of the policy."""
-    p = cfg.policy
-    if not cfg.algorithm.kl_coef or p.lora:
-        return False
-    return p.reference == "auto" or pick_device(p.reference) == pick_device(p.device)
-
-
 def _estimate_ddp_state(model: ModelFacts, cfg: Config, _: int) -> dict[str, float]:
     p, t, q = model.parameter_count / 1e9, model.trained_count / 1e9, model.quantized_count / 1e9
-    half = cfg.policy.dtype != "float32"
+    dtype_bytes = _get_dtype_bytes(cfg.policy)
+    copy_bytes = 4 - dtype_bytes  # a copy in half precision beside the masters
+    reference = (4 + copy_bytes) * p * _has_reference(cfg)
     if cfg.optimizer.offload:
-        copied = _count_fused_weights(model.config) if half and _uses_own_decoder(model, cfg) else p * half
-        state = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
-    else:
-        base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
-        if model.quantized_count:
-            base += (BYTES_PER_4BIT_WEIGHT - 4 + 2 * half) * q - 2 * half * (p - t)  # frozen weights have no copy
-        state = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
-    return state | {"reference": (4 + 2 * half) * p * _has_reference(cfg)}
+        copied = _count_fused_weights(model.config) if copy_bytes and _uses_own_decoder(model, cfg.policy) else p
+        weights = dtype_bytes * p + copy_bytes * copied
+        return {"weights": weights, "gradients": dtype_bytes * t, "optimizer": 0.0, "reference": reference}
+    masters = 4 * t + dtype_bytes * (p - t)
+    if model.quantized_count:
+        masters += (BYTES_PER_4BIT_WEIGHT - dtype_bytes) * q - copy_bytes * (p - t)  # frozen weights have no copy
+    return {"weights": masters + copy_bytes * p, "gradients": 4 * t, "optimizer": 8 * t, "reference": reference}
 
 
 def _estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
     """The state is sharded among `runtime.shards` processes; the weights for sampling are not."""
     p, t, shards = model.parameter_count / 1e9, model.trained_count / 1e9, cfg.runtime.shards or processes
-    half = cfg.policy.dtype != "float32"
-    base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
+    dtype_bytes = _get_dtype_bytes(cfg.policy)
     is_offloaded = cfg.optimizer.offload and cfg.policy.device != "cpu"
-    total = {"weights": base, "gradients": 4 * t, "optimizer": 8 * t}
-    state = {name: 0.0 if is_offloaded else size / shards for name, size in total.items()}
-    state["weights"] += (4 - 2 * half) * p
+    sharded = {"weights": 4 * t + dtype_bytes * (p - t), "gradients": 4 * t, "optimizer": 8 * t}
+    state = {name: 0.0 if is_offloaded else size / shards for name, size in sharded.items()}
+    state["weights"] += dtype_bytes * p
     return state | {"reference": 4 * p * _has_reference(cfg) / shards}
 
 
@@ -336,31 +259,39 @@ def _estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict
     weights, stage 3 the weights, too. The weights for sampling are not sharded.
     """
     p, t = model.parameter_count / 1e9, model.trained_count / 1e9
-    half, is_stage_3 = cfg.policy.dtype != "float32", cfg.runtime.zero_stage == 3
-    dtype_bytes, is_offloaded = 4 - 2 * half, cfg.optimizer.offload and cfg.policy.device != "cpu"
-    has_copies = half and not is_stage_3 and _uses_own_decoder(model, cfg)
+    dtype_bytes, is_stage_3 = _get_dtype_bytes(cfg.policy), cfg.runtime.zero_stage == 3
+    is_half, is_offloaded = dtype_bytes == 2, cfg.optimizer.offload and cfg.policy.device != "cpu"
+    has_copies = is_half and not is_stage_3 and _uses_own_decoder(model, cfg.policy)
     copied = 2 * _count_fused_weights(model.config) if has_copies else 0.0
-    own_masters = half or not is_stage_3 or cfg.optimizer.offload  # else the weights are the masters
+    own_masters = is_half or not is_stage_3 or cfg.optimizer.offload  # else the weights are the masters
     return {
         "weights": dtype_bytes * p * (1 + 1 / processes if is_stage_3 else 1) + copied,
         "gradients": 4 * (REDUCE_BUCKET_ELEMENTS / 1e9 + (0.0 if is_offloaded else t / processes)),
         "optimizer": 0.0 if is_offloaded else (8 + 4 * own_masters) * t / processes,
-        "reference": _has_reference(cfg) * (dtype_bytes * p / processes if is_stage_3 else (4 + 2 * half) * p),
+        "reference": _has_reference(cfg) * (dtype_bytes * p / processes if is_stage_3 else (8 - dtype_bytes) * p),
     }
 
 
-def _uses_own_decoder(model: ModelFacts, cfg: Config) -> bool:
-    return not predict_fallback_reason(model, cfg)
+def _has_reference(cfg: Config) -> bool:
+    """Whether there is a reference on the device of the policy."""
+    p = cfg.policy
+    if not cfg.algorithm.kl_coef or p.lora:
+        return False
+    return p.reference == "auto" or pick_device(p.reference) == pick_device(p.device)
 
 
-def predict_fallback_reason(model: ModelFacts, cfg: Config) -> str:
+def _uses_own_decoder(model: ModelFacts, policy: PolicyConfig) -> bool:
+    return not predict_fallback_reason(model, policy)
+
+
+def predict_fallback_reason(model: ModelFacts, policy: PolicyConfig) -> str:
     """Return why transformers will compute and not our decoder, as `Policy.find_fallback_reason` does later."""
-    if cfg.policy.engine == "transformers":
+    if policy.engine == "transformers":
         return "policy.engine"
     if model.has_own_code:
         return "code of its own"
-    if cfg.policy.lora:
-        return "an adapter on a 4-bit base" if cfg.policy.load_in_4bit else "an adapter"
+    if policy.lora:
+        return "an adapter on a 4-bit base" if policy.load_in_4bit else "an adapter"
     return find_fallback_reason(model.config)
 
 
@@ -382,15 +313,38 @@ def _get_head_sizes(config: Any) -> tuple[int, int, int]:
     return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def estimate_activation_bytes(config: Any, cfg: Config, own_decoder: bool) -> float:
+# ---------------------------------------------------------------- activations and logits of the update
+
+
+def count_backward_rows(cfg: Config, processes: int) -> int:
+    """Return the number of completions in one backward pass. Groups are not split."""
+    a = cfg.algorithm
+    return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
+
+
+def _has_single_backward_pass(cfg: Config, processes: int) -> bool:
+    """Whether an optimizer step has a single micro-batch, and the engine keeps no gradient buffers during it."""
+    a = cfg.algorithm
+    minibatch = a.prompts_per_step * a.group_size // (a.minibatches * processes)
+    return cfg.runtime.engine != "deepspeed" and count_backward_rows(cfg, processes) >= minibatch
+
+
+def _count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool) -> float:
+    """Return the number of tokens of one backward pass. A shared prompt counts once for a group."""
+    rows = count_backward_rows(cfg, processes)
+    prompts = rows / cfg.algorithm.group_size if shares_prompts else rows
+    return rows * cfg.sampler.max_tokens + prompts * _ASSUMED_PROMPT_TOKENS
+
+
+def estimate_activation_bytes(config: Any, policy: PolicyConfig, own_decoder: bool) -> float:
     """Return the bytes of activations that the backward pass needs for one token.
 
     They are those of all layers, or with gradient checkpointing the residual stream and one layer. The count is of our
     decoder; for transformers, 1.5 times as many are assumed.
     """
     config = config.get_text_config()
-    layer, layers = estimate_layer_bytes(config, 4 if cfg.policy.dtype == "float32" else 2), config.num_hidden_layers
-    total = 4 * config.hidden_size * (layers + 1) + layer if cfg.policy.gradient_checkpointing else layer * layers
+    layer, layers = estimate_layer_bytes(config, _get_dtype_bytes(policy)), config.num_hidden_layers
+    total = 4 * config.hidden_size * (layers + 1) + layer if policy.gradient_checkpointing else layer * layers
     return total if own_decoder else 1.5 * total
 
 
@@ -409,6 +363,21 @@ def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
     return 8 * config.hidden_size + dtype_bytes * (normed + attention + 3 * inner)
 
 
+def _estimate_logits(model: ModelFacts, policy: PolicyConfig, tokens: float) -> float:
+    """Return the memory of the logits that exist at once, and of the gradient of the head.
+
+    The gradient is in fp32, and in half precision once more as the matrix product that is added to it.
+    """
+    config, dtype_bytes = model.config.get_text_config(), _get_dtype_bytes(policy)
+    vocabulary, width = getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0)
+    logits = tokens * vocabulary
+    head_bytes = 0.0 if policy.lora else (4 + dtype_bytes % 4) * vocabulary * width
+    return (dtype_bytes * min(logits, MAX_MATMUL_LOGITS) + 12 * min(logits, MAX_ELEMENTWISE_LOGITS) + head_bytes) / 1e9
+
+
+# ---------------------------------------------------------------- sampling and rewards
+
+
 def estimate_kv_cache(config: Any, cfg: Config, processes: int) -> float | None:
     """Return the memory of the KV cache, with each prompt once; None if it is unknown."""
     if explain_unknown_memory(config):
@@ -417,63 +386,63 @@ def estimate_kv_cache(config: Any, cfg: Config, processes: int) -> float | None:
     rows = min(s.rows, max(a.group_size, a.prompts_per_step * a.group_size // processes))
     tokens = rows * s.max_tokens + rows / a.group_size * _ASSUMED_PROMPT_TOKENS
     _, key_heads, size = _get_head_sizes(config)
-    dtype_bytes = 4 if cfg.policy.dtype == "float32" else 2
-    return 2 * dtype_bytes * tokens * config.num_hidden_layers * key_heads * size / 1e9
+    return 2 * _get_dtype_bytes(cfg.policy) * tokens * config.num_hidden_layers * key_heads * size / 1e9
+
+
+def _estimate_packed_weights(model: ModelFacts, cfg: Config) -> float:
+    """Return the memory of the packed weights that the CPU kernels sample with, beside those of the update."""
+    is_bf16 = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16"
+    has_kernels = is_bf16 and _uses_own_decoder(model, cfg.policy)
+    return 2 * model.parameter_count / 1e9 if has_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
+
+
+def _estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
+    """Return the memory of vLLM beside the trainer; empty without it.
+
+    With servers and sampler.ahead it is that of the pushed weights, which are kept for servers that restart.
+    """
+    s = cfg.sampler
+    if s.name != "vllm" or (s.urls and not s.ahead):
+        return {}
+    merged = cfg.policy.lora > 0 and s.adapter == "merged"  # always in fp32
+    weights = (4 if merged else _get_dtype_bytes(cfg.policy)) * model.parameter_count / 1e9
+    return {"pushed weights": weights} if s.urls else {"vLLM": weights + s.cache_gb + _VLLM_OVERHEAD_GB}
+
+
+def estimate_reward_models(cfg: Config) -> dict[str, float]:
+    """Return the memory of the reward models on the device of the policy, which are not sharded; empty without any."""
+    device = pick_device(cfg.policy.device)
+    sizes = [
+        compute_weights_gb(source, settings)
+        for source, settings in find_reward_models(cfg.task).values()
+        if pick_device(settings.device, "reward_model.device") == device
+    ]
+    return {"reward model": sum(sizes)} if sizes else {}
 
 
 # ---------------------------------------------------------------- disk space
 
 
-@dataclass(frozen=True)
-class DiskPlan:
+class DiskPlan(NamedTuple):
     """The disk space of a run, without its logs."""
 
-    model_gb: float
-    checkpoint_gb: float
     max_checkpoints: int
     """The most checkpoints that exist at once: a new one is complete before the oldest is removed."""
-    final_checkpoints: int
-    """The number of checkpoints of the finished run."""
-    replaced_gb: float
-    """The size of existing files that a resumed run replaces."""
+    peak_gb: float
+    needed_gb: float
+    """The peak without the existing files that a resumed run replaces."""
     free_gb: float
-
-    @property
-    def peak_gb(self) -> float:
-        return self.model_gb + self.max_checkpoints * self.checkpoint_gb
-
-    @property
-    def final_gb(self) -> float:
-        return self.model_gb + self.final_checkpoints * self.checkpoint_gb
-
-    @property
-    def needed_gb(self) -> float:
-        """The disk space that must be free."""
-        return self.peak_gb - self.replaced_gb
-
-    def describe(self, is_saved: bool) -> str:
-        """Return one line. `is_saved` says whether the run writes checkpoints, and not only when it is stopped."""
-        remaining = {0: "the model", 1: "the model and the newest checkpoint"}.get(
-            self.final_checkpoints, f"the model and {self.final_checkpoints} checkpoints"
-        )
-        stopped = "" if is_saved else f", {self.checkpoint_gb:.1f} more where it is stopped"
-        peak = f"up to {self.peak_gb:.1f} GB of {self.free_gb:.0f} GB free{stopped}"
-        return f"{peak}; left at the end: {self.final_gb:.1f} GB, {remaining}"
 
 
 def plan_disk(cfg: Config, model: ModelFacts, run_dir: Path) -> DiskPlan:
-    """Plan the disk space of a run from the facts of its model."""
     settings, existing = cfg.checkpoint, len(list_checkpoints(run_dir))
     saves = max(math.ceil(cfg.algorithm.steps / settings.every), existing + (existing > 0)) if settings.every else 0
+    max_checkpoints = min(settings.keep_last + 1, saves)
+    peak = count_model_bytes(model, cfg) + max_checkpoints * count_checkpoint_bytes(model, cfg)
+    replaced = (path for pattern in ("checkpoints/*/*", "model/*", "adapter/*") for path in run_dir.glob(pattern))
+    replaced_bytes = sum(path.stat().st_size for path in replaced if path.is_file())
     nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    return DiskPlan(
-        model_gb=count_model_bytes(model, cfg) / 1e9,
-        checkpoint_gb=count_checkpoint_bytes(model, cfg) / 1e9,
-        max_checkpoints=min(settings.keep_last + 1, saves),
-        final_checkpoints=min({"newest": 1, "all": settings.keep_last, "none": 0}[settings.keep_finished], saves),
-        replaced_gb=_count_replaced_bytes(run_dir) / 1e9,
-        free_gb=shutil.disk_usage(nearest).free / 1e9,
-    )
+    return DiskPlan(max_checkpoints, peak / 1e9, (peak - replaced_bytes) / 1e9, shutil.disk_usage(nearest).free / 1e9)
 
 
 def count_model_bytes(model: ModelFacts, cfg: Config) -> int:
@@ -485,9 +454,3 @@ def count_checkpoint_bytes(model: ModelFacts, cfg: Config) -> int:
     """Return the bytes of a checkpoint: weights, or their masters, and two moments in fp32."""
     reference = 4 * model.parameter_count if cfg.algorithm.reference_every else 0
     return 12 * model.trained_count + reference
-
-
-def _count_replaced_bytes(run_dir: Path) -> int:
-    """Return the bytes on disk that a resumed run will replace."""
-    paths = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*"), *run_dir.glob("adapter/*")]
-    return sum(os.path.getsize(path) for path in paths if path.is_file())

@@ -88,7 +88,9 @@ MAX_GIVEN_CHARACTERS = 4000
 _MARK_STYLE = "bold cyan"
 _FAILED_WARNING_SHARE = 0.1
 """The share of failed rewards from which the advice is to mend them."""
-_OTHER_ARITHMETIC_NOTE = '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
+_OTHER_ARITHMETIC_NOTE = (
+    'sampler.name = "vllm" computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
+)
 
 
 def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
@@ -103,7 +105,7 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
             print(escape_controls(f"! {note}"), flush=True)
     check_settings(cfg)
     if cfg.log.tensorboard:
-        import_extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
+        import_extra("tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
         loggers.check_wandb(cfg.log.wandb)
     if cfg.policy.lora:
@@ -199,7 +201,7 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
     completions = a.prompts_per_step * a.group_size
     reason = memory.explain_unknown_memory(model.config)
     expected, available = memory.estimate_peak(model, cfg, world_size), hardware.get_device_memory_gb(device)
-    note = memory.describe_checkpointing(model, cfg, world_size)
+    note, disk = memory.describe_checkpointing(model, cfg, world_size), memory.plan_disk(cfg, model, run_dir)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters,"
@@ -218,13 +220,12 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
         + (f" of {available:.0f} GB: pellucid doctor --plan says what would fit" if expected > available else "")
         + (f"; {note}" if note and (expected > available or cfg.policy.gradient_checkpointing) else ""),
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.estimate_reward_models(cfg).items()},
-        "disk": memory.plan_disk(cfg, model, run_dir).describe(cfg.checkpoint.every > 0),
+        "disk": f"up to {disk.peak_gb:.1f} GB of {disk.free_gb:.0f} GB free",
     }.items():
         table.add_row(f"[dim]{name}", escape(escape_controls(value)))
     rich.print(table)
     slow = {"float32": hardware.describe_missing_bf16, "float16": hardware.describe_slow_float16}.get(cfg.policy.dtype)
-    inexact = cfg.sampler.inexact_setting
-    correction_note = _OTHER_ARITHMETIC_NOTE.format(inexact, a.correction) if inexact else ""
+    correction_note = _OTHER_ARITHMETIC_NOTE.format(a.correction) if cfg.sampler.name == "vllm" else ""
     for line in filter(None, (slow(device) if slow else "", correction_note, *find_inert_settings(a))):
         print(escape_controls(f"! {line}"), flush=True)
 

@@ -415,12 +415,10 @@ def _evaluate_and_log(cfg: Config, parts: Components, log: Logger, stop_requests
 
 def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
     """Return the evaluation of the policy, and the graded samples."""
-    parts.evaluation_sampler.sync(parts.policy, parts.state.step)
+    parts.sampler.sync(parts.policy, parts.state.step)
     task, prompts, sampling = parts.test_task, parts.test_prompts, make_evaluation_sampling(cfg)
     k, progress = cfg.evaluate.k, make_progress(cfg, parts.state.step)
-    evaluation, groups, _ = evaluate(
-        cfg.task_name, task, prompts, parts.evaluation_sampler, sampling, k, parts.runtime, progress
-    )
+    evaluation, groups, _ = evaluate(cfg.task_name, task, prompts, parts.sampler, sampling, k, parts.runtime, progress)
     return evaluation, groups
 
 

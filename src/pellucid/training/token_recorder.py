@@ -1,7 +1,7 @@
 """Records what each step did to the tokens of a few of its groups, for the token microscope (tokens/).
 
 The values before the update come from its own forward passes (`UpdateWatcher`), those after from one more pass over the
-recorded rows. A first-order prediction says what the log-probs would be if they were linear in the weights.
+recorded rows.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pellucid.algorithm.advantages import is_zero_variance
 from pellucid.algorithm.batch import Batch, collate, collect_task_rewards
@@ -29,17 +25,13 @@ from pellucid.algorithm.explained import GRADIENT_RULES, LossExplanation, explai
 from pellucid.algorithm.grpo import Scores, StepResult
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
-from pellucid.models.score import compute_hidden_states
-from pellucid.policy.logprobs import MAX_ELEMENTWISE_LOGITS, LMHead, ScoreContext, count_chunk_rows, score_products
-from pellucid.policy.policy import Policy
-from pellucid.policy.scorer import Scorer
+from pellucid.policy.logprobs import ScoreContext
 from pellucid.policy.text import TokenTexts
 from pellucid.policy.token_stats import LossGradients, TokenStatistics, compute_token_statistics, select_rows
 from pellucid.reporting.loggers import replace_non_finite
 from pellucid.reporting.token_files import KIND_GIVEN, KIND_PROMPT, KIND_SAMPLED, make_group_metadata, write_tokens
 from pellucid.training.build import Components
 from pellucid.types import Completion, Group, Reward
-from pellucid.utils import hardware
 
 _TokenTable = dict[str, list[Any]]
 """Columns of `token_files.TOKEN_SCHEMA`."""
@@ -61,12 +53,6 @@ class _TokenRecorder:
         self.cfg, self.run_dir, self.parts = cfg, run_dir, parts
         self.watcher = UpdateWatcher(self.get_step_settings, cfg.log.tokens)
         self.texts = TokenTexts(lambda ids: parts.policy.decode(ids, special=True))
-        self.weights_before: Mapping[str, Tensor] = {}
-        """The weights before a step whose changes are predicted; else empty."""
-        reason = _explain_no_prediction(cfg)
-        self.makes_predictions = cfg.log.predictions > 0 and not reason
-        if cfg.log.predictions and reason and parts.runtime.is_main:
-            print(f"! log.predictions: {reason}: tokens are recorded without predictions", flush=True)
 
     def get_step_settings(self) -> GRPOConfig:
         """Return the settings of the current step, in which kl_coef may follow kl_target."""
@@ -88,13 +74,11 @@ class _TokenRecorder:
             scorer.score_hook = None
 
     def prepare_step(self) -> None:
-        """Decide whether the next step is recorded and predicted."""
+        """Decide whether the next step is recorded."""
         self.watcher.clear()
         step, log = self.parts.state.step + 1, self.cfg.log
         is_recorded = step <= self.cfg.algorithm.steps and (step == 1 or step % log.token_steps == 0)
         self.parts.policy.scorer.score_hook = self.watcher if is_recorded else None
-        is_predicted = is_recorded and self.makes_predictions and (step == 1 or step % log.predictions == 0)
-        self.weights_before = copy_trained_weights(self.parts.policy) if is_predicted else {}
 
     def record_step(self, result: StepResult) -> None:
         """Write the file of a finished step. All processes call this with what they trained on."""
@@ -151,21 +135,7 @@ class _TokenRecorder:
             "entropy_after": statistics.entropy,
             **_make_distribution_columns(statistics, "after"),
         }
-        return _split_by_row(flat | self.predict_columns(batch), batch.scored_mask.sum(-1).tolist())
-
-    def predict_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the columns of a prediction; empty if none is due. If memory runs out, no more are made."""
-        if not self.weights_before:
-            return {}
-        try:
-            start, change = predict_logprob_changes(self.parts.policy, batch, self.weights_before)
-            return {"logprob_start": start, "predicted": change}
-        except (RuntimeError, MemoryError) as error:
-            if not hardware.is_out_of_memory(error):
-                raise
-        self.weights_before, self.makes_predictions = {}, False
-        print("! memory ran out in a prediction: none is made from now on, as of log.predictions = 0", flush=True)
-        return {}
+        return _split_by_row(flat, batch.scored_mask.sum(-1).tolist())
 
     # ------------------------------------------------------------ tables
 
@@ -301,13 +271,6 @@ def _list_row_origins(groups: Sequence[Group]) -> list[list[int]]:
     return origins
 
 
-def _explain_no_prediction(cfg: Config) -> str:
-    """Return why changes cannot be predicted in this run; empty if they can."""
-    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
-        return f'runtime.engine = "{cfg.runtime.engine}" shares out the weights that a prediction reads whole'
-    return "a base in 4 bits has no forward-mode gradient" if cfg.policy.load_in_4bit else ""
-
-
 # ---------------------------------------------------------------- during the update
 
 
@@ -394,78 +357,3 @@ def _split_by_row(flat: _RowColumns, counts: list[int]) -> list[_RowColumns]:
     """Split columns of the tokens of all rows into those of each row, on the CPU."""
     split = {name: x.cpu().split(counts) for name, x in flat.items()}
     return [{name: parts[i] for name, parts in split.items()} for i in range(len(counts))]
-
-
-# ---------------------------------------------------------------- first-order predictions
-# The change of log-probs if they were linear in the weights: grad log pi . (after - before).
-
-
-def copy_trained_weights(policy: Policy) -> dict[str, Tensor]:
-    """Return a copy of the trained weights in fp32 on the CPU."""
-    return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in policy.masters().items()}
-
-
-@torch.no_grad()
-def predict_logprob_changes(policy: Policy, batch: Batch, before: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Predict the change of log-probs to first order, by a forward-mode gradient in the direction of the update.
-
-    The weights of the policy stay as they are. Parameters must not be sharded.
-
-    Args:
-        policy: The policy after the update.
-        batch: Rows with N sampled tokens.
-        before: The trained weights before the update.
-
-    Returns:
-        The log-probs at the weights before, and their predicted change, [N] each.
-    """
-    names, now = {id(p): name for name, p in policy.trainable().items()}, policy.masters()
-    with forward_ad.dual_level(), _use_parameters_in_place(policy.scorer), sdpa_kernel(SDPBackend.MATH):
-        dual_weights = {}
-        for path, p in policy.scorer.named_parameters():
-            if name := names.get(id(p)):
-                change = now[name].detach() - before[name].to(now[name].device)
-                dual_weights[path] = forward_ad.make_dual(before[name].to(p), change.to(p))
-        logprobs = functional_call(policy.scorer, dual_weights, (_compute_sampled_logprobs, policy.scorer, batch))
-        primal, tangent = forward_ad.unpack_dual(logprobs)
-        assert tangent is not None
-        return primal.clone(), tangent.clone()
-
-
-@contextmanager
-def _use_parameters_in_place(scorer: Scorer) -> Iterator[None]:
-    """Let the decoder use the parameters of its modules, not its cast copies, and no gradient checkpointing.
-
-    A forward pass keeps no activations, and torch 2.8 has no forward-mode gradient of a checkpointed one.
-    """
-    cast_weights = scorer.decoder.list_cast_weights() if scorer.decoder else []
-    checkpointing, scorer.gradient_checkpointing = scorer.gradient_checkpointing, False
-    for weights in cast_weights:
-        weights.is_uncached = True
-    try:
-        yield
-    finally:
-        scorer.gradient_checkpointing = checkpointing
-        for weights in cast_weights:
-            weights.is_uncached = False
-
-
-def _compute_sampled_logprobs(scorer: Scorer, batch: Batch) -> Tensor:
-    """Return the log-probs [N] of the sampled tokens, by operations that have forward-mode gradients."""
-    if scorer.decoder:
-        hidden, matrix = compute_hidden_states(scorer.decoder, batch)
-        head = LMHead(*matrix)
-    else:
-        hidden, head = scorer.compute_hidden_states(batch)
-    head = head._replace(weight=head.master.to(hidden.dtype))
-    tokens = batch.response_ids[batch.scored_mask].to(hidden.device)
-    reading = ScoreContext(head, scorer.temperature, False, None, None, batch.get_sampling_mask(hidden.device))
-    logprobs = []
-    for rows in torch.arange(len(tokens), device=tokens.device).split(
-        count_chunk_rows(head.weight, MAX_ELEMENTWISE_LOGITS)
-    ):
-        indices = torch.arange(len(rows), device=rows.device)
-        logprobs.append(
-            score_products(head.project(hidden[rows]), tokens[rows], select_rows(reading, rows), indices)[0]
-        )
-    return torch.cat(logprobs)

@@ -222,7 +222,7 @@ def import_extra(module: str, extra_name: str, feature: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = (error.name or module).partition(".")[0]  # torch.utils.tensorboard exists, and needs tensorboard
+        missing = (error.name or module).partition(".")[0]
         raise UserError(f'{feature} needs {missing}: pip install "pellucid[{extra_name}]"') from error
 
 

@@ -32,11 +32,14 @@ def describe_searched_folders(path: Path) -> str:
     return f"; it was looked for in {folders[0].resolve()}, the folder of the recipe, and in {Path().resolve()}"
 
 
+QUOTED_PATH_HINT = (
+    "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me', or with /"
+)
+
+
 def suggest_path_quoting(name: str) -> str:
     """Return a hint if a file name has a control character, as from a backslash in double quotes in TOML."""
-    if name.isprintable():
-        return ""
-    return "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\temp', or with /"
+    return "" if name.isprintable() else QUOTED_PATH_HINT
 
 
 def suggest_file(path: Path, candidates: Sequence[Path]) -> str:
@@ -90,6 +93,11 @@ def escape_controls(text: str) -> str:
     return text.translate(_ESCAPES)
 
 
+def format_one_line(value: object, limit: int = 300) -> str:
+    """Return a text, such as an error, in one line of at most so many characters."""
+    return " ".join(str(value).split())[:limit]
+
+
 # ---------------------------------------------------------------- placeholders
 # Templates contain {names}; {{...}} stands for {...}.
 
@@ -122,7 +130,7 @@ def get_module_summary(module: str) -> str:
 
 
 def get_dict_summaries(module: str, name: str) -> dict[str, str]:
-    """Return the first sentence of the docstring, and its source, for each key of a dict of functions in a module.
+    """Return the first sentence of the docstring for each key of a dict of functions in a module.
 
     The values of the dict are functions of the module, or lambdas that call one.
 
@@ -132,7 +140,7 @@ def get_dict_summaries(module: str, name: str) -> dict[str, str]:
     documented = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
     table = body[_find_assignment(name, body)].value  # pyright: ignore[reportAttributeAccessIssue]
     return {
-        key.value: _summarize_with_source(documented[get_function_name(value)])
+        key.value: extract_first_sentence(documented[get_function_name(value)])
         for key, value in zip(table.keys, table.values, strict=True)
     }
 
@@ -164,12 +172,6 @@ def get_function_name(value: ast.expr) -> str:
     called = value.body.func if isinstance(value, ast.Lambda) and isinstance(value.body, ast.Call) else value
     assert isinstance(called, ast.Name)
     return called.id
-
-
-def _summarize_with_source(docstring: str) -> str:
-    """Return the first sentence of a docstring, and the first line of its section `Source:` if it has one."""
-    source = re.search(r"^Source:\n +(.+)$", docstring, re.MULTILINE)
-    return " ".join([extract_first_sentence(docstring), *([source[1]] if source else [])])
 
 
 def extract_first_sentence(docstring: str) -> str:

@@ -45,7 +45,7 @@ export function el(name, attributes = {}, ...children) {
   return made;
 }
 
-export function shape(name, attributes = {}, ...children) {
+function shape(name, attributes = {}, ...children) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children);

@@ -9,7 +9,6 @@ const ROWS = [
   "before",
   "after",
   "change",
-  "predicted",
   "sampler",
   "gap",
   "ref",

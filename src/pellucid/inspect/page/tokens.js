@@ -2,7 +2,6 @@
 
 const KINDS = {p: "prompt", s: "sampled", g: "given"};
 const NUMBERS = [
-  "predicted",
   "entropy",
   "entropy_change",
   "ratio",
@@ -160,7 +159,6 @@ export function merged(tokens) {
       push: total(same.map(token => token.push)),
       gradient: total(same.map(token => token.gradient)),
       change: known("change"),
-      predicted: known("predicted"),
       gap: same.reduce((most, {gap}) => (Math.abs(gap ?? 0) > Math.abs(most ?? 0) ? gap : (most ?? gap)), null),
     };
   });

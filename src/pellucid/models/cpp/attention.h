@@ -3,8 +3,9 @@
 #pragma once
 #include <vector>
 
-#include "bytes.h"
 #include "norm.h"
+#include "pairs.h"
+#include "tiles.h"
 
 constexpr int64_t FETCHED = 256;  // tokens of a row that are prefetched at most
 
@@ -13,7 +14,7 @@ struct Model {
     float eps;
 };
 
-struct Layer {  // a row of layer_table in fused_decode.py; weights that a model lacks are null, and matrices may be `ByteBlock`s
+struct Layer {  // a row of layer_table in fused_decode.py; weights that a model lacks are null
     const float *attention_norm;
     const bf16 *qkv, *qkv_bias, *attention_out, *attention_out_bias;
     const float *mlp_norm;
@@ -198,5 +199,4 @@ static void attend(const Model &m, const Layer &layer, const Tokens &tokens, con
                 to.put(run.from + i / part, h * d + i % part, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(of_own + i)));
         }
     }
-    for (int64_t token = run.from; token < run.to; token++) to.quantise(token);
 }

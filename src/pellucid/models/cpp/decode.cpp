@@ -28,43 +28,11 @@ extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t
     }
 }
 
-// Converts a weight to blocks in int8.
-extern "C" void pack_bytes(const bf16 *weight, int64_t outputs, int64_t width, int64_t joined, int8_t *to, int64_t threads) {
-    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < 2 * blocks; i++) {
-        const int64_t first = first_of_half(i / 2, i % 2, outputs, joined);
-        pack_half(first < outputs ? weight + first * width : nullptr, width, ByteBlock(to, i / 2, depth_of(width)), i % 2);
-    }
-}
-
-template <class Activations>
-static void product_by(const bf16 *x, int64_t n, int64_t width, const bf16 *weight, int64_t outputs, float *y, int64_t threads) {
-    const Activations rows(n, width);
-    for (int64_t row = 0; row < n; row++) {
-        for (int64_t k = 0; k < width; k += 16) rows.put(row, k, wide(x + row * width + k));
-        rows.quantise(row);
-    }
-#pragma omp parallel num_threads(threads)
-    multiply(rows, weight, outputs, n, omp_get_thread_num(), omp_get_num_threads(), [&](int64_t row, int64_t at, const float *sums) {
-        for (int64_t i = 0; i < BLOCK && at + i < outputs; i += 16)
-            _mm512_storeu_ps(y + row * outputs + at + i, _mm512_load_ps(sums + i));
-    });
-}
-
-// y [n, outputs] = x [n, width] times a weight in int8, for the self-check in fused_check.py.
-extern "C" void product_of_bytes(const bf16 *x, int64_t n, int64_t width, const bf16 *weight, int64_t outputs, float *y,
-                                 int64_t tiles, int64_t threads) {
-    (tiles ? product_by<Bytes<Tiles>> : product_by<Bytes<Groups>>)(x, n, width, weight, outputs, y, threads);
-}
-
-template <class Activations>
+template <class Words>
 static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, const float *last_norm, const bf16 *head, float *hidden,
                     bf16 *logits, int64_t threads) {
-    using Words = typename Activations::Words;
     const int64_t n = tokens.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = tokens.prompt_room + tokens.room;
-    const Activations x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner);
-    const Words last(tokens.asked, m.width);  // the head is always in bf16
+    const Words x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner), last(tokens.asked, m.width);
     const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
     const std::unique_ptr<float[]> scores(new float[threads * Words::QUERIES * stride]);
     const std::vector<Run> runs = runs_of(tokens, std::max<int64_t>(1, Words::QUERIES / (m.heads / m.key_heads)));
@@ -95,7 +63,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
             for (int64_t i = mine.from; i < mine.to; i++) cache(m, layer, tokens, i, &heads[i * projected]);
 #pragma omp barrier
             {
-                [[maybe_unused]] const typename Activations::Setting setting(Words::ROWS);
+                [[maybe_unused]] const typename Words::Setting setting(Words::ROWS);
                 for (int64_t i = thread; i < count; i += team)  // interleaved: later tokens of a row attend to more keys
                     attend(m, layer, tokens, runs[i], i + team < count ? &runs[i + team] : nullptr, heads.get(), projected,
                            &scores[thread * Words::QUERIES * stride], stride, attended);
@@ -111,10 +79,6 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
                 gated.put(row, at / 2, _mm512_mul_ps(rounded(silu(gate)), up));
             });
 #pragma omp barrier
-            if constexpr (Activations::QUANTISED) {  // several threads have written parts of the rows
-                for (int64_t row = mine.from; row < mine.to; row++) gated.quantise(row);
-#pragma omp barrier
-            }
             multiply(gated, layer.down, m.width, n, thread, team, onto_hidden(layer.down_bias));
 #pragma omp barrier
         }
@@ -129,14 +93,12 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
     }
 }
 
-// Computes logits [asked, V] of the next tokens from hidden [n, D], which is overwritten. bytes: layers are multiplied in int8.
-// Returns 1 if there is not enough memory, else 0.
+// Computes logits [asked, V] of the next tokens from hidden [n, D], which is overwritten. Returns 1 if
+// there is not enough memory, else 0.
 extern "C" int step(const Model *model, const Layer *layers, const Tokens *tokens, const float *last_norm, const bf16 *head,
-                    float *hidden, bf16 *logits, int64_t tiles, int64_t bytes, int64_t threads) {
-    constexpr decltype(&step_by<Groups>) WAYS[][2] = {{step_by<Groups>, step_by<Tiles>},
-                                                      {step_by<Bytes<Groups>>, step_by<Bytes<Tiles>>}};
+                    float *hidden, bf16 *logits, int64_t tiles, int64_t threads) {
     try {
-        WAYS[bytes != 0][tiles != 0](*model, layers, *tokens, last_norm, head, hidden, logits, threads);
+        (tiles ? step_by<Tiles> : step_by<Groups>)(*model, layers, *tokens, last_norm, head, hidden, logits, threads);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;

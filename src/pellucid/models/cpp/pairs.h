@@ -11,7 +11,6 @@ static int64_t chunk_of(int64_t all) { return all > 1024 ? 1024 : 512; }
 
 struct Groups {
     using Words = Groups;
-    static constexpr bool QUANTISED = false;
     static constexpr int64_t ROWS = 12, INPUTS = 2;  // at most as many rows: their sums and a vector of a block fill the registers
     static constexpr int64_t QUERIES = 4;            // their sums are independent
 
@@ -31,7 +30,6 @@ struct Groups {
         auto *to = (uint32_t *)at(row / rows, k) + row % rows;
         for (int i = 0; i < 8; i++) to[i * rows] = pairs[i];
     }
-    void quantise(int64_t) const {}
 };
 
 // sums [R, 32] += R rows times a block.

@@ -9,7 +9,6 @@ template <class Activations> struct Written {  // rows [n, width] in place of th
     bf16 *to;
     int64_t width;
     void put(int64_t row, int64_t k, __m512 x) const { store(to + row * width + k, x); }
-    void quantise(int64_t) const {}
 };
 
 // Keys or values of the sequences from .. to, [K, sequences, room, d], padded with 0.

@@ -31,7 +31,6 @@ struct Tiling {
 
 struct Tiles {
     using Words = Tiles;
-    static constexpr bool QUANTISED = false;
     static constexpr int64_t ROWS = 16, INPUTS = 32, QUERIES = MOST;  // maxima of a tile
 
     int64_t rows, count, width;
@@ -45,11 +44,10 @@ struct Tiles {
     void put(int64_t row, int64_t k, __m512 x) const {
         store(at(row / rows, k / INPUTS * INPUTS) + row % rows * INPUTS + k % INPUTS, x);
     }
-    void quantise(int64_t) const {}
 };
 
 // Prefetches a quarter of the two tiles of weights that are needed six pairs later; all at once would delay the current reads.
-[[gnu::always_inline]] static inline void fetch_quarter(const void *weights, int quarter) {
+[[gnu::always_inline]] static inline void fetch_quarter(const bf16 *weights, int quarter) {
     constexpr int PAIR = 2048, LINES = PAIR / 64 / 4;
     for (int i = 0; i < LINES; i++)
         _mm_prefetch((const char *)weights + 6 * PAIR + (quarter * LINES + i) * 64, _MM_HINT_T1);
