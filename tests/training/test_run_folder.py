@@ -283,6 +283,29 @@ def test_someone_s_files_are_left_alone(recipe, tmp_path, capsys, file):
     assert (folder / file).read_text() == '{"step": 7, "architectures": []}\n'
 
 
+@pytest.mark.parametrize("lost", ["digests", "algorithm"])
+def test_a_config_of_which_a_part_is_gone_is_one_line(recipe, short_run, capsys, lost):
+    path = short_run / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in settings.items() if name != lost}))
+    assert train("--resume", short_run, "--algorithm.steps", 4) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{path} is no run's, or damaged: bring it back from a copy, or start in another folder")
+
+
+def test_steps_beside_a_config_of_which_a_part_is_gone_are_left_alone(recipe, short_run, capsys):
+    """As of a run that was killed before its first checkpoint."""
+    path = short_run / "config.json"
+    for folder in ("checkpoints", "model"):
+        shutil.rmtree(short_run / folder)
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**{name: settings[name] for name in settings if name != "digests"}, "resumes": []}))
+    (short_run / "evals.jsonl").unlink(missing_ok=True)
+    assert train(recipe, "--run", short_run, "--algorithm.steps", 9, "--evaluate.every", 3) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "config.json is no run's, or damaged" in line or "holds a run" in line
+
+
 def test_a_finished_run_without_checkpoints_is_not_begun_again(recipe, short_run, capsys):
     """As `study` leaves it, and as it is kept as data."""
     run_dir = short_run

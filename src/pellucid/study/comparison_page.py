@@ -17,7 +17,7 @@ from pellucid.reporting.charts import (
     make_seed_series,
 )
 from pellucid.reporting.eval_metrics import HEADLINE_LABELS
-from pellucid.reporting.report import format_duration, read_asset, render_fact_list, render_section
+from pellucid.reporting.report import format_duration, read_asset, render_fact_list, render_section, render_table
 from pellucid.study.bootstrap import RESAMPLE_COUNT
 from pellucid.study.compare import (
     VariantSummary,
@@ -131,18 +131,6 @@ def _build_facts(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
 # ---------------------------------------------------------------- tables
 
 
-def _build_table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table. Its cells are HTML; the first cell of a row is its heading."""
-    head = "".join(f"<th scope=col>{name}</th>" for name in heads)
-    body = "\n".join(
-        f"<tr><th scope=row>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for first, *cells in rows
-    )
-    return (
-        f'<div class="wide"><table class="{kind}"><caption>{caption}</caption>\n'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
-    )
-
-
 def _build_result_table(rows: Sequence[VariantSummary]) -> str:
     ks, is_reward = sorted({row.k for row in rows if row.k}), rows[0].measure == "reward"
     measure = "reward after training" if is_reward else "accuracy after training in percent"
@@ -155,7 +143,7 @@ def _build_result_table(rows: Sequence[VariantSummary]) -> str:
         max((abs(end) for row in rows if row.difference for end in _get_interval_ends(row.difference)), default=0)
         or 1.0
     )
-    return _build_table("results", caption, heads, [_build_result_row(row, reach, "Reward" in heads) for row in rows])
+    return render_table(heads, [_build_result_row(row, reach, "Reward" in heads) for row in rows], caption, "results")
 
 
 def _rewards_differ(rows: Sequence[VariantSummary]) -> bool:
@@ -239,7 +227,7 @@ def _build_cost_table(rows: Sequence[VariantSummary]) -> str:
         "share of all that were drawn"
     )
     heads = ("Variant", "Tokens sampled", "Ratio", "Time in steps", "Ratio", "Dead groups")
-    return _build_table("results", caption, heads, cells)
+    return render_table(heads, cells, caption, "results")
 
 
 def _build_variant_metric_table(rows: Sequence[VariantSummary]) -> str:
@@ -249,7 +237,7 @@ def _build_variant_metric_table(rows: Sequence[VariantSummary]) -> str:
         for name, value in (row.own or {}).items()
     ]
     caption = "Measures of what a variant adds, means over the steps that have them"
-    return _build_table("results", caption, ("Variant", "Measure", "Mean"), cells) if cells else ""
+    return render_table(("Variant", "Measure", "Mean"), cells, caption, "results") if cells else ""
 
 
 def _build_command_list(comparison: Comparison) -> str:
@@ -257,7 +245,7 @@ def _build_command_list(comparison: Comparison) -> str:
         [escape_text(run.name), f"<code>{escape_text(run.command)}</code>"]
         for run in [*comparison.finished_runs, *comparison.unfinished]
     ]
-    listed = _build_table("commands", "The command that makes each run", ("Run", "Command"), cells)
+    listed = render_table(("Run", "Command"), cells, "The command that makes each run", "commands")
     return f"<details><summary>{format_count(len(cells), 'command')}</summary>{listed}</details>"
 
 
