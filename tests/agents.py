@@ -115,21 +115,18 @@ def never_gives_up(row, client):
 
 def floods(row, client):
     """Many requests at a time; the reward is how many of them said something."""
-    heard, refused = [], []
+    heard = []
 
     def ask(number):
-        try:
+        with suppress(openai.BadRequestError):
             heard.append(asks(client, [user(f"{number}?")]).usage.completion_tokens)
-        except openai.BadRequestError as error:
-            refused.append(str(error))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(100)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(heard) + len(refused) == 100
-    return sum(tokens > 0 for tokens in heard) + sum("wait already" in told for told in refused) / 1000
+    return float(sum(tokens > 0 for tokens in heard))
 
 
 def leaves_a_request(row, client):

@@ -29,20 +29,20 @@ from pellucid.reporting import console, loggers
 from pellucid.reporting.report import write_report
 from pellucid.reporting.run_files import read_records
 from pellucid.rewards.terms import RewardTerm
-from pellucid.tasks import TASKS, dataset, load_task_class
+from pellucid.tasks import TASKS, dataset
 from pellucid.tasks.data_files import has_column, load_rows
 from pellucid.tasks.dataset import BadRow, Dataset, format_bad_rows, get_held_out_source, make_prompt
 from pellucid.tasks.given import make_task_class
 from pellucid.tasks.prefixed import load_prefixes
 from pellucid.tasks.wrappers import get_innermost_task, is_local_class, is_task_wrapper
 from pellucid.training import run_dir
-from pellucid.training.run_dir import AXES, SettingChanges
+from pellucid.training.run_dir import AXES, DATA_FILE, SettingChanges
 from pellucid.trl_hints import explain_trl_name
 from pellucid.types import Evaluation, UserError, has_batch_rewards
 from pellucid.utils import files, plugins, text
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, join_mistakes, provide_objects
 from pellucid.utils.signals import StopRequests, defer_stop_signals, handle_stop_signals
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, write_options_as_keywords
 
 if TYPE_CHECKING:  # these import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -105,17 +105,23 @@ def train(
     file = config.find_recipe(str(recipe)) if recipe else None
     folder = Path(resume or run or _make_run_path(file)).expanduser()
     objects, rows = ObjectRegistry(), None if data is None else make_in_memory_rows(data)
-    with _rewrite_command_line_hints(folder), provide_objects(objects):
+    with write_options_as_keywords(), provide_objects(objects):
         if run_dir.is_first_process():
             (run_dir.check_resumable_run_dir if resume else _check_unused_folder)(folder)
         source = folder / "config.json" if resume else file
         text.set_recipe_folder(None)  # relative paths of a call start here, not in the folder of an earlier recipe
         values = config.read_settings(source) if source else {}
         config.check_key_variables(values, (), source, "if you mean another, name it from Python: reward=[...]")
-        section = _build_task_section(values.get("task"), task, data, reward, rows, folder, objects)
         if model is not None:
             settings["policy_model"] = _format_model_argument(model)
-        cfg = _build_run_config(values, section, settings, rows, objects)
+        section = _build_task_section(
+            values.get("task", {}),
+            None if task is None else convert_task_to_section(task, objects),
+            None if data is None else _format_data_names(data) if rows is None else str(folder.absolute() / DATA_FILE),
+            None if reward is None else _make_reward_terms(reward, objects),
+        )
+        keywords = group_settings_by_section(settings, config.find_named_task_class(section, ["task"])[1])
+        cfg = _build_run_config(values, section, _register_algorithm_functions(keywords, objects), rows)
         resume_changes = None
         if resume:
             _check_same_rows(rows, folder)
@@ -123,78 +129,71 @@ def train(
             if run_dir.is_first_process() and (
                 note := run_dir.describe_finished_run(folder, resume_changes, cfg.algorithm.steps)
             ):
-                print(note.replace("--algorithm.steps ", "steps="))
+                print(note)
         elif run_dir.is_first_process():
             _check_begun_folder(folder, cfg, rows)
         if data is not None and rows is None and isinstance(innermost := get_innermost_task(cfg.task), Dataset):
             _check_named_data(innermost)
     prepare = None
     if rows and not (resume and _has_same_rows(rows, folder)):
-        prepare = partial(rows.write_file, folder / run_dir.DATA_FILE)
+        prepare = partial(rows.write_file, folder / DATA_FILE)
     return Run(cfg, folder, resume_changes, objects, prepare)
 
 
 def _build_run_config(
-    values: _SettingsMapping,
-    section: _SettingsMapping,
-    settings: _SettingsMapping,
-    rows: InMemoryRows | None,
-    objects: ObjectRegistry,
+    values: _SettingsMapping, section: _SettingsMapping, keywords: _SettingsMapping, rows: InMemoryRows | None
 ) -> Config:
     """Build the settings of a run.
 
     Args:
         values: The sections of a recipe.
         section: The section of the task, which replaces the recipe's.
-        settings: Keywords of `train`, which override both.
+        keywords: Sections that override both.
         rows: Rows in memory, whose columns are looked for.
-        objects: Receives functions that are given as settings.
     """
-    keywords = _register_algorithm_functions(
-        group_settings_by_section(settings, load_task_class(section.get("name", Config.task_names[0]))), objects
-    )
-    section = {**section, **keywords.pop("task", {})}
+    section = {**section, **keywords.get("task", {})}
     if rows:
         innermost = _get_innermost_section(section)
         innermost.update(_find_column_settings(rows, innermost))
     merged = {**values, **{name: {**values.get(name, {}), **keys} for name, keys in keywords.items()}}
-    cfg = config.build_config({**merged, "task": section} if section else merged, _SETTINGS_SOURCE)
+    cfg = config.build_config({**merged, "task": section}, _SETTINGS_SOURCE)
     if rows and isinstance(task := get_innermost_task(cfg.task), Dataset):
         rows.check_prompts(task)
     return cfg
 
 
 def _build_task_section(
-    base: Any, task: Any, data: Any, reward: Any, rows: InMemoryRows | None, folder: Path, objects: ObjectRegistry
+    base: Any, task: dict[str, Any] | None, data: str | list[str] | None, rewards: list[Any] | None
 ) -> dict[str, Any]:
-    """Build the section of the task from keywords of `train`, over the section `base` of a recipe.
+    """Build the section of the task from arguments of `train`, over the section `base` of a recipe.
 
     Data and rewards belong to the innermost task, if a recipe wraps it. The section is empty without a recipe and
-    keywords.
+    arguments.
     """
-    section: dict[str, Any] = copy.deepcopy(base or {})
+    if not isinstance(base, Mapping):
+        config.find_named_task_class(base, ["task"])  # it raises
+    section = dict(copy.deepcopy(base))
     if task is not None:
-        section = _merge_task_sections(section, convert_task_to_section(task, objects))
-    if data is None and reward is None:
+        section = _merge_task_sections(section, task)
+    stated = {key: value for key, value in {"data": data, "rewards": rewards}.items() if value is not None}
+    if not stated:
         return section
     innermost = _get_innermost_section(section)
     if innermost.get("name") != "dataset":
         if task is not None or data is None:
-            argument = "data" if data is not None else "reward"
+            argument = "reward" if data is None else "data"
             raise UserError(f'{argument}= is for the task "dataset", which data= brings: leave it out, or task=')
         innermost.clear()
         innermost["name"] = "dataset"
-    if data is not None:
-        innermost["data"] = _format_data_names(data) if rows is None else os.path.abspath(folder / run_dir.DATA_FILE)
-    if reward is not None:
-        innermost["rewards"] = _make_reward_terms(reward, objects)
+    innermost.update(stated)
     return section
 
 
-def _get_innermost_section(section: dict[str, Any]) -> dict[str, Any]:
+def _get_innermost_section(section: dict[str, Any], *outer: str) -> dict[str, Any]:
     """Return the section of the task that wraps no other."""
-    is_wrapper = is_task_wrapper(config.find_named_task_class(section, ["task"])[1])
-    return _get_innermost_section(section.setdefault("task", {})) if is_wrapper else section
+    key_path = (*outer, "task")
+    is_wrapper = is_task_wrapper(config.find_named_task_class(section, key_path)[1])
+    return _get_innermost_section(section.setdefault("task", {}), *key_path) if is_wrapper else section
 
 
 def _merge_task_sections(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,22 +229,20 @@ def _format_model_argument(model: str | Path) -> str:
 def _check_same_rows(rows: InMemoryRows | None, folder: Path) -> None:
     """Raise UserError if a run would go on with other rows. A run that was stopped by bad rows may."""
     if rows and not _has_same_rows(rows, folder) and not run_dir.get_bad_data_path(folder).is_file():
-        raise UserError(
-            f"data is not what {folder} was trained with, its {run_dir.DATA_FILE}: leave data= out, or begin anew"
-        )
+        raise UserError(f"data is not what {folder} was trained with, its {DATA_FILE}: leave data= out, or begin anew")
 
 
 def _has_same_rows(rows: InMemoryRows, folder: Path) -> bool:
     """Return whether a run folder holds these rows."""
-    path = folder / run_dir.DATA_FILE
+    path = folder / DATA_FILE
     return path.is_file() and files.compute_file_digest(path) == rows.digest
 
 
 def _check_unused_folder(folder: Path) -> None:
     """Raise UserError if no run can begin in the folder, or if its rows would overwrite a file."""
     run_dir.check_new_run_dir(folder)
-    if (folder / run_dir.DATA_FILE).exists() and not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds {run_dir.DATA_FILE}, which is no run's: choose another folder with run=")
+    if (folder / DATA_FILE).exists() and not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds {DATA_FILE}, which is no run's: choose another folder with run=")
 
 
 def _check_begun_folder(folder: Path, cfg: Config, rows: InMemoryRows | None) -> None:
@@ -271,9 +268,9 @@ class Run:
     """A run of `pellucid.train`. Iterating over it trains: each step is yielded after it is logged and saved.
 
     You may leave the loop at any time, by break or by an exception. The run is then saved, its report is written, and
-    its folder is free for others. Another loop over it goes on after the last step, with the same numbers as if it had
-    never stopped. A loop that is still open then, because a variable holds its iterator, is closed first; so it is at
-    the end of the process.
+    its folder is free for others. Another loop goes on after the last step, with the same numbers as if it had never
+    stopped. A loop that is still open, because a variable holds its iterator, is closed before another, and at the end
+    of the process.
 
     An interrupt, such as Ctrl-C, stops the run after the current step, and raises KeyboardInterrupt when all is saved.
     A second interrupt stops it at once.
@@ -377,8 +374,11 @@ class Run:
         self._owner_pid = owner = os.getpid()
         try:
             while (result := self._take_step(steps, requests)) is not None:
-                with _run_at_exit(self._close_loop):
+                atexit.register(self._close_loop)  # before handlers that were registered earlier
+                try:
                     yield result
+                finally:
+                    atexit.unregister(self._close_loop)
                 if os.getpid() != owner:
                     _prevent_close(steps)
                     raise UserError(self._not_owner_message)
@@ -461,7 +461,7 @@ class Run:
     def _working_context(self, requests: StopRequests) -> Iterator[None]:
         """Within this context, signals request a stop, and names in settings stand for the objects of the caller."""
         with (
-            _rewrite_command_line_hints(self.folder),
+            write_options_as_keywords(),
             handle_stop_signals(requests.handle_signal),
             provide_objects(self._objects),
         ):
@@ -498,28 +498,6 @@ def _prevent_close(steps: Iterator[StepResult]) -> None:
     Closing it would save the run, release its folder and end the reward workers.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(steps))
-
-
-@contextmanager
-def _run_at_exit(act: Callable[[], None]) -> Iterator[None]:
-    """If the process ends within this context, call `act` before the exit handlers that were registered earlier."""
-    atexit.register(act)
-    try:
-        yield
-    finally:
-        atexit.unregister(act)
-
-
-@contextmanager
-def _rewrite_command_line_hints(folder: Path) -> Iterator[None]:
-    """Rewrite flags of the command line in the messages of UserError as keywords of `train`."""
-    try:
-        yield
-    except UserError as error:
-        message = str(error).replace("with --run", "with run=")
-        message = message.replace(f"--policy.model {folder / 'model'}", f'model="{folder / "model"}"')
-        message = message.replace(f"--resume {folder}", f'resume="{folder}"')
-        raise type(error)(message) from error
 
 
 # ---------------------------------------------------------------- functions and tasks that are given as objects
@@ -817,9 +795,8 @@ def group_settings_by_section(settings: Mapping[str, Any], task: type | None) ->
 def list_section_keys(task: type | None) -> dict[str, list[str]]:
     """Return the keys of each section."""
     classes = {name: cls for name, cls in SECTIONS.items() if name != "task"}
-    known = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in classes.items()}
-    own = [field.name for field in dataclasses.fields(task)] if dataclasses.is_dataclass(task) else []
-    return {**known, "task": [name for name in own if name not in COMMON_TASK_FIELDS]}
+    known = {name: list(config.get_field_types(cls)) for name, cls in classes.items()}
+    return {**known, "task": [name for name in config.get_field_types(task) if name not in COMMON_TASK_FIELDS]}
 
 
 def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -16,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
@@ -222,10 +222,6 @@ def _print_help(args: Sequence[str]) -> None:
         if _takes_settings(command):
             named_recipe = own[0] if command in ("train", "prefixes") and own and not own[0].startswith("-") else ""
             recipe = config.find_recipe(named_recipe) if named_recipe else None
-            if recipe and (code := config.list_user_code(config.read_settings(recipe))):
-                named_code = ", ".join(code)
-                note = f"! {recipe} names code, which help does not run: {named_code}. Its settings are not listed.\n"
-                print(escape_controls(note))
             commands[command] = _add_settings_field(COMMANDS[command], recipe, settings, "--help-all" in args)
     with suppress(SystemExit):
         _run_tyro([*rest[:1], "--help"], commands)
@@ -258,6 +254,8 @@ _TaskNameArgument = Annotated[
 def _add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[str], all_settings: bool) -> type[Any]:
     """Add the settings to the class of a command, as a field from which tyro makes help and completion.
 
+    Help does not run the code that a stranger's recipe names: it prints a note, and shows the defaults of the task.
+
     Args:
         command: A dataclass with a field `settings`.
         recipe: The file whose values are shown.
@@ -265,20 +263,26 @@ def _add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[
         all_settings: Show more than COMMON_SETTINGS and the settings of the task.
     """
     stated, flags = config.read_settings(recipe) if recipe else {}, config.parse_setting_flags(args)
-    may_import = not config.list_user_code(stated)  # help does not run the code that a stranger's recipe names
-    cfg = refusal = None
+    cfg = task = refusal = None
+    code = config.list_user_code(stated)
+    if code:
+        note = (
+            f"! {recipe} names code, which help does not run: {', '.join(code)}. The task is shown with its defaults."
+        )
+        print(escape_controls(note + "\n"))
     try:
-        if may_import:
-            cfg = config.load_config(recipe, args)
-        else:
+        if code:
             cfg = config.build_config(_drop_task(stated), str(recipe), _drop_task(flags))
+        else:
+            cfg = config.load_config(recipe, args)
+            task = cfg.task
     except UserError as error:  # such as a task that cannot be made yet, since nothing names its data
         refusal = error
     try:
         section = config.merge_settings(stated, flags).get("task", {})
-        shown = {"task": _make_task_settings_class(section, cfg and cfg.task, may_import)}
+        shown = {"task": _make_task_settings_class(section, task, may_import=not code)}
     except config.SettingError as error:
-        raise refusal or UserError(str(error)) from None
+        raise refusal or error from None
     for name, cls in SECTIONS.items():
         if name != "task" and (all_settings or name in COMMON_SETTINGS):
             keys = () if all_settings else COMMON_SETTINGS[name]
@@ -292,33 +296,21 @@ def _drop_task(sections: config.SettingsTable) -> dict[str, Any]:
     return {name: section for name, section in sections.items() if name != "task"}
 
 
-def _make_task_settings_class(section: Any, task: Any, may_import: bool = True) -> type[Any]:
+def _make_task_settings_class(section: Any, task: Any, may_import: bool) -> type[Any]:
     """Return a class with the settings of the task that a section names, and of the tasks that it wraps.
 
-    Their values are those of `task` if there is one. Without `may_import` they are the plain values in the section, and
-    a task of the user's own, whose code is not imported, shows its name alone.
+    Their values are those of `task` if there is one. A task that may not be imported shows its name alone.
     """
     name = section.get("name", Config.task_names[0]) if isinstance(section, Mapping) else None
     if not may_import and isinstance(name, str) and name not in TASKS:
         field = ("name", _TaskNameArgument, dataclasses.field(default=name))
         return dataclasses.make_dataclass("Task", [field], namespace={"__doc__": "A task of its own."})
     name, cls = config.find_named_task_class(section, ["task"])
-    value = task if may_import else _collect_plain_values(section)
-    fields = [field for field in _make_fields(cls, value) if field[0] not in ("name", "task")]
+    fields = [field for field in _make_fields(cls, task) if field[0] not in ("name", "task")]
     if is_task_wrapper(cls):
         inner = _make_task_settings_class(section.get("task", {}), getattr(task, "task", None), may_import)
         fields.append(("task", inner, _make_factory_field(inner)))
     return _derive_class(cls, [("name", _TaskNameArgument, dataclasses.field(default=name)), *fields])
-
-
-def _collect_plain_values(section: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the plain values of a section, and its reward terms by their names, as attributes."""
-    plain: dict[str, Any] = {name: value for name, value in section.items() if isinstance(value, str | int | float)}
-    terms = section.get("rewards")
-    if isinstance(terms, list):
-        names = [term.get("name", "") if isinstance(term, Mapping) else term for term in terms]
-        plain["rewards"] = tuple(SimpleNamespace(name=name) for name in names)
-    return SimpleNamespace(**plain)
 
 
 def _make_fields(cls: type[Any], value: Any, visible: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
@@ -328,7 +320,8 @@ def _make_fields(cls: type[Any], value: Any, visible: Sequence[str] = ()) -> lis
     """
     fields, kinds = [], config.get_field_types(cls)
     for field in dataclasses.fields(cls):
-        kind, default = kinds.get(field.name, Any), getattr(value, field.name, _get_default(field))
+        kind = kinds.get(field.name, Any)
+        default = getattr(value, field.name, config.get_field_default(field, tyro.MISSING))
         if "name" in config.get_field_types(config.get_item_type(kind)):  # reward terms are shown by name
             kind = tuple[str, ...]
             default = tuple(item.name for item in default) if isinstance(default, list | tuple) else default
@@ -337,12 +330,6 @@ def _make_fields(cls: type[Any], value: Any, visible: Sequence[str] = ()) -> lis
             (field.name, Suppress[kind] if is_hidden else kind, _make_factory_field(partial(identity, default)))
         )
     return fields
-
-
-def _get_default(field: dataclasses.Field[Any]) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    return tyro.MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _derive_class(cls: type[Any], fields: Sequence[tuple[str, Any, Any]]) -> type[Any]:
@@ -389,7 +376,7 @@ class TrainCommand:
     def __call__(self) -> int:
         if self.resume:
             config.refuse_recipe_as_run(
-                str(self.resume), "pellucid train {} begins a run of it; --resume takes a run folder"
+                self.resume, "pellucid train {} begins a run of it; --resume takes a run folder"
             )
         if self.resume and (self.recipe or self.run):
             raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
@@ -426,16 +413,7 @@ class TrainCommand:
 
 
 def _check_recipe_trust(source: Path, settings: Sequence[str], print_code: bool = False) -> None:
-    """Check what a file asks for by itself, before any code that it names runs.
-
-    Args:
-        source: A recipe or a config.json.
-        settings: Flags of the command line.
-        print_code: Print the code that the file names.
-
-    Raises:
-        UserError: It would send an environment variable whose name does not say that it holds a key.
-    """
+    """Check which variables a recipe or a config.json would have sent, and print the code that it names if asked to."""
     values = config.read_settings(source)
     config.check_key_variables(values, settings, source)
     if print_code and (code := config.list_user_code(values)):
@@ -561,7 +539,7 @@ class LookCommand:
 
     def __call__(self) -> int:
         for run in self.runs:
-            config.refuse_recipe_as_run(str(run), _RECORD_TOKENS_HINT)
+            config.refuse_recipe_as_run(run, _RECORD_TOKENS_HINT)
         from pellucid.inspect import server  # noqa: PLC0415 - Arrow takes its time
 
         return server.run_look(self.runs, self.port, self.output, self.open)
@@ -581,7 +559,7 @@ class ShowCommand:
     """What the colours tell."""
 
     def __call__(self) -> int:
-        config.refuse_recipe_as_run(str(self.run), _RECORD_TOKENS_HINT)
+        config.refuse_recipe_as_run(self.run, _RECORD_TOKENS_HINT)
         from pellucid.inspect import terminal  # noqa: PLC0415 - Arrow takes its time
 
         return terminal.show_group(self.run, self.step, self.group, self.by)
@@ -626,9 +604,8 @@ class CompareCommand:
         if not self.folders:
             raise UserError("compare needs a RUN, several, or the folder of a study")
         for folder in self.folders:
-            config.refuse_recipe_as_run(
-                str(folder), "pellucid study {} trains the variants of a study; compare takes the folders of their runs"
-            )
+            advice = "pellucid study {} trains the variants of a study; compare takes the folders of their runs"
+            config.refuse_recipe_as_run(folder, advice)
         return comparison_page.compare_runs(self.folders, self.baseline, self.output)
 
 
@@ -655,27 +632,15 @@ STARTER_FILES = {
 
 
 def write_starter(folder: Path) -> int:
-    """Write the starter files into a folder, and print them with the command to run next.
-
-    If one of them exists, or writing fails, none is written.
-    """
+    """Write the starter files into a folder, unless one is there, and print them with the command to run next."""
     for name in STARTER_FILES:
         if os.path.lexists(folder / name):
             raise UserError(f"{folder / name} is there already, and nothing was written: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    written = list[Path]()
-    try:
-        for name in STARTER_FILES:
-            with (folder / name).open("xb") as file:
-                written.append(folder / name)
-                file.write((Path(__file__).parent / "starter" / name).read_bytes())
-    except OSError:
-        for path in written:
-            path.unlink()
-        raise
-    width = max(len(str(path)) for path in written)
-    for path in written:
-        print(escape_controls(f"{path!s:{width}}  {STARTER_FILES[path.name]}"))
+    width = max(len(str(folder / name)) for name in STARTER_FILES)
+    for name, purpose in STARTER_FILES.items():
+        shutil.copyfile(Path(__file__).parent / "starter" / name, folder / name)
+        print(escape_controls(f"{folder / name!s:{width}}  {purpose}"))
     change_folder = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     print(escape_controls(f"next: {change_folder}pellucid train recipe.toml"))
     return 0
@@ -768,9 +733,7 @@ class PushCommand:
     """Only print the card, and which files would be uploaded."""
 
     def __call__(self) -> int:
-        config.refuse_recipe_as_run(
-            str(self.run), "pellucid train {} makes one; push takes the folder of a finished run"
-        )
+        config.refuse_recipe_as_run(self.run, "pellucid train {} makes one; push takes the folder of a finished run")
         from pellucid import share  # noqa: PLC0415 - the Hub's library takes its time
 
         return share.push_to_hub(self.run, self.repository, self.private, self.dry_run)

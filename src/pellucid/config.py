@@ -603,11 +603,11 @@ class _Mistake(NamedTuple):
         return f"{setter}: {'.'.join(self.key_path)}: {self.message}"
 
 
-class SettingError(Exception):
+class SettingError(UserError):
     """Mistakes in a section: one, or several unknown keys."""
 
     def __init__(self, *mistakes: _Mistake) -> None:
-        super().__init__(mistakes[0].message)
+        super().__init__(join_mistakes(f"{'.'.join(each.key_path)}: {each.message}" for each in mistakes))
         self.mistakes = mistakes
 
 
@@ -651,7 +651,8 @@ def _build_section(cls: Any, values: Any, key_path: _KeyPath) -> Any:
 def _get_type_adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
     """Return an adapter for a tuple of one section: the adapter of a dataclass alone would ignore unknown keys."""
     strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
-    return pydantic.TypeAdapter(tuple.__class_getitem__(cls), config=strict)
+    alone: Any = tuple.__class_getitem__(cls)
+    return pydantic.TypeAdapter(alone, config=strict)
 
 
 def _describe_error(error: ErrorDetails, key_path: _KeyPath) -> _Mistake:
@@ -711,6 +712,13 @@ def get_field_types(kind: Any) -> Mapping[str, Any]:
     except (NameError, TypeError, SyntaxError) as error:
         raise UserError(f"the types of the fields of {kind.__name__} cannot be read: {error}") from error
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+
+
+def get_field_default(field: dataclasses.Field[Any], missing: Any = None) -> Any:
+    """Return the default of a field, or `missing` if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return missing if field.default is dataclasses.MISSING else field.default
 
 
 def list_type_alternatives(kind: Any) -> list[Any]:

@@ -24,7 +24,14 @@ from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment
 from pydantic_core import to_jsonable_python
 
-from pellucid.config import SECTIONS, format_toml, get_field_types, get_item_type, list_type_alternatives
+from pellucid.config import (
+    SECTIONS,
+    format_toml,
+    get_field_default,
+    get_field_types,
+    get_item_type,
+    list_type_alternatives,
+)
 from pellucid.reporting import run_files
 from pellucid.reporting.console import describe_prompts, format_interval
 from pellucid.reporting.eval_metrics import (
@@ -193,19 +200,13 @@ def _drop_defaults(value: Any, kind: Any) -> Any:
     if not isinstance(value, Mapping) or not kinds:
         return value
     defaults = {
-        field.name: to_jsonable_python(_get_default(field))
+        field.name: to_jsonable_python(get_field_default(field))
         for cls in list_type_alternatives(kind)
         if dataclasses.is_dataclass(cls)
         for field in dataclasses.fields(cls)
     }
     changed = {name: item for name, item in value.items() if name in kinds and item != defaults[name]}
     return {name: _drop_defaults(item, kinds[name]) for name, item in changed.items()}
-
-
-def _get_default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
 
 
 # ---------------------------------------------------------------- the model card, README.md of the repository
@@ -225,17 +226,17 @@ def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
     task = _find_inner_task(settings["task"])
     name, data = task["name"], task.get("data") or []
     is_packaged = name in TASKS
-    is_hub_dataset = is_packaged and isinstance(data, str) and data.count("/") == 1 and not is_file_source(data)
-    dataset = data if is_hub_dataset else None
+    names: list[str] = [data] if isinstance(data, str) else data
+    datasets = [data for data in names if is_packaged and data.count("/") == 1 and not is_file_source(data)][:1]
     evaluations = list(read_evaluations(run_dir).values())
     metadata = ModelCardData(
         base_model=find_base_model(read_config(run_dir)["policy"]["model"]),
-        datasets=[dataset] if dataset else None,
+        datasets=datasets or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["grpo", "reinforcement-learning", "pellucid", *(["lora"] if settings["policy"].get("lora") else [])],
         model_name=repo_id.partition("/")[2],
-        eval_results=list(_make_eval_results(evaluations[-1], dataset)) if evaluations else None,
+        eval_results=list(_make_eval_results(evaluations[-1], datasets)) if evaluations else None,
     )
     steps = list(read_records(run_dir / "metrics.jsonl"))
     files = [(key, _look_up_setting(settings, key), digest) for key, digest in settings["digests"].items()]
@@ -249,7 +250,7 @@ def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
         task=task,
         task_summary=text.get_module_summary(TASKS[name].partition(":")[0]) if is_packaged else None,
         reward_summary=text.extract_first_sentence(inspect.getdoc(load_task_class(name)) or "") if is_packaged else "",
-        data=[data] if isinstance(data, str) else data,
+        data=names,
         terms=[f"{term['weight']} x `{term['name']}`" for term in task.get("rewards") or ()] if is_packaged else [],
         algorithm=settings["algorithm"],
         steps=len(steps),
@@ -281,7 +282,7 @@ def _find_inner_task(task: Record) -> Record:
     return _find_inner_task(task["task"]) if isinstance(task.get("task"), Mapping) else task
 
 
-def _make_eval_results(evaluation: Evaluation, dataset: str | None) -> Iterator[EvalResult]:
+def _make_eval_results(evaluation: Evaluation, datasets: Sequence[str]) -> Iterator[EvalResult]:
     """Yield the measures of an evaluation, with the ends of their intervals, in the form that the Hub reads."""
     task = shorten_path(evaluation.task)
     for name in select_measures([evaluation]):
@@ -289,7 +290,7 @@ def _make_eval_results(evaluation: Evaluation, dataset: str | None) -> Iterator[
         interval = {"low": estimate.low, "high": estimate.high}
         yield EvalResult(
             task_type="text-generation",
-            dataset_type=dataset or task,
+            dataset_type=", ".join(datasets) or task,
             dataset_name=task,
             dataset_split=evaluation.split,
             metric_type="accuracy" if name in _ACCURACY_NAMES else format_measure_name(name, evaluation.k),

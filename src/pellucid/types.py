@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast
 
 Message = Mapping[str, Any]
 """A chat message with the strings `role` and `content`. A message of the policy that calls tools also has `tool_calls`,
@@ -72,10 +72,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are sampled.
-
-    Example: Sampling(8, temperature=0.7, max_tokens=256, seed="0/12")
-    """
+    """How completions are sampled, as in Sampling(8, temperature=0.7, max_tokens=256, seed="0/12")."""
 
     n: int = 1
     """The number of completions of each prompt."""
@@ -119,16 +116,12 @@ class ConversationOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer of the policy: a sequence of tokens, each sampled by the policy or given to it.
-
-    A conversation is also one completion: the turns of the policy are sampled, and the tokens between them are given.
-    """
+    """One answer of the policy, or one conversation: its turns are sampled, and the tokens between them are given."""
 
     token_ids: tuple[int, ...]
     """All tokens, including the end-of-sequence token if it was sampled."""
     logprobs: tuple[float, ...]
-    """The log-prob of each token in nats, computed by the sampler under the distribution that the token was sampled
-    from; 0 for given tokens."""
+    """The log-prob of each token, in nats, under the distribution that it was sampled from; 0 for given tokens."""
     text: str
     """The sampled tokens, decoded without special tokens. In a conversation, only those of the last turn."""
     finished: bool
@@ -136,14 +129,14 @@ class Completion:
     sampling_mask: Sequence[Any] = field(default=(), compare=False, repr=False)
     """The sampling mask of each token (sampling_mask.py); empty if the sampler does not truncate the distribution."""
     given_spans: tuple[tuple[int, int], ...] = ()
-    """The ranges [start, end) of token_ids that were given and not sampled, in ascending order: the prompt's prefix,
-    and the observations and bridge tokens between the turns of the policy."""
+    """The ranges [start, end) of token_ids that were given, in ascending order: the prompt's prefix, observations and
+    bridge tokens."""
     version: int = 0
     """The number of training steps after which the sampler received the weights that it used here."""
     messages: tuple[Message, ...] = ()
     """The messages of a conversation after the question; empty if there is only one answer."""
     outcome: ConversationOutcome | None = None
-    """The result of the conversation; None if there was no conversation."""
+    """The result of the conversation, if there was one."""
     branches: tuple[Completion, ...] = ()
     """Other token sequences of the same conversation, created when its history was rewritten. They have its reward."""
     thinking: bool = False
@@ -151,7 +144,7 @@ class Completion:
 
     @property
     def full_text(self) -> str:
-        """The text with the `<think>` that the chat template wrote. Graders read this text."""
+        """The text with the `<think>` that the chat template wrote, as graders read it."""
         return "<think>" + self.text if self.thinking else self.text
 
     @property
@@ -165,10 +158,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The grade of one completion.
-
-    Example: Reward(0.9, parts={"numeric": 1.0, "length": -0.1}, correct=True)
-    """
+    """The grade of one completion, such as Reward(0.9, parts={"numeric": 1.0, "length": -0.1}, correct=True)."""
 
     value: float
     """NaN if the reward could not be computed."""
@@ -177,16 +167,15 @@ class Reward:
     correct: bool | None = None
     """Whether the answer counts as right in evaluation. None means that it is right if value >= 1."""
     error: str = ""
-    """Why the reward could not be computed, or empty. A reward with an error has failed, regardless of its `value`."""
+    """Why the reward could not be computed; empty if it was. A reward with an error has failed, whatever its value."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each term by name; 1 where none is given."""
     applies: bool = True
     """False if no term of the reward applies to this prompt, so that the grade is missing intentionally."""
     is_decided: bool = True
-    """False if the term that decides which answers are right has no value for this completion. The completion is then
-    neither right nor wrong, regardless of `value`."""
+    """False if the term that decides which answers are right has no value, so that this one is neither."""
     is_continuous: bool = False
-    """True if the reward lies on a continuous scale and is no verdict. Evaluation then reports its mean."""
+    """Whether the reward lies on a continuous scale and is no verdict. Evaluation then reports its mean."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """The error of each term that failed, by name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -201,26 +190,24 @@ class Reward:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer is right."""
         return self.is_judged and bool(self.value >= 1.0 if self.correct is None else self.correct)
 
     @property
     def is_judged(self) -> bool:
-        """Whether the answer is either right or wrong: there is a grade, and the deciding term has a value."""
+        """Whether the answer is either right or wrong."""
         return not self.failed and self.is_decided
 
     @property
     def is_verdict(self) -> bool:
-        """Whether the reward is a verdict, right or wrong, given by `correct` or by a value of 0 or 1."""
+        """Whether the reward is a verdict, given by `correct` or by a value of 0 or 1."""
         return self.is_decided and not self.is_continuous and (self.correct is not None or self.value in (0.0, 1.0))
 
 
 def rewards_are_verdicts(rewards: Iterable[Reward]) -> bool:
     """Return whether every reward that is decided and has not failed is a verdict, right or wrong.
 
-    All output for users follows this rule. If it returns True, answers are reported as right or wrong. Otherwise
-    rewards lie on a continuous scale, and only the rewards are shown. Callers pass all rewards that are shown together:
-    those of a step, an evaluation or a run.
+    If so, answers are shown as right or wrong, otherwise only as rewards. Callers pass all rewards that are shown
+    together: those of a step, an evaluation or a run.
     """
     graded = [reward for reward in rewards if not reward.failed]
     judged = [reward for reward in graded if reward.is_judged]
@@ -229,14 +216,11 @@ def rewards_are_verdicts(rewards: Iterable[Reward]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a run."""
+    """The progress of a run: its finished steps, all its steps, and the prompts of each."""
 
     global_step: int = 0
-    """The number of finished steps."""
     max_steps: int = 1
-    """The number of all steps."""
     prompts_per_step: int = 1
-    """The number of prompts of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,25 +233,21 @@ class Group:
     rewards: tuple[Reward, ...] = ()
     advantages: tuple[float, ...] = ()
     demonstration: tuple[int, ...] = ()
-    """The tokens of the prompt's prefix, whose likelihood algorithm.prefix_coef can raise. The end-of-sequence token
-    follows a prefix that is a complete answer."""
+    """The tokens of the prompt's prefix, whose likelihood algorithm.prefix_coef can raise, with the end-of-sequence
+    token if it is a complete answer."""
     is_zero_variance: bool | None = None
-    """Whether the rewards are equal up to algorithm.min_reward_range, so that there is nothing to learn. It is set only
-    for tasks that observe groups, and None otherwise."""
+    """Whether the rewards are equal up to algorithm.min_reward_range; set only for tasks that observe groups."""
 
 
 def get_equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:
-    """Return the rewards that have not failed if they are all equal; an empty list if they differ or all failed."""
+    """Return the rewards that have not failed if they are all equal; else an empty list."""
     graded = [reward for reward in group.rewards if not reward.failed]
     values = [reward.value for reward in graded]
     return graded if graded and are_rewards_equal(min(values), max(values), min_reward_range) else []
 
 
 def are_rewards_equal(low: float, high: float, min_reward_range: float = 0.0) -> bool:
-    """Return whether rewards from `low` to `high` count as equal: their range is at most min_reward_range.
-
-    Rounding errors are ignored: 0.1 + 0.2 counts as equal to 0.3.
-    """
+    """Return whether the range of rewards is at most min_reward_range, up to rounding errors: 0.1 + 0.2 equals 0.3."""
     return high - low <= min_reward_range + 1e-9 * max(abs(low), abs(high))
 
 
@@ -278,7 +258,7 @@ def are_rewards_equal(low: float, high: float, min_reward_range: float = 0.0) ->
 class Estimate:
     """A measured mean with its 95% confidence interval; NaN if nothing was measured.
 
-    The bounds are NaN where there is no interval: there were too few prompts, or all of them had the same value.
+    The bounds are NaN if there were too few prompts for an interval, or all of them had the same value.
     """
 
     value: float = math.nan
@@ -307,23 +287,21 @@ class Evaluation:
     """For each prompt 1 if its greedy answer is right, 0 if it is wrong or its reward failed, None if it is left out or
     undecided; sorted by the text of the questions."""
     questions_digest: str = ""
-    """A digest of the questions. Evaluations with the same digest can be compared question by question."""
+    """Evaluations with the same digest can be compared question by question."""
     failed: int = 0
-    """The number of answers, greedy and sampled, without a grade because a reward failed. They do not count as
-    right."""
+    """The number of answers, greedy and sampled, whose reward failed. They do not count as right."""
     left_out: int = 0
     """The number of prompts that are excluded from all means, because no reward applies to their greedy answer."""
     undecided: int = 0
-    """The number of greedy answers that are neither right nor wrong, because the deciding term returned None. They
-    are excluded from the accuracies."""
+    """The number of greedy answers that are neither right nor wrong, and excluded from the accuracies."""
     reward: Estimate = field(default_factory=Estimate)
-    """The mean reward of the greedy answers that have one."""
+    """The mean reward of the greedy answers."""
     reward_at_k: Estimate = field(default_factory=Estimate)
     """The mean reward of a single sample."""
     rewards: tuple[float, ...] = ()
     """The reward of each greedy answer in the order of `greedy_correct`; NaN where it failed."""
     has_verdicts: bool = True
-    """Whether every reward is a verdict, right or wrong. If not, only rewards are reported."""
+    """Whether every reward is a verdict. If not, only rewards are reported."""
 
 
 # ---------------------------------------------------------------- errors
@@ -338,15 +316,13 @@ class DataError(UserError):
 
 
 class MissingFileError(UserError):
-    """A UserError about a file that does not exist."""
-
     def __init__(self, message: str, path: Path) -> None:
         super().__init__(message)
         self.path = path
 
 
 class NotBegunError(UserError):
-    """A UserError raised before the first step of a run, when the run directory contains nothing worth keeping."""
+    """A UserError before the first step of a run, when the run directory contains nothing worth keeping."""
 
 
 class StrandedError(Exception):
@@ -368,20 +344,14 @@ class Task(Protocol):
         ...
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
-        """Return the prompts of a step.
+        """Return n prompts for the step after `step` finished ones.
 
         The result must depend only on (seed, split, step) and on the state of a StatefulTask, so that a resumed run
-        does not have to repeat earlier steps.
-
-        Args:
-            step: The number of finished steps. Round r of dynamic sampling passes step + r * ROUND_STRIDE.
-            n: The number of prompts.
+        does not have to repeat earlier steps. Round r of dynamic sampling passes step + r * ROUND_STRIDE.
         """
         ...
 
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        """Grade one completion."""
-        ...
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward: ...
 
 
 def with_split(task: Any, split: str) -> Any:
@@ -390,12 +360,13 @@ def with_split(task: Any, split: str) -> Any:
 
 
 def grade_groups(task: Task, groups: Sequence[Group], progress: Progress = Progress()) -> list[Group]:
-    """Return the groups with their rewards, in the same order. A StepGrader gets all completions at once."""
+    """Return the groups with their rewards, in the same order.
+
+    A task with a method `reward_all`, as in a sandbox, gets all pairs of prompt and completion at once.
+    """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-    grades = (
-        task.reward_all(pairs, progress) if isinstance(task, _StepGrader) else [task.reward(*pair) for pair in pairs]
-    )
-    rewards = iter(grades)
+    reward_all: Any = getattr(task, "reward_all", None)
+    rewards = iter(reward_all(pairs, progress) if reward_all else [task.reward(*pair) for pair in pairs])
     return [replace(group, rewards=tuple(islice(rewards, len(group.completions)))) for group in groups]
 
 
@@ -406,15 +377,6 @@ def has_batch_rewards(task: Any) -> bool:
     """
     own = type(task)
     return callable(getattr(own, "rewards", None)) and not callable(getattr(own, "reward", None))
-
-
-@runtime_checkable
-class _StepGrader(Protocol):
-    """A task that grades many completions together, as in a sandbox."""
-
-    def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], progress: Progress, /) -> list[Reward]:
-        """Return a reward for each pair, in the same order."""
-        ...
 
 
 class _StatefulTask(Protocol):
@@ -432,14 +394,8 @@ class _StatefulTask(Protocol):
 
 
 def as_stateful_task(task: Task) -> _StatefulTask | None:
-    """Return the task as a StatefulTask, or None where it has no `observe`.
-
-    It is recognized by its attributes, since a wrapper that grades in a sandbox forwards them.
-
-    Raises:
-        UserError: If it has `observe` without `state` and `load_state`, so that checkpoints would lose what it learned.
-    """
-    if not hasattr(task, "observe"):
+    """Return the task as a StatefulTask, or None if it has no `observe`."""
+    if not hasattr(task, "observe"):  # no isinstance: a wrapper that grades in a sandbox forwards attributes
         return None
     if not hasattr(task, "state") or not hasattr(task, "load_state"):
         raise UserError("a task that has observe() must have state() and load_state(): a resumed run needs what it saw")
@@ -482,7 +438,7 @@ class AsyncEnvironments(Protocol):
         """Start a conversation, without waiting. Its first reply is the question.
 
         Args:
-            number: Identifies the conversation; chosen by the caller.
+            number: Identifies the conversation.
             prompt: The prompt as the task gives it.
             sibling: The index of this conversation among those about the same prompt.
         """
@@ -497,11 +453,7 @@ class AsyncEnvironments(Protocol):
         ...
 
     def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:
-        """Return the replies that have arrived, with the numbers of their conversations.
-
-        Args:
-            seconds: How long to wait for the first one.
-        """
+        """Return the replies that have arrived, with the numbers of their conversations, after a wait for the first."""
         ...
 
     def close(self) -> None: ...
@@ -511,29 +463,17 @@ class AsyncEnvironments(Protocol):
 
 
 class Sampler(Protocol):
-    """Generates completions with the weights that it received last."""
+    """Generates completions with the weights that it received last.
+
+    One that takes any number of prompts at once, and admits them as others finish, has `batches_continuously` = True.
+    """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Return a group of sampling.n completions for each prompt, in the same order."""
         ...
 
     def sync(self, policy: Any, version: int) -> None:
-        """Use the weights of this policy from now on.
-
-        Args:
-            policy: The policy that is trained.
-            version: The number of training steps that produced the weights. It is stored in each completion.
-        """
-
-
-@runtime_checkable
-class ContinuousBatchingSampler(Protocol):
-    """A sampler that accepts any number of prompts at once. Other samplers receive a few prompts at a time."""
-
-    @property
-    def batches_continuously(self) -> bool:
-        """Whether it decodes a bounded number of rows at once, and admits the next prompts as rows finish."""
-        ...
+        """Use the weights of this policy, of `version` finished training steps, from now on."""
 
 
 class Logger(Protocol):

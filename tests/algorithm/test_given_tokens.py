@@ -29,7 +29,8 @@ def held(architecture="llama", dtype=torch.float32):
 
 
 def graded(groups):
-    return [replace(g, rewards=(Reward(1.0), Reward(0.0), Reward(0.5), Reward(2.0))) for g in groups]
+    rewards = (Reward(1.0), Reward(0.0), Reward(0.5), Reward(2.0))
+    return [replace(g, rewards=rewards[: len(g.completions)]) for g in groups]
 
 
 def ready(policy, groups, cfg=CFG, advantages=ADVANTAGES):

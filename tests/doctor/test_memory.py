@@ -131,7 +131,7 @@ WIDTHS = [
     pytest.param(
         *(torch.bfloat16, 2),
         marks=pytest.mark.skipif(
-            attention.load_checked_library()[0] is None, reason="no compiled attention on this CPU"
+            attention.load_attention_kernel()[0] is None, reason="no compiled attention on this CPU"
         ),
     ),
 ]

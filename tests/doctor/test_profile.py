@@ -128,7 +128,7 @@ def test_fused_steps_are_counted_and_named():
 
 
 def test_what_an_update_computes_in_cpp_is_counted_and_named():
-    if not attention.load_checked_library()[0]:
+    if not attention.load_attention_kernel()[0]:
         pytest.skip("attention is not computed in C++ here")
     heads = [torch.randn(5, n, 64).bfloat16().requires_grad_() for n in (2, 1, 1)]
     line = PackedSequences(torch.tensor([3, 5]), torch.tensor([0]))
@@ -138,14 +138,14 @@ def test_what_an_update_computes_in_cpp_is_counted_and_named():
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
         count_cpp_operations(seen),
     ):
-        attend_packed(*heads, line, attention.load_checked_library()[0]).sum().backward()
+        attend_packed(*heads, line, attention.load_attention_kernel()[0]).sum().backward()
         compute_weight_gradient(grad, x, torch.float32)
         linear.apply_linear(x, weight)
         linear.compute_input_gradient(grad, weight)
     kinds = [classify_operator(event.name) for event in profiler.events()]
     assert kinds.count("attention") == 2
     assert kinds.count("matrix products") >= 3
-    assert [n for _, n in seen] == [2 * 40 * 64 * 32] * 3 * attention.load_checked_library()[0].uses_amx
+    assert [n for _, n in seen] == [2 * 40 * 64 * 32] * 3 * attention.load_attention_kernel()[0].uses_amx
 
 
 def test_the_table_is_in_seconds_of_this_machine():

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from pellucid.api import encode_row, infer_columns, make_in_memory_rows
-from pellucid.tasks.data_files import read_jsonl
+from pellucid.tasks.data_files import load_rows
 from pellucid.types import UserError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "¿2*2?\u2028", "answer": "4"}]
@@ -30,7 +30,7 @@ KINDS = {
 def test_rows_of_every_kind_are_the_same_file(kind, tmp_path):
     lines, path = make_in_memory_rows(KINDS[kind](ROWS)), tmp_path / "data.jsonl"
     lines.write_file(path)
-    assert [row for _, row in read_jsonl(path)] == ROWS
+    assert [row for _, row in load_rows(str(path), "", "train")] == ROWS
     assert lines.digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 

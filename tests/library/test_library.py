@@ -888,6 +888,21 @@ def test_a_mistake_is_told_at_the_call(told, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("arguments", [{}, {"data": ROWS}])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("task = 'gsm8k'", "task: must be a table"),
+        ("[task]\nname = ['a']", "task.name: must be a text"),
+        ("[task]\nname = 'curriculum'\ntask = 3", "task.task: must be a table"),
+    ],
+)
+def test_a_mistake_in_the_task_of_a_recipe_is_told_at_the_call(text, told, arguments, tmp_path):
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(UserError, match=told):
+        pellucid.train(recipe=tmp_path / "recipe.toml", run=tmp_path / "run", **arguments)
+
+
 def test_a_reward_with_another_signature_is_told_before_the_model_is_loaded(small, monkeypatch):
     monkeypatch.setattr(policy, "load_policy", None)
     mine = pellucid.train(data=ROWS, reward=lambda completions, answers: [0.0 for _ in completions], **small)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
 import re
+import zlib
 
 import pytest
 from rich.console import Console
 
 from made_runs import add_step, lines, metric, prompt, rollout, row, run_folder, small_run, write_tokens
 from pellucid.algorithm.explained import GRADIENT_RULES
-from pellucid.inspect import terminal
+from pellucid.inspect import single_file, terminal
 from pellucid.inspect.diagnosis import diagnose_run
 from pellucid.inspect.group_history import classify_signal
 from pellucid.inspect.run_reader import RolloutIndex, RunReader, open_recorded_run
@@ -280,6 +282,14 @@ def test_where_rewards_are_degrees_no_step_of_the_run_calls_an_answer_right_or_w
     overview = run.answer("overview")
     assert overview["dead"] == [pytest.approx(1 / 3), 0.0]
     assert not re.search("right|wrong", re.sub("<[^>]*>", " ", " ".join(overview["charts"])))
+
+
+def test_a_page_on_disk_of_degrees_calls_no_answer_right_or_wrong(tmp_path):
+    run = RunReader(degrees(tmp_path / "run"))
+    single_file.write_page([run], tmp_path / "page.html")
+    found = re.findall(r'data-key="0/summaries/0">([^<]*)</script>', (tmp_path / "page.html").read_text())
+    summaries = json.loads(zlib.decompress(base64.b64decode(found[0])))
+    assert [group["correct"] for each in summaries for group in each["groups"]] == [[None, None]] * 2
 
 
 def test_the_terminal_shows_the_reward_of_a_degree_alone(tmp_path):

@@ -7,12 +7,13 @@ import torch
 
 from made_rollouts import CASES, both_ways, by_hand, case, noise, off
 from pellucid.models import attention, fused_check, native, score
-from pellucid.models.attention import CheckedLibrary, PackedSequences, attend_packed, call_attention_kernel
+from pellucid.models.attention import PackedSequences, attend_packed, call_attention_kernel
+from pellucid.models.native import KernelVariant
 from pellucid.models.score import attend_groups
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(
-    attention.load_checked_library()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16"
+    attention.load_attention_kernel()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16"
 )
 BOTH = [False, True] if native.has_amx() else [False]
 
@@ -20,7 +21,7 @@ BOTH = [False, True] if native.has_amx() else [False]
 @pytest.fixture(params=BOTH, ids=lambda tiles: "AMX" if tiles else "AVX-512")
 def by(request, monkeypatch):
     """What computes attention."""
-    found = CheckedLibrary(attention.load_checked_library()[0].library, request.param)
+    found = KernelVariant(attention.load_attention_kernel()[0].library, request.param)
     monkeypatch.setattr(score, "find_attention_kernel", lambda _: found)
     return found
 
@@ -109,21 +110,21 @@ def test_no_memory_is_an_error_of_the_call(name, by):
 
 
 def test_the_way_is_that_of_sampling():
-    assert attention.load_checked_library()[0].uses_amx == fused_check.load_fused_kernel()[0].uses_amx
+    assert attention.load_attention_kernel()[0].uses_amx == fused_check.load_fused_kernel()[0].uses_amx
     assert [
         tiles
         for tiles in BOTH
         if not native.find_difference(
-            attention.compare_attention(CheckedLibrary(attention.load_checked_library()[0].library, tiles))
+            attention.compare_attention(KernelVariant(attention.load_attention_kernel()[0].library, tiles))
         )
-    ] == [attention.load_checked_library()[0].uses_amx]
+    ] == [attention.load_attention_kernel()[0].uses_amx]
 
 
 def test_where_no_way_has_the_bits_there_is_a_reason(monkeypatch):
     monkeypatch.setattr(native, "find_difference", lambda _: "attention")
-    assert attention.load_checked_library.__wrapped__() == (
+    assert attention.load_attention_kernel.__wrapped__() == (
         None,
         "this processor or this torch rounds otherwise (attention)",
     )
     monkeypatch.setattr(native, "load_kernels", lambda: (None, "no g++"))
-    assert attention.load_checked_library.__wrapped__() == (None, "no g++")
+    assert attention.load_attention_kernel.__wrapped__() == (None, "no g++")

@@ -17,7 +17,7 @@ from pellucid.policy.logprobs import LMHead, compute_token_logprobs
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(
-    not (attention.load_checked_library()[0] and attention.load_checked_library()[0].uses_amx),
+    not (attention.load_attention_kernel()[0] and attention.load_attention_kernel()[0].uses_amx),
     reason="needs g++ and a CPU with AMX",
 )
 SIZES = [(32, 32, 32), (33, 96, 64), (100, 576, 1536), (700, 1120, 96)]

@@ -132,9 +132,9 @@ def test_recomputing_layers_changes_no_bit_of_a_gradient(name):
 def test_every_function_is_in_one_of_these_graphs():
     reached = set().union(*(nodes_below(loss_of(make(), batch_of())) for make in POLICIES.values()))
     missing = functions_of(pellucid) - reached
-    if native.load_kernels()[0] is None or not native.has_amx() or not attention.load_checked_library()[0]:
+    if native.load_kernels()[0] is None or not native.has_amx() or not attention.load_attention_kernel()[0]:
         missing -= {"LinearFunction"}  # for AMX alone
-    if attention.load_checked_library()[0] is None:
+    if attention.load_attention_kernel()[0] is None:
         missing -= {"PackedAttention"}
     assert not missing
 

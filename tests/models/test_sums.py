@@ -16,7 +16,7 @@ from pellucid.policy.policy import Policy
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(
-    not (attention.load_checked_library()[0] and attention.load_checked_library()[0].uses_amx),
+    not (attention.load_attention_kernel()[0] and attention.load_attention_kernel()[0].uses_amx),
     reason="needs g++ and a CPU with AMX",
 )
 
@@ -100,7 +100,7 @@ def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypat
 
     exact, ours = gradients(torch.float32), gradients(BF16)
     monkeypatch.setattr(score, "find_attention_kernel", lambda _: None)
-    monkeypatch.setattr(attention, "load_checked_library", lambda: (None, ""))
+    monkeypatch.setattr(attention, "load_attention_kernel", lambda: (None, ""))
     monkeypatch.setattr(linear, "load_gemm_kernel", lambda: (None, ""))
     theirs = gradients(BF16)
     assert len(exact) == 34

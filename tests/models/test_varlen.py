@@ -41,7 +41,8 @@ def kernel(query, keys, values, by, window, beyond=0):
 @pytest.fixture
 def there(monkeypatch):
     """The kernel is used, and the C++ of a CPU is not."""
-    monkeypatch.setattr(score, "find_flash_kernel", lambda device, dtype: kernel)
+    monkeypatch.setattr(varlen, "run_flash", kernel)
+    monkeypatch.setattr(score, "uses_flash", lambda device, dtype: True)
     monkeypatch.setattr(score, "find_attention_kernel", lambda query: None)
 
 
@@ -60,7 +61,7 @@ def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, 
     """And makes no bias, which would be large where texts are long."""
     found = []
     for by_kernel in (True, False):
-        monkeypatch.setattr(score, "find_flash_kernel", lambda *_, by_kernel=by_kernel: kernel if by_kernel else None)
+        monkeypatch.setattr(score, "uses_flash", lambda *_, by_kernel=by_kernel: by_kernel)
         made = []
         monkeypatch.setattr(
             score, "make_attention_bias", lambda *about, m=made, f=score.make_attention_bias: m.append(1) or f(*about)
@@ -99,43 +100,22 @@ def halved(*about):
     return read.detach() + (read - read.detach()) / 2
 
 
-def without_groups(query, keys, *about):
-    if keys.shape[1] != query.shape[1]:
-        raise RuntimeError("Number of heads must be equal")
-    return kernel(query, keys, *about)
-
-
 FAULTS = {
     kernel: "",
     shifted: "attention is off by",
     far: "attention is off by",
     halved: "its gradient is off by 0.5 of",
+    refused: "FlashAttention only supports Ampere GPUs or newer.",
 }
 
 
 @pytest.mark.parametrize("attention", FAULTS, ids=lambda f: f.__name__)
-def test_the_trial_finds_what_is_wrong_with_a_kernel(attention):
+def test_the_trial_finds_what_is_wrong_with_a_kernel(attention, monkeypatch):
+    monkeypatch.setattr(varlen, "run_flash", attention)
     with torch.no_grad():
-        fault = varlen.find_flash_fault(attention, CPU, torch.bfloat16)
+        fault = varlen.find_flash_fault.__wrapped__(CPU, torch.bfloat16)
     assert fault.startswith(FAULTS[attention])
     assert bool(fault) == bool(FAULTS[attention])
-
-
-def test_a_device_uses_the_first_kernel_that_is_right(monkeypatch):
-    def chosen(*kernels):
-        monkeypatch.setattr(varlen, "FLASH_KERNELS", kernels)
-        return varlen.choose_flash_kernel.__wrapped__(CPU, torch.bfloat16)
-
-    assert chosen(kernel, refused) == (kernel, "")
-    assert chosen(without_groups, kernel) == (kernel, "Number of heads must be equal")
-    found, fault = chosen(far, refused)
-    assert found is None
-    assert fault == "FlashAttention only supports Ampere GPUs or newer."
-
-
-def test_keys_and_values_are_repeated_for_a_kernel_without_groups(monkeypatch):
-    monkeypatch.setattr(varlen, "run_flash_grouped", without_groups)
-    assert varlen.find_flash_fault(varlen.run_flash_repeated, CPU, torch.bfloat16) == ""
 
 
 def test_this_torch_has_the_operator_and_a_cpu_does_not_use_it():
@@ -147,4 +127,4 @@ def test_this_torch_has_the_operator_and_a_cpu_does_not_use_it():
         *("dropout_p", "is_causal", "return_debug_mask"),
     ]
     assert {"scale", "window_size_left", "window_size_right"} < set(names[10:])
-    assert varlen.find_flash_kernel(CPU, torch.bfloat16) is None
+    assert not varlen.uses_flash(CPU, torch.bfloat16)

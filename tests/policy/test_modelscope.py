@@ -25,10 +25,7 @@ PLACES = {
     "1.38 and later": "models/Some.One--Tiny-0.5B/snapshots/master",
     "another default branch": "models/Some.One--Tiny-0.5B/snapshots/main",
     "the only revision": "models/Some.One--Tiny-0.5B/snapshots/v1.0.2",
-    "1.22 to 1.37, MODELSCOPE_CACHE": "models/Some.One/Tiny-0___5B",
-    "1.22 to 1.37": "hub/models/Some.One/Tiny-0___5B",
-    "up to 1.21, MODELSCOPE_CACHE": "Some.One/Tiny-0___5B",
-    "up to 1.21": "hub/Some.One/Tiny-0___5B",
+    "1.22 to 1.37": "models/Some.One/Tiny-0___5B",
 }
 
 
@@ -116,7 +113,7 @@ def test_a_download_that_was_cut_short_is_not_taken(cache, model_dir, tmp_path, 
         (folder / name).unlink()
     with pytest.raises(UserError, match="is not in"):
         load.locate_model(NAME)
-    whole = kept(model_dir, cache / PLACES["up to 1.21"])
+    whole = kept(model_dir, cache / PLACES["1.38 and later"])
     assert load.locate_model(NAME) == str(whole), "the next place is looked into"
 
 

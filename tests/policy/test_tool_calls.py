@@ -108,7 +108,7 @@ UNREADABLE = {
     '{"name": "add", "parameters": {"a": ': ("", ["not JSON: Expecting value"]),
     "[add(1)]": ("", ["no calls: add(1) has arguments without names"]),
     "[add(a=1, b=)]": ("", ["no calls: "]),
-    "[add(a=b)]": ("", ["no calls: malformed node"]),
+    "[add(a=b)]": ("", ["no calls: b is no literal"]),
     "<|python_tag|>print(1)": ("", ["not JSON: print(1)"]),
     "<tool_call>" + "[" * 100_000: ("", ["not JSON: maximum recursion depth"]),
 }

@@ -25,7 +25,7 @@ from pellucid import cli, config
 from pellucid.policy.policy import Policy
 from pellucid.prefixes import command as prefixes
 from pellucid.prefixes.journal import Journal
-from pellucid.prefixes.teacher import INSTRUCTION, Teacher, TeacherEndpoint, UnansweredError
+from pellucid.prefixes.teacher import INSTRUCTION, RequestOptions, Teacher, UnansweredError
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.types import Prompt, UserError, with_split
 from pellucid.utils import endpoint
@@ -60,6 +60,10 @@ def command(recipe, output, url="", n=6, per_question=3, **options):
     settings = {"n": n, "per_question": per_question, "max_tokens": 12, **teacher, **options}
     flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     return ["prefixes", str(recipe), "--output", str(output), *flags]
+
+
+def options(url, **others):
+    return RequestOptions(teacher="tiny", base_url=url, max_tokens=8, **others)
 
 
 def status(arguments):
@@ -228,7 +232,7 @@ def test_the_client_waits_as_long_as_it_is_told(service, recipe, tmp_path):
 def test_longer_waits_than_the_client_takes_are_kept_up_to_a_limit(service):
     asked = []
     with proxied(service, lambda number, body: ["429 300", "", "429 3600"][number]) as proxy:
-        teacher = Teacher(TeacherEndpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 2, 0), str.strip)
+        teacher = Teacher(options(proxy.url, key_env="NO_KEY", timeout=5, retries=2), str.strip)
         teacher.rate_limiter.wait = asked.append
         assert teacher.ask(Prompt("p", "2+3="))
         assert asked == [0.0, 300, 0.0]
@@ -253,7 +257,7 @@ def test_what_a_teacher_sends_is_bounded(status, body, headers, kind, told, monk
     monkeypatch.setenv("TEACHER_KEY", KEY)
 
     with proxied("", lambda *_: lambda handler: handler.reply(status, body, **headers)) as proxy:
-        teacher = Teacher(TeacherEndpoint(proxy.url, "tiny", "TEACHER_KEY", 1.0, 8, 5, 0, 0), str.strip)
+        teacher = Teacher(options(proxy.url, key_env="TEACHER_KEY", timeout=5, retries=0), str.strip)
         with pytest.raises(kind, match=told) if kind else nullcontext():
             assert teacher.ask(Prompt("p", "2+3=")) == told
         teacher.close()
@@ -364,7 +368,7 @@ def test_mistakes_are_told_in_one_line(options, complaint, recipe, tmp_path, cap
 @pytest.mark.slow
 def test_a_service_that_goes_away_is_told_in_one_line(service):
     with proxied(service) as proxy:
-        teacher = Teacher(TeacherEndpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 1, 0), str.strip)
+        teacher = Teacher(options(proxy.url, key_env="NO_KEY", timeout=5, retries=1), str.strip)
     with pytest.raises(UserError, match="cannot be reached"):
         teacher.ask(Prompt("p", "2+3="))
     teacher.close()
@@ -379,7 +383,7 @@ def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monke
         assert closed.wait(60)
         return opened[-1]
 
-    teacher = Teacher(TeacherEndpoint(f"{service}/v1", "tiny", "NO_KEY", 1.0, 8, 60, 0, 0), str.strip)
+    teacher = Teacher(options(f"{service}/v1", key_env="NO_KEY", timeout=60, retries=0), str.strip)
     monkeypatch.setattr(socket, "create_connection", slow)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(teacher.ask, Prompt("p", "2+3="))
@@ -394,7 +398,7 @@ def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monke
 def test_a_key_that_no_header_can_hold_is_not_told(key, monkeypatch):
     monkeypatch.setenv("PELLUCID_TEST_KEY", key)
     with pytest.raises(UserError, match="holds no key") as told:
-        TeacherEndpoint("https://api.example.com/v1", "m", "PELLUCID_TEST_KEY", 1.0, 8, 5, 1, 0).get_key()
+        Teacher(options("https://api.example.com/v1", key_env="PELLUCID_TEST_KEY"), str.strip)
     assert "sk-" not in str(told.value)
 
 

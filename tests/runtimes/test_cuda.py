@@ -138,7 +138,7 @@ def test_a_graph_says_what_is_said_without():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_of_rollouts_is_read_by_flash_attention(dtype):
     """The trial compares what it reads, and its gradients; a kernel that fails it is not taken."""
-    assert attention.find_flash_kernel(pick_device("cuda"), dtype) is not None
+    assert attention.uses_flash(pick_device("cuda"), dtype)
 
 
 def test_one_rank_over_nccl_trains_with_fsdp2_what_it_trains_with_ddp(tmp_path):

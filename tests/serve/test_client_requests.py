@@ -250,7 +250,7 @@ def test_a_group_has_the_runs_limit_and_a_request_may_have_its_own(service):
     ],
 )
 def test_a_mistake_of_an_agent_names_the_field_and_no_type_of_ours(content, complaint):
-    endpoint = SimpleNamespace(rollout_numbers={"a": 0})
+    endpoint = SimpleNamespace(check_rollout=lambda _: None)
     client = TestClient(make_agent_app(cast(AgentEndpoint, endpoint)))
     body = {"messages": [{"role": "user", "content": content}]}
     message = client.post("/rollout/a/v1/chat/completions", json=body).json()["error"]["message"]

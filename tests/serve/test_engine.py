@@ -15,11 +15,11 @@ from pellucid.serve import engine as engines
 from pellucid.serve.engine import (
     GenerationRequest,
     GenerationRow,
-    RequestRefusedError,
     SampledToken,
     ServingEngine,
     ThroughputMeter,
 )
+from pellucid.serve.middleware import RequestError
 from serving import wait_until
 
 
@@ -57,16 +57,14 @@ def asked(engine, **settings):
 
 def flown(engine):
     """Until nobody is left."""
-    engine._admit()
-    while engine.running.requests:
-        engine._decode_step()
-        engine._admit()
+    while engine.waiting or engine.running.requests:
+        engine.step()
 
 
 def said(told):
     """The tokens, and how it ended."""
     pieces = [piece for piece in told if isinstance(piece, tuple)]
-    return [token for piece in pieces for token in piece.token_ids], told[-1]
+    return [token.token_id for piece in pieces for token in piece.tokens], told[-1]
 
 
 def alone(**settings):
@@ -148,10 +146,9 @@ def test_a_listener_that_is_gone_is_one_that_left(engine):
     engine.submit(deaf)
     _, good = asked(engine, seed=2)
     engine._admit()
-    engine._decode_step()
     assert [row.request is deaf for row in engine.running.requests] == [True, False]
-    engine._decode_step()
-    assert len(engine.running.requests) == 1, "its row is free at the next token"
+    engine.step()
+    assert [row.request is deaf for row in engine.running.requests] == [False], "its row is free at once"
     flown(engine)
     assert said(good) == alone(seed=2)
 
@@ -200,8 +197,8 @@ def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
     engine.running.batch.admit = policy.create_decode_batch = broken
     with pytest.raises(RuntimeError, match="the device is lost"):
         engine.run()
-    assert [type(news[-1]) for news in told] == [RuntimeError, RequestRefusedError, RequestRefusedError]
-    with pytest.raises(RequestRefusedError, match="ending"):
+    assert [type(news[-1]) for news in told] == [RuntimeError, RequestError, RequestError]
+    with pytest.raises(RequestError, match="ending"):
         asked(engine)
 
 
@@ -217,12 +214,12 @@ def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
     for _ in range(4):
         asked(engine)
         engine._admit()
-    with pytest.raises(RequestRefusedError, match="too many requests are waiting"):
+    with pytest.raises(RequestError, match="too many requests are waiting"):
         asked(engine)
     assert engine.describe_state()["waiting"] == 4
     engine.waiting[0].cancelled = True
     asked(engine)  # whoever has left makes room
-    with pytest.raises(RequestRefusedError):
+    with pytest.raises(RequestError):
         asked(engine)
 
 
@@ -246,7 +243,7 @@ def test_a_long_prompt_waits_until_others_leave_it_room(engine, monkeypatch):
     engine._admit()
     assert [len(row.request.prompt_ids) for row in engine.running.requests] == [10, 10, 20]
     while engine.running.requests:
-        engine._decode_step()
+        engine.scheduler.step()
     engine._admit()
     assert [len(row.request.prompt_ids) for row in engine.running.requests] == [100]
 
@@ -287,7 +284,7 @@ def test_what_may_begin_a_stop_is_held_back_and_no_more():
     pieces = [row.append_token(SampledToken(i, 0.0), Texts(*texts)) for i in range(6)]
     assert [piece and piece.text for piece in pieces] == ["one ", None, None, "ENDED", " ", ""]
     assert pieces[-1].finish_reason == "stop"
-    assert [token for piece in pieces if piece for token in piece.token_ids] == [0, 1, 2, 3, 4, 5]
+    assert [token.token_id for piece in pieces if piece for token in piece.tokens] == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_first_of_several_stops_ends_a_text():

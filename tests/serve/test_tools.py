@@ -169,7 +169,9 @@ REFUSED = {
     "tool_choice: Input should be 'auto'": {"tool_choice": {"type": "function", "function": {"name": "add"}}},
     "tools.0.function.name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
     "tools.0.type": {"tools": [{"type": "code", "function": {"name": "a"}}]},
-    "surrogates not allowed": {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"t": "\ud800"}}}]},
+    "surrogates not allowed": {
+        "tools": [{"type": "function", "function": {"name": "a", "parameters": {"t": "\ud800"}}}]
+    },
     "messages.0: Value error, content is missing": {"messages": [{"role": "user"}]},
     "arguments: Value error, Expecting value": {
         "messages": [{"role": "assistant", "tool_calls": [call(arguments="a=1")]}]

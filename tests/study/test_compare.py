@@ -62,7 +62,7 @@ def test_a_seed_that_only_one_of_them_has_is_not_paired(study_dir):
     row = summary(study_dir)
     assert set(row.pairs) == {0, 1}
     assert row.unpaired == ("seed 2: the baseline has no finished run",)
-    assert ("better", 3) in gather_runs([study_dir]).missing
+    assert "better seed 3" in gather_runs([study_dir]).missing
 
 
 def test_evaluations_that_kept_no_answers_are_not_paired(study_dir):
@@ -89,7 +89,7 @@ def test_unfinished_and_missing_runs_are_left_out_and_named(study_dir, capsys):
 
 def test_a_planned_run_that_no_variant_has_is_missing(study_dir):
     write_study_plan(study_dir, ["grpo", "better", "late"], [0, 1])
-    assert gather_runs([study_dir]).missing == [("late", 0), ("late", 1)]
+    assert gather_runs([study_dir]).missing == ["late seed 0", "late seed 1"]
     (study_dir / "study.json").unlink()
     assert gather_runs([study_dir]).missing == []
 

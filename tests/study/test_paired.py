@@ -12,7 +12,6 @@ import pytest
 from pellucid.study.bootstrap import (
     RESAMPLE_COUNT,
     classify_difference,
-    compute_answer_differences,
     compute_false_positive_odds,
     estimate_interval,
     resample_means,
@@ -112,12 +111,6 @@ def test_a_difference_of_nothing_has_no_sign():
 def test_the_same_data_give_the_same_interval():
     table = np.random.default_rng(3).integers(-1, 2, size=(3, 50)).tolist()
     assert estimate_interval(table) == estimate_interval(table) != estimate_interval(table, seed=1)
-
-
-def test_differences_are_taken_question_by_question():
-    assert compute_answer_differences([1, 1, 0, 0], [1, 0, 1, 0]) == [0.0, 1.0, -1.0, 0.0]
-    with pytest.raises(ValueError, match="longer"):
-        compute_answer_differences([1], [1, 0])
 
 
 @pytest.mark.parametrize(

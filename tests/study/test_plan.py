@@ -175,5 +175,5 @@ def test_a_misspelt_section_is_refused(tmp_path):
     path = tmp_path / "study.toml"
     base = Path("recipes/arithmetic.toml").resolve()
     path.write_text(f'base = "{base}"\nseeds = [0]\n[variants.grpo]\n[variants.dr.algoritm]\nadvantage = "centered"\n')
-    with pytest.raises(UserError, match=r"variants\.dr: algoritm: no such section; did you mean .algorithm"):
+    with pytest.raises(UserError, match=r"variants\.dr: algoritm: no such key; did you mean .algorithm"):
         plan.load_variant_configs(plan.read_study(path))

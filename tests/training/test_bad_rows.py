@@ -13,7 +13,7 @@ import mended_task
 import pellucid
 from conftest import CHARACTERS, character_tokenizer, records, tiny_llama, tiny_recipe
 from pellucid.tasks.dataset import clear_dataset_caches
-from pellucid.training import preflight, run
+from pellucid.training import run
 from runs import answered, in_processes, train, weights
 
 TEMPLATE = (
@@ -114,23 +114,6 @@ def test_an_evaluation_needs_only_good_rows_that_it_asks(tmp_path, model, capsys
     capsys.readouterr()
     assert answered("eval", model, "--task", recipe, "--evaluate.n", 99) == 2
     assert "test.jsonl, line 7: token 28" in capsys.readouterr().err
-
-
-def test_what_is_known_of_many_rows_is_kept_and_not_for_other_rows(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(preflight, "MIN_CACHED_ROWS", 1)
-    monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
-    recipe = made(tmp_path, model, [*good(), "e"])
-    assert train(recipe, "--run", tmp_path / "run") == 2
-    assert len(list((tmp_path / "cache" / "rows").iterdir())) == 2
-    tokenized = []
-    reasons = preflight.find_prompt_faults
-    monkeypatch.setattr(
-        preflight, "find_prompt_faults", lambda prompts, *of: tokenized.append(len(prompts)) or reasons(prompts, *of)
-    )
-    assert train(recipe, "--run", tmp_path / "run") == 2
-    assert tokenized == []
-    assert train(recipe, "--run", tmp_path / "run", "--sampler.max-tokens", 11) == 2
-    assert tokenized == [13, 6]
 
 
 def test_a_task_without_an_end_is_tried(tmp_path, recipe, capsys):

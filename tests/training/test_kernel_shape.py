@@ -232,7 +232,7 @@ def functions_of_the_library():
 def test_each_kernel_of_this_processor_runs_in_one_of_these_settings(run):
     for ready in (
         native.load_kernels,
-        attention.load_checked_library,
+        attention.load_attention_kernel,
         fused_check.load_fused_kernel,
         optimizer.is_one_pass_available,
     ):
@@ -243,5 +243,5 @@ def test_each_kernel_of_this_processor_runs_in_one_of_these_settings(run):
     run(model="heads of 8")
     exported = functions_of_the_library()
     assert exported >= OF_OPERATORS | OF_AMX | {"step", "attention_backward"}
-    absent = set() if attention.load_checked_library()[0].uses_amx else OF_AMX
+    absent = set() if attention.load_attention_kernel()[0].uses_amx else OF_AMX
     assert exported - set(native.call_counts) - absent == set()

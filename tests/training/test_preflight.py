@@ -118,17 +118,17 @@ def test_what_is_cut_off_names_the_setting_by_which_it_was(capsys):
         "{} of 4 samples have a turn that was cut off at sampler.turn_tokens = 3: raise it, or ask for shorter turns"
     )
     length = "{} of 4 samples were cut off at sampler.max_tokens = 5, which is for all that follows the question"
-    told = list(find_cut_off_warnings([by_turn, at_end, by_length, whole], cfg, (EOS,)))
+    told = list(find_cut_off_warnings([by_turn, at_end, by_length, whole], cfg.sampler, (EOS,)))
     assert told[0] == turns.format("50%")
     assert told[1].startswith(length.format("25%"))
-    assert list(find_cut_off_warnings([whole] * 4, cfg, (EOS,))) == []
-    assert list(find_cut_off_warnings([at_end] * 4, cfg, (EOS,))) == [turns.format("100%")]
-    without = Config(sampler=SamplerConfig(max_tokens=5), task=Arithmetic())
+    assert list(find_cut_off_warnings([whole] * 4, cfg.sampler, (EOS,))) == []
+    assert list(find_cut_off_warnings([at_end] * 4, cfg.sampler, (EOS,))) == [turns.format("100%")]
+    without = SamplerConfig(max_tokens=5)
     assert [
         line.split(" = ")[0] for line in find_cut_off_warnings([by_turn, at_end, by_length, whole], without, (EOS,))
     ] == ["50% of 4 samples were cut off at sampler.max_tokens"]
     alone = [Completion((1, 2, 3), (0.0,) * 3, "123", False)]
-    assert [line.split(" = ")[0] for line in find_cut_off_warnings(alone, cfg, (EOS,))] == [
+    assert [line.split(" = ")[0] for line in find_cut_off_warnings(alone, cfg.sampler, (EOS,))] == [
         "100% of 1 sample were cut off at sampler.max_tokens"
     ]
 

@@ -139,8 +139,8 @@ class Batch:
     def compute_rollout_lengths(self) -> Tensor:
         """Return the number of tokens of each rollout that count towards sampler.max_tokens. [P * G] float64
 
-        All tokens from the first sampled one count. In a conversation this includes the observations between the turns
-        of the policy, but not the question or a prefix. If a rollout has several sequences, the longest one counts.
+        All tokens from the first sampled one count: in a conversation also the observations between the turns of the
+        policy, but not the question or a prefix. If a rollout has several sequences, the longest one counts.
         """
         starts = self.action_mask.byte().argmax(-1)
         lengths = torch.where(self.action_mask.any(-1), self.response_mask.sum(-1) - starts, 0).double()
@@ -152,9 +152,8 @@ class Batch:
     def count_rollouts(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Count the tokens of a mask [B, T] by rollout.
 
-        Returns:
-            The number of rollouts with at least one token of the mask [], and for each row the number of tokens of the
-            mask in its rollout [B, 1].
+        Returns the number of rollouts with at least one such token [], and for each row the number of tokens of its
+        rollout [B, 1].
         """
         lengths = mask.sum(-1, keepdim=True)
         if self.rollout_indices is None:
@@ -163,11 +162,9 @@ class Batch:
         return (rollout_lengths > 0).sum(), rollout_lengths[self.rollout_indices][:, None]
 
     def sum_by_rollout(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Add up x [B, T] over the sampled tokens of each rollout.
+        """Add up x [B, T] over the sampled tokens of each rollout. Return the sums [P * G, 1] and a mask of that shape.
 
-        Returns:
-            The sums [P * G, 1] and a mask of the same shape. If each row is a rollout of its own, x itself, not summed,
-            and action_mask.
+        If each row is a rollout of its own, they are x itself, not summed, and action_mask.
         """
         if self.rollout_indices is None:
             return x, self.action_mask
@@ -229,13 +226,9 @@ def pad_sequences(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 
 def append_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
-    """Append a row of given tokens for each prompt that has a demonstration.
+    """Append a row of given tokens for each of these prompts, indices [n], that has a demonstration.
 
     The tokens of the new rows have likelihood weight 1; all other values there are 0.
-
-    Args:
-        batch: Rows without likelihood weights.
-        prompts: [n] indices into batch.prompt_ids.
     """
     batch = replace(batch, likelihood_weights=torch.zeros_like(batch.sampler_logprobs))
     demonstrated = [p for p in prompts.tolist() if batch.demonstrations[p]]

@@ -61,13 +61,7 @@ class LossExplanation(NamedTuple):
 
 
 def explain_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> LossExplanation:
-    """Explain the loss of a micro-batch.
-
-    Args:
-        scores: The scores that its loss is computed from.
-        batch: The same rows, with advantages and token_weights.
-        cfg: The settings of the algorithm.
-    """
+    """Explain the loss of a micro-batch, with advantages and token_weights, that was computed from these scores."""
     tokens = make_objective_inputs(scores.logprobs.detach(), batch)
     with torch.no_grad(), preserve_random_state(tokens.logprobs):
         output = get_objective_function(cfg.objective)(tokens, cfg)

@@ -106,16 +106,14 @@ def train(
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     collector: RolloutCollector | None = None,
 ) -> Iterator[StepResult]:
-    """Train a policy and yield the result of each step. Between steps the caller may evaluate, save or stop.
+    """Train a policy in place and yield the result of each step. Between steps the caller may evaluate, save or stop.
 
     Args:
-        task: The source of prompts and rewards.
-        sampler: Generates completions. It receives the weights of the policy after each step.
-        policy: The model that is trained, in place.
+        sampler: Receives the weights of the policy after each step.
         reference: The model from which the KL is measured; needed where cfg.kl_coef > 0.
         state: The state after the last finished step, updated in place. None starts from step 0.
         sampling: How completions are sampled. Each step replaces `n` and `seed`.
-        collector: Generates the rollouts. None means that those of each step are generated when the step begins.
+        collector: Generates the rollouts. None generates those of each step when the step begins.
     """
     state = state or TrainingState()
     state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
@@ -346,11 +344,6 @@ def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor,
     With w the importance weight of a token, the loss is minus the sum over tokens of
 
         token_weights * (w * objective - kl_coef * KL + entropy_coef * entropy) + likelihood_weights * logprobs
-
-    Args:
-        scores: The scores of the policy, [B, T] with gradient.
-        batch: The same rows, with advantages and token_weights.
-        cfg: The settings of the algorithm.
 
     Returns:
         The loss, and the metrics: each is a tensor [N] over the N tokens to which it applies.

@@ -58,7 +58,7 @@ class MetricTotals:
 
 
 def sum_by_name(shares: list[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the sums of all processes by name. Names may differ: a process without prefixes has no prefix metrics."""
+    """Add up the sums of all processes by name; some may lack a name, as without prefixes."""
     names = dict.fromkeys(name for share in shares for name in share)
     return {name: sum(share.get(name, 0.0) for share in shares) for name in names}
 
@@ -80,8 +80,8 @@ class StageClock:
     def get_times(self) -> dict[str, float]:
         """Return the seconds of each lap and of the step.
 
-        If rollouts are generated during training, also return the share of the step in which training waited for them
-        and the share in which none were generated.
+        If rollouts are generated ahead, also the share of the step in which training waited for them, and the share in
+        which none were generated.
         """
         seconds = self.last_lap - self.start
         times = {**self.laps, "time/step": seconds}
@@ -93,12 +93,7 @@ class StageClock:
 
 
 def compute_sampling_metrics(groups: Sequence[Group], zero_variance: int) -> dict[str, float]:
-    """Return metrics of dynamic sampling: how many groups were generated, and the tokens of all their sequences.
-
-    Args:
-        groups: All groups that were generated.
-        zero_variance: How many of them have zero variance.
-    """
+    """Return metrics of dynamic sampling: how many groups were generated, and the tokens of all their sequences."""
     tokens = sum(s.length for group in groups for c in group.completions for s in (c, *c.branches))
     return {"groups/drawn": len(groups), "groups/drawn_dead": zero_variance / len(groups), "tokens": float(tokens)}
 
@@ -111,24 +106,16 @@ def compute_sampling_metrics(groups: Sequence[Group], zero_variance: int) -> dic
 def compute_advantage_effects(grades: Grades, shaped: Tensor, advantages: Tensor, cfg: GRPOConfig) -> dict[str, float]:
     """Return the shares of advantages that were changed by reward shaping, and by an advantage other than "grpo".
 
-    Args:
-        grades: The grades of a step.
-        shaped: [P, G] rewards after shaping.
-        advantages: [P, G] computed from `shaped` with cfg.advantage.
-        cfg: The settings of the algorithm.
+    `advantages` [P, G] were computed from the rewards `shaped` [P, G] with cfg.advantage.
     """
     effects = {}
-    if has_reward_shaping(cfg):
+    if cfg.shapes_rewards:
         unshaped = compute_advantages_from_grades(grades, grades.rewards, cfg)
         effects["effect/shaping"] = compute_changed_share(advantages - unshaped)
     if cfg.advantage != "grpo":
         plain = compute_advantages_from_grades(grades, shaped, replace(cfg, advantage="grpo"))
         effects["effect/advantage"] = compute_changed_share(advantages - plain)
     return effects
-
-
-def has_reward_shaping(cfg: GRPOConfig) -> bool:
-    return cfg.similarity != "none" or cfg.overlong_cache > 0 or (cfg.kl_coef > 0 and cfg.kl_in == "raw_reward")
 
 
 def compute_changed_share(difference: Tensor) -> float:
@@ -148,8 +135,8 @@ def compute_kl_loss_effect(
 ) -> dict[str, Tensor]:
     """Return the tokens [B, T] whose factor in the gradient of the KL in the loss is above MIN_VISIBLE_CHANGE.
 
-    The factor of a token in the gradient of k2 is kl_coef |log(pi / ref)|, and that of k3 is the same to first order.
-    The exact KL has no factor per token. There it is kl_coef sqrt(2 KL), the root mean square to second order.
+    The factor in the gradient of k2 is kl_coef |log(pi / ref)|, and that of k3 is the same to first order. The exact KL
+    has no factor per token: there it is kl_coef sqrt(2 KL), the root mean square to second order.
     """
     if cfg.kl_in != "loss":
         return {}

@@ -245,7 +245,7 @@ def compute_clipped_surrogate(
 
 
 def compute_clipped_value(ratio: Tensor, advantages: Tensor, bounds: _RatioBounds, cfg: GRPOConfig) -> Tensor:
-    """min(A ratio, A clip(ratio)); with cfg.dual_clip at least dual_clip A where A < 0 (arXiv 1912.09729, equation 5)."""
+    """min(A ratio, A clip(ratio)); with cfg.dual_clip at least dual_clip A where A < 0 (arXiv 1912.09729, eq. 5)."""
     value = torch.minimum(advantages * ratio, advantages * ratio.clamp(*bounds))
     if not cfg.dual_clip:
         return value

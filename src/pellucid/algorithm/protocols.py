@@ -72,12 +72,7 @@ class Runtime(Protocol):
         ...
 
     def compute_within_memory(self, compute: Callable[[int], T], rows: int) -> T:
-        """Return compute(rows). If memory runs out, drop the gradients and repeat with smaller micro-batches.
-
-        Args:
-            compute: A function of the number of rows in a micro-batch.
-            rows: The number to begin with.
-        """
+        """Return compute(rows). If memory runs out, drop the gradients and repeat with micro-batches of fewer rows."""
         ...
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
@@ -89,11 +84,9 @@ class Runtime(Protocol):
         ...
 
     def step(self) -> dict[str, float]:
-        """Take an optimizer step, clear the gradients and return metrics.
+        """Take an optimizer step, clear the gradients and return metrics: `grad_norm`, `lr`, `skipped` and `idle`.
 
-        Returns:
-            `grad_norm` and `lr`. `skipped` is 1 if a gradient was not finite, `idle` is 1 if the gradient was 0; in
-            both cases no weight changes. In fp16 also `loss_scale`, and `skipped/overflow`, which is 1 if a gradient
-            was too large for that scale.
+        `skipped` is 1 if a gradient was not finite, `idle` is 1 if the gradient was 0; in both cases no weight changes.
+        In fp16 also `loss_scale`, and `skipped/overflow`, which is 1 if a gradient was too large for that scale.
         """
         ...

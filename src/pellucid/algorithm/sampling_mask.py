@@ -36,11 +36,7 @@ class SamplingMask(NamedTuple):
         return self._replace(spans=self.spans[rows])
 
     def unpack_ids(self, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Return the ids of the allowed tokens.
-
-        Returns:
-            [N, K] ids in ascending order, padded with 0, and [N, K] bool, True for ids and False for padding.
-        """
+        """Return the ids of the allowed tokens [N, K], ascending and padded with 0, and which are valid [N, K]."""
         words, (start, end) = self.words, self.spans.unbind(-1)
         width, allows_all = count_bitmap_words(vocabulary), end == start
         is_bitmap = allows_all | (end - start == width)
@@ -67,11 +63,7 @@ def pack_masks(allowed: Tensor) -> list[Tensor]:
 
 
 def collate_masks(masks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate the masks of B rows of tokens.
-
-    Returns:
-        Words [M] and spans [B, T, 2]; spans after the end of a row are empty.
-    """
+    """Concatenate the masks of B rows of tokens: words [M], and spans [B, T, 2], empty after the end of a row."""
     lengths = [torch.tensor([len(run) for run in row], dtype=torch.long) for row in masks]
     padded = pad_sequence(lengths, batch_first=True)
     ends = padded.flatten().cumsum(0).view_as(padded)

@@ -215,9 +215,7 @@ class GRPOConfig:
             raise ValueError('kl = "k3_weighted" is weighed by the ratio, which only the loss has: set kl_in = "loss"')
         if (self.kl_target or self.reference_every) and not self.kl_coef:
             raise ValueError("kl_target and reference_every need a reference: set kl_coef above 0")
-        if self.advantage == "gdpo" and (
-            self.similarity != "none" or self.overlong_cache or (self.kl_coef and self.kl_in == "raw_reward")
-        ):
+        if self.advantage == "gdpo" and self.shapes_rewards:
             raise ValueError(
                 'advantage = "gdpo" compares the terms of a reward, which similarity, overlong_cache and'
                 ' kl_in = "raw_reward" do not reach: leave them out, or choose another advantage'
@@ -233,6 +231,11 @@ class GRPOConfig:
         if not self.max_length:
             raise ValueError("max_length must be given where overlong_cache or aggregate = constant reads it")
         return self.max_length
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether rewards are changed before they are compared."""
+        return self.similarity != "none" or self.overlong_cache > 0 or (self.kl_coef > 0 and self.kl_in == "raw_reward")
 
     @property
     def constant_divisor(self) -> int:

@@ -6,7 +6,6 @@ Every setting is a key of `[algorithm]`. Settings of other stages of a step rais
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -69,16 +68,15 @@ def group_advantages(
         correct: [P, G] whether the answer is right, for "lead". None means rewards of at least 1.
         parts: [P, G, K] the terms of the reward, for "gdpo".
         weights: [K] the weights of those terms. None means 1.
-        **settings: Keys of `[algorithm]` that belong to the advantage; ADVANTAGE_SETTINGS lists them.
+        **settings: Keys of `[algorithm]` that belong to the advantage.
 
     Returns:
         [P, G] float64, on the device of `rewards`.
 
     Raises:
-        UserError: If a tensor has another shape, or a setting does not exist.
+        UserError: A tensor has another shape, or a setting does not exist.
 
-    Example:
-        group_advantages([[0.0, 1.0, 1.0, 0.0]], "rloo")
+    Example: group_advantages([[0.0, 1.0, 1.0, 0.0]], "rloo")
     """
     settings, functions = _name_functions({"advantage": advantage, **settings})
     cfg = make_grpo_config(settings, _ADVANTAGE_SETTINGS, "group_advantages")
@@ -121,7 +119,7 @@ def policy_loss(
     tokens: int | Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Compute the loss of some completions, whose `backward()` gives the gradient of a GRPO step.
+    """Compute the loss [] of some completions, whose `backward()` gives the gradient of a GRPO step.
 
     The values of padding are ignored in all tensors.
 
@@ -134,20 +132,15 @@ def policy_loss(
         sampler_logprobs: [B, T] as the sampler computed them, for `correction`.
         ref_logprobs: [B, T] under the reference, for `kl_coef` with kl = "k2", "k3" or "k3_weighted".
         entropy: [B, T] in nats, with gradient, for `entropy_coef`.
-        rows: The total number of responses in the optimizer step, if this call has only some of them, as in gradient
+        rows: The number of responses in the optimizer step, if this call has only some of them, as in gradient
             accumulation. The losses of the calls then add up to that of the step. None means the number in `mask`.
-        tokens: The total number of response tokens in the optimizer step. None means the number in `mask`.
-        **settings: Keys of `[algorithm]` that belong to the loss; LOSS_SETTINGS lists them. An objective may also be a
-            function.
-
-    Returns:
-        [], with gradient.
+        tokens: The number of response tokens in the optimizer step. None means the number in `mask`.
+        **settings: Keys of `[algorithm]` that belong to the loss. An objective may also be a function.
 
     Raises:
-        UserError: If a tensor that a setting needs is missing, or a setting does not exist.
+        UserError: A tensor that a setting needs is missing, or a setting does not exist.
 
-    Example:
-        policy_loss(logprobs, group_advantages(rewards), mask, objective="gspo", aggregate="sequence").backward()
+    Example: policy_loss(logprobs, group_advantages(rewards), mask, objective="gspo", aggregate="sequence").backward()
     """
     settings, functions = _name_functions(settings)
     cfg = make_grpo_config(settings, _LOSS_SETTINGS, "policy_loss")
@@ -155,22 +148,29 @@ def policy_loss(
         settings, {"ref_logprobs": ref_logprobs, "entropy": entropy, "sampler_logprobs": sampler_logprobs}
     )
 
+    mask = mask.bool()
+
     def clear_padding(x: Tensor) -> Tensor:
         """Set padding to 0: an infinity there would make the gradients and means of its row NaN."""
-        return x.masked_fill(~mask.bool(), 0.0)
+        return x.masked_fill(~mask, 0.0)
 
     logprobs = clear_padding(logprobs)
-    sampler_logprobs = logprobs.detach() if sampler_logprobs is None else clear_padding(sampler_logprobs)
-    batch = _make_loss_batch(mask.bool(), sampler_logprobs)
-    row_count = batch.response_mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
-    token_count = batch.response_mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
-    weigh = AGGREGATES[cfg.aggregate]
-    batch = replace(
-        batch,
-        advantages=clear_padding(_broadcast_advantages(advantages, batch).to(logprobs)),
-        token_weights=weigh(batch.response_mask, row_count.clamp(min=1), token_count.clamp(min=1), cfg),
+    row_count = mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
+    token_count = mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
+    no_ids = torch.zeros(mask.shape, dtype=torch.long, device=mask.device)  # no model reads them
+    batch = Batch(
+        prompt_ids=((0,),),
+        demonstrations=((),),
+        prompt_indices=no_ids[:, 0],
+        response_ids=no_ids,
+        response_mask=mask,
+        action_mask=mask,
+        finished=mask.any(-1),
+        sampler_logprobs=logprobs.detach() if sampler_logprobs is None else clear_padding(sampler_logprobs),
         old_logprobs=None if old_logprobs is None else clear_padding(old_logprobs),
         ref_logprobs=None if ref_logprobs is None else clear_padding(ref_logprobs),
+        advantages=clear_padding(_broadcast_advantages(advantages, mask).to(logprobs)),
+        token_weights=AGGREGATES[cfg.aggregate](mask, row_count.clamp(min=1), token_count.clamp(min=1), cfg),
     )
     scores = Scores(logprobs, torch.zeros_like(logprobs) if entropy is None else clear_padding(entropy))
     with provide_objects(functions):
@@ -178,7 +178,7 @@ def policy_loss(
 
 
 def _name_functions(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
-    """Replace functions in the settings by generated names. Return the settings and a dict from names to functions."""
+    """Replace functions in the settings by generated names; return also a dict from names to functions."""
     names = {key: f"{IN_PROCESS_PREFIX}{key}" for key, value in settings.items() if callable(value)}
     return {**settings, **names}, {name: settings[key] for key, name in names.items()}
 
@@ -225,31 +225,16 @@ def _check_required_tensors(settings: Mapping[str, Any], given: Mapping[str, Ten
         raise UserError('aggregate = "constant" needs constant_length=, its divisor in tokens')
 
 
-def _make_loss_batch(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
-    """Return a batch for use in compute_loss only. Its token ids are all 0, since no model reads them."""
-    rows = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
-    return Batch(
-        prompt_ids=((0,),),
-        demonstrations=((),),
-        prompt_indices=rows,
-        response_ids=torch.zeros(mask.shape, dtype=torch.long, device=mask.device),
-        response_mask=mask,
-        action_mask=mask,
-        finished=torch.ones_like(rows, dtype=torch.bool),
-        sampler_logprobs=sampler_logprobs,
-    )
-
-
-def _broadcast_advantages(advantages: Tensor, batch: Batch) -> Tensor:
+def _broadcast_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     """Return advantages [B, T] from any of the shapes that policy_loss accepts."""
-    if advantages.shape == batch.response_mask.shape and advantages.numel() != len(batch):
+    if advantages.numel() == len(mask):
+        return advantages.flatten()[:, None].expand(mask.shape)
+    if advantages.shape == mask.shape:
         return advantages
-    if advantages.numel() != len(batch):
-        raise UserError(
-            f"advantages of shape {list(advantages.shape)} are not one for each of {len(batch)} completions:"
-            " give [B], [P, G] with P * G = B, or [B, T]"
-        )
-    return batch.broadcast_to_tokens(advantages.flatten().to(batch.sampler_logprobs))
+    raise UserError(
+        f"advantages of shape {list(advantages.shape)} are not one for each of {len(mask)} completions:"
+        " give [B], [P, G] with P * G = B, or [B, T]"
+    )
 
 
 def convert_to_float64(name: str, values: Any, dimensions: int) -> Tensor:

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.distributed import fsdp2
-from pellucid.distributed.fsdp2 import ShardablePolicy
 from pellucid.distributed.settings import REDUCE_BUCKET_ELEMENTS
-from pellucid.distributed.torch_engine import Moments, TrainablePolicy
+from pellucid.distributed.torch_engine import Moments
 from pellucid.models.linear import POLICY_MISMATCH, copy_to_cpu, gather_full_tensor
 from pellucid.types import UserError
 from pellucid.utils.plugins import import_extra
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 PERSISTENCE_THRESHOLD_ELEMENTS = 10_000
 """Parameters with fewer elements, such as norms, are not sharded in stage 3."""
@@ -65,11 +67,11 @@ class _ShardedParameters:
 
 
 class ZeroEngine:
-    """A training engine whose optimizer steps DeepSpeed takes."""
+    """A training engine like `TorchEngine`, whose optimizer steps DeepSpeed takes."""
 
     is_lockstep = True
 
-    def __init__(self, policy: TrainablePolicy, cfg: AdamWConfig, stage: int, world_size: int) -> None:
+    def __init__(self, policy: Policy, cfg: AdamWConfig, stage: int, world_size: int) -> None:
         self.policy, self.stage, self.world_size = policy, stage, world_size
         self.mesh: DeviceMesh = fsdp2.make_device_mesh(policy.device, world_size, 0)
         self.deepspeed = _import_deepspeed(policy.device)
@@ -90,7 +92,7 @@ class ZeroEngine:
 
     def wrap_policy(
         self,
-        policy: ShardablePolicy,
+        policy: Policy,
         external_parameters: Sequence[tuple[torch.nn.Module, list[Any]]],
         optimizer: Any = None,
     ) -> Any:
@@ -106,7 +108,7 @@ class ZeroEngine:
             policy.module.register_forward_pre_hook(lambda *_: policy.sharded_modules[0].reshard())
         return policy.module
 
-    def shard_reference(self, reference: ShardablePolicy) -> None:
+    def shard_reference(self, reference: Policy) -> None:
         if self.stage == 3 and reference.device == self.policy.device:
             self.wrap_policy(reference, reference.list_external_parameters())
 
@@ -119,15 +121,13 @@ class ZeroEngine:
         self.module.backward(loss.to(self.policy.device))
 
     def reset_for_retry(self) -> bool:
-        """DeepSpeed cannot repeat a part of a step."""
-        return False
+        return False  # DeepSpeed cannot repeat a part of a step
 
     def get_grad_norm(self) -> float:
         """Return the norm before clipping, which DeepSpeed computes before it calls the optimizer."""
         return float(self.zero_optimizer._global_grad_norm)
 
     def step(self, lr: float) -> dict[str, float]:
-        """Clip the gradient, take a step unless the gradient is 0 or not finite, and clear it. Return metrics."""
         self.optimizer.param_groups[0]["lr"] = lr
         self.module.step()
         norm = math.inf if self.zero_optimizer.overflow else self.get_grad_norm()
@@ -170,7 +170,6 @@ class ZeroEngine:
         return {"step": {name: steps.clone() for name in self.parameters}, **moments}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the shard of this process of all parameters by name, of trained ones of the fp32 master."""
         frozen = {name: p for name, p in self.policy.weights().items() if name not in self.parameters}
         return {**{name: self.shard_tensor(gather_full_tensor(p)) for name, p in frozen.items()}, **self.masters()}
 
@@ -206,16 +205,12 @@ class ZeroEngine:
                 tools.safe_set_full_fp32_param(p, value)
             return
         size = p.ds_tensor.numel()
-        shard = F.pad(value.flatten(), (0, size * self.world_size - value.numel())).split(size)[self.rank]
+        shard = F.pad(value.flatten(), (0, size * self.world_size - value.numel())).split(size)[self.mesh.get_rank()]
         if moment:
             tools.safe_set_local_optimizer_state(p, shard, moment)
         else:
             tools.safe_set_local_fp32_param(p, shard)
             p.ds_tensor.copy_(shard)
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.get_rank()
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -7,31 +7,17 @@ a group of processes, such as those of a machine, and replicates across groups (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from pellucid.models.linear import ShardedModule
 from pellucid.types import UserError
 
-
-class ShardablePolicy(Protocol):
-    """What sharding needs of a policy."""
-
-    module: nn.Module
-    sharded_modules: Sequence[ShardedModule]
-
-    device: torch.device
-
-    @property
-    def gathered_dtype(self) -> torch.dtype | None: ...
-    def blocks(self) -> list[nn.Module]: ...
-    def list_external_parameters(self) -> list[tuple[nn.Module, list[Any]]]: ...
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 
 def make_device_mesh(device: torch.device, world_size: int, shard_count: int) -> DeviceMesh:
@@ -52,7 +38,7 @@ def make_device_mesh(device: torch.device, world_size: int, shard_count: int) ->
     )
 
 
-def shard_policy(policy: ShardablePolicy, mesh: DeviceMesh, offload: bool) -> None:
+def shard_policy(policy: Policy, mesh: DeviceMesh, offload: bool) -> None:
     """Shard a policy in place. Each block is gathered by itself, and the rest of the module at once."""
     mixed_precision = MixedPrecisionPolicy(policy.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offloading = CPUOffloadPolicy() if offload and policy.device.type != "cpu" else OffloadPolicy()

@@ -1,8 +1,4 @@
-"""Joins and leaves the process group of a run, and names the ranks that no longer answer.
-
-`ProcessGroup` is what evaluations and checkpoints need of it: `Runtime` implements it, and `SingleProcess` is a run
-without other processes.
-"""
+"""Joins and leaves the process group of a run, and names the ranks that no longer answer."""
 
 from __future__ import annotations
 
@@ -31,25 +27,15 @@ _STORE_RANK = 0
 
 
 class ProcessGroup(Protocol):
-    """The processes that share the work of a run."""
+    """What evaluations and checkpoints need of the processes of a run: `Runtime`, or `SingleProcess` without others."""
 
     @property
-    def is_main(self) -> bool:
-        """Whether this is the process that writes files."""
-        ...
-
-    def shard(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the share of this process."""
-        ...
-
-    def gather(self, items: Sequence[Any]) -> list[Any]:
-        """Return the items of all processes, on every process: the inverse of `shard`."""
-        ...
+    def is_main(self) -> bool: ...
+    def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
+    def gather(self, items: Sequence[Any]) -> list[Any]: ...
 
 
 class SingleProcess:
-    """A `ProcessGroup` of one process."""
-
     is_main = True
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:

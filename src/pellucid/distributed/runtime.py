@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,62 +14,18 @@ from torch import Tensor
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.distributed.deepspeed import ZeroEngine
-from pellucid.distributed.fsdp2 import ShardablePolicy
 from pellucid.distributed.process_group import join_process_group, set_group_timeouts
 from pellucid.distributed.settings import RuntimeConfig
-from pellucid.distributed.torch_engine import Moments, TorchEngine, TrainablePolicy
+from pellucid.distributed.torch_engine import TorchEngine
 from pellucid.types import UserError
 from pellucid.utils import hardware
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 T = TypeVar("T")
 _MISSING_ITEM = object()
 """Fills up the items of a process that has fewer than another."""
-
-
-class _TrainingEngine(Protocol):
-    """Holds parameters, gradients and moments, and takes optimizer steps: `TorchEngine` or `ZeroEngine`."""
-
-    @property
-    def is_lockstep(self) -> bool:
-        """Whether all processes must make the same number of forward and backward passes."""
-        ...
-
-    def shard_reference(self, reference: ShardablePolicy) -> None:
-        """Shard a frozen policy if it is on the device of the trained one, and that one is sharded."""
-        ...
-
-    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context of the passes of a micro-batch; `is_last` is the last of an optimizer step."""
-        ...
-
-    def backward(self, loss: Tensor) -> None: ...
-    def reset_for_retry(self) -> bool:
-        """Drop the gradients of an interrupted step. Return whether the step can be repeated."""
-        ...
-
-    def step(self, lr: float) -> dict[str, float]:
-        """Clip the gradient, take a step and clear the gradient. Return metrics, with `grad_norm` and `skipped`."""
-        ...
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all parameters by name; of sharded ones the shard of this process."""
-        ...
-
-    def masters(self) -> dict[str, Tensor]:
-        """Return the trained parameters in fp32 by name; of sharded ones the shard of this process."""
-        ...
-
-    def load_masters(self, masters: Mapping[str, Tensor]) -> None: ...
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of the optimizer by moment and by parameter name."""
-        ...
-
-    def load_moments(self, moments: Moments) -> None: ...
-    def state(self) -> dict[str, Any]:
-        """Return the facts of a checkpoint besides tensors."""
-        ...
-
-    def load_state(self, facts: Mapping[str, Any]) -> None: ...
 
 
 class Runtime:
@@ -85,7 +40,7 @@ class Runtime:
 
     def __init__(
         self,
-        policy: TrainablePolicy,
+        policy: Policy,
         optimizer: AdamWConfig,
         total_updates: int,
         cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008 - frozen
@@ -99,7 +54,7 @@ class Runtime:
         join_process_group(policy.device, cfg.timeout)
         accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
-        self.engine: _TrainingEngine
+        self.engine: TorchEngine | ZeroEngine
         if cfg.engine == "deepspeed":
             self.engine = ZeroEngine(policy, optimizer, cfg.zero_stage, self.world_size)
         else:
@@ -192,7 +147,3 @@ class Runtime:
         lr = self.cfg.compute_lr(self.updates, self.total_updates)
         metrics = self.engine.step(lr)
         return {**metrics, "lr": lr, "idle": float(metrics["grad_norm"] == 0)}
-
-    def get_peak_memory_gb(self) -> float:
-        """Return the peak memory of this process in GB: of its GPU, or its resident size without one."""
-        return hardware.get_peak_memory_gb(self.device)

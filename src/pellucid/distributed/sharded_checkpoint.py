@@ -30,10 +30,7 @@ def has_sharded_tensors(state: Mapping[str, Tensor]) -> bool:
 
 
 def save_shards(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
-    """Write the shards of this process into a folder. All processes call this together.
-
-    Returns:
-        The files of this process.
+    """Write the shards of this process into a folder, together with all processes. Return the files of this process.
 
     Raises:
         OSError: One of the processes cannot write; raised in all of them.
@@ -74,11 +71,9 @@ def _assign_files(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def load_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Load tensors that `save_shards` wrote. All processes call this together.
+    """Load tensors that `save_shards` wrote, together with all processes.
 
-    Args:
-        folder: The folder of the shards.
-        like: By name, tensors with the shape, dtype and sharding to load. Other names are ignored.
+    `like` has by name tensors with the shape, dtype and sharding to load; other names are ignored.
     """
     state = {name: torch.empty_like(like[name]) for name in _list_tensor_names(folder) if name in like}
     with warnings.catch_warnings():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -13,32 +13,21 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
-from pellucid.algorithm.grpo import Batch, Scores
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.distributed import fsdp2, optimizer
-from pellucid.distributed.fsdp2 import ShardablePolicy
 from pellucid.distributed.optimizer import OffloadedAdamW, OnePassAdamW
 from pellucid.distributed.settings import RuntimeConfig
 from pellucid.models.decoder import Decoder
 from pellucid.models.linear import gather_full_tensor
 
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
 Moments = Mapping[str, Mapping[str, Tensor]]
 """The tensors of an optimizer by moment and by parameter name."""
 
 
-class TrainablePolicy(ShardablePolicy, Protocol):
-    """What a runtime needs of a policy."""
-
-    dtype: torch.dtype
-
-    def score(self, batch: Batch) -> Scores: ...
-    def trainable(self) -> dict[str, Tensor]: ...
-    def masters(self) -> dict[str, Tensor]: ...
-    def load_trainable(self, tensors: Mapping[str, Tensor]) -> None: ...
-    def weights(self) -> dict[str, Tensor]: ...
-
-
-def build_optimizer(cfg: AdamWConfig, policy: TrainablePolicy) -> torch.optim.Optimizer:
+def build_optimizer(cfg: AdamWConfig, policy: Policy) -> torch.optim.Optimizer:
     parameters = policy.trainable().values()
     facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     if cfg.offload and not policy.sharded_modules:
@@ -64,7 +53,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        policy: TrainablePolicy,
+        policy: Policy,
         cfg: AdamWConfig,
         runtime: RuntimeConfig,
         accelerator: Accelerator,
@@ -85,9 +74,11 @@ class TorchEngine:
 
     @property
     def is_lockstep(self) -> bool:
+        """Whether all processes must make the same number of forward and backward passes."""
         return self.mesh is not None
 
-    def shard_reference(self, reference: ShardablePolicy) -> None:
+    def shard_reference(self, reference: Policy) -> None:
+        """Shard a frozen policy if it is on the device of the trained one, and that one is sharded."""
         if self.mesh and reference.device == self.policy.device:
             fsdp2.shard_policy(reference, self.mesh, offload=False)
 
@@ -144,9 +135,11 @@ class TorchEngine:
         return metrics
 
     def weights(self) -> dict[str, Tensor]:
+        """Return all parameters by name, trained ones in fp32; of sharded ones the shard of this process."""
         return {**self.policy.weights(), **self.policy.masters()}
 
     def masters(self) -> dict[str, Tensor]:
+        """Return the trained ones among them."""
         return self.policy.masters()
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
@@ -168,6 +161,7 @@ class TorchEngine:
                 self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
 
     def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides tensors."""
         return {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
 
     def load_state(self, facts: Mapping[str, Any]) -> None:

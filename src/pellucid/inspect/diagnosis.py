@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean
 from typing import Any
 
 from pellucid.inspect.group_history import ALL_RIGHT, ALL_WRONG, EQUAL, PARTIAL
 from pellucid.inspect.sentences import format_significant
 from pellucid.reporting.charts import NON_TERM_METRICS
+from pellucid.reporting.eval_metrics import compute_known_mean
 from pellucid.reporting.report import get_setting
 from pellucid.reporting.run_files import Record
 
@@ -66,8 +66,7 @@ def diagnose_run(
 
 
 def _average_metric(rows: Sequence[Record], name: str) -> float | None:
-    values = [value for row in rows if (value := row.get(name)) is not None]
-    return fmean(values) if values else None
+    return compute_known_mean(row.get(name) for row in rows)
 
 
 def _format_percent(value: float) -> str:

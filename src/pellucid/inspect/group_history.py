@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import fsum
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from pellucid.inspect.steps import StepTokens, build_step_tokens, measure_groups
 from pellucid.reporting.charts import Point, Series, draw_chart
+from pellucid.reporting.eval_metrics import compute_known_mean
 from pellucid.reporting.run_files import Record
 from pellucid.reporting.token_files import get_token_metadata
 from pellucid.types import UserError, are_rewards_equal
@@ -30,7 +30,6 @@ _CURVE_TITLES = {
     "entropy": ("Entropy", "nats a token"),
 }
 """The title of each curve, and what it measures."""
-Item = TypeVar("Item")
 _Summary = Mapping[str, Any]
 
 
@@ -95,12 +94,12 @@ class QuestionHistory:
             if len(occurrences) > 1
         ]
 
-    def trace_question(self, name: str, can_show_step: Callable[[int], bool]) -> dict[str, Any]:
+    def trace_question(self, name: str, shown_steps: Container[int] | None = None) -> dict[str, Any]:
         """Return the curves of a question, and the groups whose best answers are to be shown.
 
         Args:
             name: The hash of the question.
-            can_show_step: Whether the tokens of a recorded step can be shown.
+            shown_steps: The steps whose tokens can be shown; None for all that are recorded.
 
         Raises:
             UserError: No step asked that question.
@@ -108,24 +107,19 @@ class QuestionHistory:
         if name not in self.occurrences:
             raise UserError(f"no step asked the question {name}")
         occurrences = self.occurrences[name]
-        best = [[each.step, each.group] for each in occurrences if each.recorded and can_show_step(each.step)]
+        best = [[each.step, each.group] for each in occurrences if each.recorded]
+        shown = [each for each in best if shown_steps is None or each[0] in shown_steps]
         return {
             "question": name,
             "prompt": self.prompts[name],
             "charts": _draw_question_charts(occurrences),
-            "best": sample_evenly(best, _MAX_SHOWN_ANSWERS),
+            "best": sample_evenly(shown, _MAX_SHOWN_ANSWERS),
         }
 
 
 def _make_occurrence(step: int, group: _Summary) -> _QuestionOccurrence:
-    numbers = (_compute_mean_of_known(group["rewards"]), _compute_mean_of_known(group["lengths"]), group["entropy"])
-    return _QuestionOccurrence(step, group["group"], *numbers, group["recorded"])
-
-
-def _compute_mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if there are none."""
-    known = [value for value in values if value is not None]
-    return fsum(known) / len(known) if known else None
+    means = (compute_known_mean(group["rewards"]), compute_known_mean(group["lengths"]))
+    return _QuestionOccurrence(step, group["group"], *means, group["entropy"], group["recorded"])
 
 
 def _draw_question_charts(occurrences: Sequence[_QuestionOccurrence]) -> list[str]:
@@ -137,13 +131,11 @@ def _draw_question_charts(occurrences: Sequence[_QuestionOccurrence]) -> list[st
     return [svg for svg in charts if svg]
 
 
-def sample_evenly(items: Sequence[Item], limit: int) -> list[Item]:
+def sample_evenly(items: Sequence[Any], limit: int) -> list[Any]:
     """Return all items, or `limit` of them at even distances, among them the first and the last."""
-    if len(items) <= limit:
-        return list(items)
-    return (
-        [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)] if limit > 1 else list(items[-limit:])
-    )
+    if len(items) <= limit or limit <= 1:
+        return list(items[-limit:])
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 # ---------------------------------------------------------------- the summary of a step
@@ -183,17 +175,8 @@ def classify_signal(
     return PARTIAL if graded[0] > 0 else ALL_WRONG
 
 
-def _hash_question(prompt: str) -> str:
-    """Return a short name of a question, the same in every step and every run that asks it."""
-    return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:12]
-
-
 def summarize_step(
-    step: int,
-    groups: Sequence[Sequence[Record]],
-    table: pa.Table | None,
-    min_reward_range: float = 0.0,
-    verdicts: bool = True,
+    step: int, groups: Sequence[Sequence[Record]], table: pa.Table | None, min_reward_range: float = 0.0
 ) -> dict[str, Any]:
     """Return the groups of a step in their order.
 
@@ -205,7 +188,6 @@ def summarize_step(
         groups: The groups of rollouts.jsonl. If there are none, the recorded tokens are used instead.
         table: The recorded tokens, if there are any.
         min_reward_range: Rewards within this range count as equal.
-        verdicts: False leaves out which answers are right, because the run's rewards are a matter of degree.
     """
     measures = measure_groups(table) if table is not None else {}
     described = {j: _describe_rollouts(group) for j, group in enumerate(groups)}
@@ -214,8 +196,6 @@ def summarize_step(
         described = {j: _describe_recorded_tokens(tokens, j, questions.get(str(j))) for j in measures}
     rows = []
     for j, row in described.items():
-        if not verdicts:
-            row["correct"] = [None] * len(row["rewards"])
         signal = classify_signal(row["rewards"], row["correct"], min_reward_range)
         measured = measures.get(j, {"gradient": None, "entropy": None})
         rows.append({"group": j, **row, "signal": signal, "recorded": j in measures, **measured})
@@ -247,4 +227,6 @@ def _describe_recorded_tokens(tokens: StepTokens, group: int, question: str | No
 
 
 def _describe_question(prompt: str, prompt_id: str) -> dict[str, str]:
-    return {"prompt": prompt[:_MAX_PROMPT_CHARS], "id": prompt_id, "question": _hash_question(prompt)}
+    """Return a question with a short name that is the same in every step and every run that asks it."""
+    name = hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:12]
+    return {"prompt": prompt[:_MAX_PROMPT_CHARS], "id": prompt_id, "question": name}

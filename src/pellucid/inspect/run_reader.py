@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pyarrow as pa
 
 from pellucid.inspect.diagnosis import JUDGED_STEPS, diagnose_run
 from pellucid.inspect.group_history import QuestionHistory, summarize_step
@@ -18,7 +20,7 @@ from pellucid.inspect.steps import GROUP_MEASURE_COLUMNS, StepTokens, build_step
 from pellucid.reporting import token_files
 from pellucid.reporting.charts import CHART_WIDTH, PLOT_LEFT, PLOT_RIGHT, draw_run_charts
 from pellucid.reporting.eval_metrics import get_zero_variance_share, have_continuous_rewards, make_metrics_consistent
-from pellucid.reporting.report import Lede, format_task_name, get_setting, make_lede
+from pellucid.reporting.report import format_task_name, get_setting, make_lede
 from pellucid.reporting.run_files import (
     Record,
     find_run_dir,
@@ -37,6 +39,17 @@ _CACHED_SUMMARY_PAGES = 64
 """The number of pages of summaries in the cache."""
 
 
+class Fingerprint(NamedTuple):
+    """What the summary of a step depends on."""
+
+    is_recorded: bool
+    """Whether its tokens are recorded."""
+    byte_range: tuple[int, int] | None
+    """The bytes of its completions in rollouts.jsonl."""
+    has_verdicts: bool
+    """Whether the rewards of the run say which answers are right."""
+
+
 class RunReader:
     """Reads a run folder, as far as it is written by now.
 
@@ -47,27 +60,14 @@ class RunReader:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         settings = read_config(run_dir)
-        self.rollouts = RolloutIndex(
-            run_dir / "rollouts.jsonl", int(get_setting(settings, "algorithm.group_size", 0) or 0)
-        )
+        group_size = int(get_setting(settings, "algorithm.group_size", 0) or 0)
+        self.rollouts = RolloutIndex(run_dir / "rollouts.jsonl", group_size)
         # A resume may not change this setting, so that summaries in the cache stay right.
         self.min_reward_range = float(get_setting(settings, "algorithm.min_reward_range", 0.0) or 0.0)
         self.get_summary = lru_cache(_CACHED_SUMMARY_PAGES * STEPS_PER_PAGE)(self.compute_summary)
-        self.has_graded_rewards = lru_cache(1)(
-            lambda _: have_continuous_rewards(list(read_records(run_dir / "metrics.jsonl")))
-        )
+        self.verdicts_by_size: dict[int, bool] = {}
+        """Whether rewards say which answers are right, by the size of metrics.jsonl when it was read last."""
         self.question_history = QuestionHistory(self.iterate_summaries)
-        self.handlers: Mapping[str, Callable[[str], Any]] = {
-            "overview": lambda _: self.build_overview(),
-            "summaries": lambda page: self.read_summaries(self.list_page_steps(parse_number(page, "page"))),
-            "tokens": lambda step: encode_for_page(
-                token_files.read_tokens(self.run_dir, parse_number(step, "step")), self.has_verdicts
-            ),
-            "questions": lambda _: self.refresh_questions().list_repeated(),
-            "question": lambda name: self.refresh_questions().trace_question(name, lambda _: True),
-            "why": lambda _: self.find_explanations(),
-            "pulse": lambda _: self.read_pulse(),
-        }
 
     def answer(self, key: str) -> Any:
         """Return the JSON object of a key.
@@ -76,15 +76,33 @@ class RunReader:
             UserError: There is no such key, or its file is damaged.
         """
         name, _, argument = key.partition("/")
-        if name not in self.handlers:
-            raise UserError(f"the microscope knows no {key}")
-        return self.handlers[name](argument)
+        match name:
+            case "overview":
+                answer = self.build_overview()
+            case "summaries":
+                answer = self.read_summaries(self.list_page_steps(parse_number(argument, "page")))
+            case "tokens":
+                answer = encode_for_page(self.read_table(parse_number(argument, "step")))
+            case "questions":
+                answer = self.refresh_questions().list_repeated()
+            case "question":
+                answer = self.refresh_questions().trace_question(argument)
+            case "why":
+                answer = self.find_explanations()
+            case "pulse":
+                answer = self.read_pulse()
+            case _:
+                raise UserError(f"the microscope knows no {key}")
+        return answer
 
     @property
     def has_verdicts(self) -> bool:
-        """Whether the rewards of the run tell which answers are right, as far as it is written by now."""
+        """Whether the rewards of the run say which answers are right, as far as it is written by now."""
         path = self.run_dir / "metrics.jsonl"
-        return not self.has_graded_rewards(path.stat().st_size) if path.exists() else True
+        size = path.stat().st_size if path.exists() else 0
+        if size not in self.verdicts_by_size:
+            self.verdicts_by_size = {size: not have_continuous_rewards(list(read_records(path)))}
+        return self.verdicts_by_size[size]
 
     def read_metrics(self) -> list[Record]:
         return make_metrics_consistent(list(read_records(self.run_dir / "metrics.jsonl")))
@@ -99,30 +117,28 @@ class RunReader:
 
     def read_pulse(self) -> dict[str, Any]:
         """Return what changes when there is something new: sizes of the logs, and the last recorded step."""
-        names = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
-        sizes = [path.stat().st_size if (path := self.run_dir / name).exists() else 0 for name in names]
+        paths = [self.run_dir / name for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")]
+        stats = [path.stat() if path.exists() else None for path in paths]
         recorded = token_files.list_recorded_steps(self.run_dir)
+        changed_at = max((stat.st_mtime for stat in stats if stat), default=0.0)
         return {
-            "sizes": sizes,
+            "sizes": [stat.st_size if stat else 0 for stat in stats],
             "recorded": len(recorded),
             "last": recorded[-1] if recorded else 0,
-            "quiet": self.is_quiet(names),
+            "quiet": time.time() - changed_at > _QUIET_AFTER_SECONDS,
             "minutes": _QUIET_AFTER_SECONDS // 60,
         }
-
-    def is_quiet(self, names: Sequence[str]) -> bool:
-        """Whether these logs have not changed for so long that the run may have stopped."""
-        times = [path.stat().st_mtime for name in names if (path := self.run_dir / name).exists()]
-        return time.time() - max(times, default=0.0) > _QUIET_AFTER_SECONDS
 
     def build_overview(self) -> dict[str, Any]:
         """Return an overview of the run: its settings, its charts, and numbers of each step by which to choose one."""
         config, metrics, evals = read_config(self.run_dir), self.read_metrics(), read_evaluation_records(self.run_dir)
+        lede = make_lede(metrics, evals)
+        values = {name: html.replace("<small>", "").replace("</small>", "") for name, html in lede.values.items()}
         return {
             "name": self.run_dir.resolve().name,
             "model": get_setting(config, "policy.model", "a model"),
             "task": format_task_name(config),
-            "lede": _serialize_lede(make_lede(metrics, evals)),
+            "lede": {"key": lede.key, "values": values, "phrases": dict(lede.phrases)},
             "charts": draw_run_charts(metrics, evals),
             "axis": {"left": PLOT_LEFT / CHART_WIDTH, "right": PLOT_RIGHT / CHART_WIDTH},
             "last": metrics[-1]["step"] if metrics else 0,
@@ -141,37 +157,40 @@ class RunReader:
 
     def read_summaries(self, steps: Sequence[int]) -> list[dict[str, Any]]:
         """Return the groups of several steps. The folder is listed once."""
-        verdicts = self.has_verdicts
-        fingerprints = self.fingerprint_steps(steps)
-        return [self.get_summary(step, *fingerprint, verdicts) for step, fingerprint in fingerprints.items()]
+        return [self.get_summary(step, fingerprint) for step, fingerprint in self.fingerprint_steps(steps).items()]
 
     def iterate_summaries(self, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield the groups of step after step, without the cache: there may be more of them than memory can hold."""
-        fingerprints = self.fingerprint_steps(steps)
-        return (self.compute_summary(step, *fingerprint) for step, fingerprint in fingerprints.items())
+        return (self.compute_summary(step, found) for step, found in self.fingerprint_steps(steps).items())
 
-    def fingerprint_steps(self, steps: Sequence[int]) -> dict[int, tuple[bool, tuple[int, int] | None]]:
-        """Return for each step whether its tokens are recorded, and the bytes of its completions in rollouts.jsonl."""
-        recorded, byte_ranges = self.find_recorded_steps(), self.rollouts.locate_steps()
-        return {step: (step in recorded, byte_ranges.get(step)) for step in steps}
+    def fingerprint_steps(self, steps: Sequence[int]) -> dict[int, Fingerprint]:
+        recorded, byte_ranges = set(token_files.list_recorded_steps(self.run_dir)), self.rollouts.locate_steps()
+        verdicts = self.has_verdicts
+        return {step: Fingerprint(step in recorded, byte_ranges.get(step), verdicts) for step in steps}
 
-    def find_recorded_steps(self) -> set[int]:
-        return set(token_files.list_recorded_steps(self.run_dir))
-
-    def compute_summary(
-        self, step: int, recorded: bool, byte_range: tuple[int, int] | None, verdicts: bool = True
-    ) -> dict[str, Any]:
+    def compute_summary(self, step: int, fingerprint: Fingerprint) -> dict[str, Any]:
         """Return the summary of a step. The cache of summaries has these arguments as its key."""
-        groups = self.rollouts.read_groups(step) if byte_range else []
+        groups = self.rollouts.read_groups(step) if fingerprint.byte_range else []
+        if not fingerprint.has_verdicts:
+            groups = [[{**row, "correct": None} for row in group] for group in groups]
         columns = GROUP_MEASURE_COLUMNS if groups else None  # without rollouts, answers are read from all columns
+        table, damage = None, {}
         try:
-            table = token_files.read_tokens(self.run_dir, step, columns) if recorded else None
-            return summarize_step(step, groups, table, self.min_reward_range, verdicts)
+            table = self.read_table(step, columns) if fingerprint.is_recorded else None
         except UserError as error:  # a damaged file costs its own tokens, but not the steps around it
-            return {**summarize_step(step, groups, None, self.min_reward_range, verdicts), "damaged": str(error)}
+            damage = {"damaged": str(error)}
+        return {**summarize_step(step, groups, table, self.min_reward_range), **damage}
+
+    def read_table(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the file of a step. If rewards do not say which answers are right, `correct` is null."""
+        table = token_files.read_tokens(self.run_dir, step, columns)
+        if self.has_verdicts or "correct" not in table.column_names:
+            return table
+        i = table.schema.get_field_index("correct")
+        return table.set_column(i, table.field(i), pa.nulls(len(table), table.field(i).type))
 
     def read_tokens(self, step: int) -> StepTokens:
-        return build_step_tokens(token_files.read_tokens(self.run_dir, step), self.has_verdicts)
+        return build_step_tokens(self.read_table(step))
 
     def refresh_questions(self) -> QuestionHistory:
         """Return the questions of all steps that are recorded by now."""
@@ -187,13 +206,9 @@ class RunReader:
 
     def find_explanations(self) -> list[dict[str, Any]]:
         steps = self.list_steps()[-JUDGED_STEPS:]
-        error = self.find_last_reward_error(steps)
-        return diagnose_run(read_config(self.run_dir), self.read_metrics(), self.read_summaries(steps), error)
-
-    def find_last_reward_error(self, steps: Sequence[int]) -> str:
-        """Return the error of the last reward that failed."""
-        failed = (row for step in reversed(steps) for group in self.rollouts.read_groups(step) for row in group)
-        return next((str(row["error"]) for row in failed if row.get("error")), "")
+        rollouts = (row for step in reversed(steps) for group in self.rollouts.read_groups(step) for row in group)
+        last_error = next((str(row["error"]) for row in rollouts if row.get("error")), "")
+        return diagnose_run(read_config(self.run_dir), self.read_metrics(), self.read_summaries(steps), last_error)
 
 
 def open_recorded_run(run_dir: Path) -> RunReader:
@@ -215,12 +230,6 @@ def parse_number(text: str, kind: str) -> int:
     if not text.isdecimal() or len(text) > 9:
         raise UserError(f"a {kind} is a number, got {text}")
     return int(text)
-
-
-def _serialize_lede(lede: Lede) -> dict[str, Any]:
-    """Return the first sentence of a report as JSON, with values without their HTML tags."""
-    values = {name: html.replace("<small>", "").replace("</small>", "") for name, html in lede.values.items()}
-    return {"key": lede.key, "values": values, "phrases": dict(lede.phrases)}
 
 
 # ---------------------------------------------------------------- rollouts.jsonl by its steps

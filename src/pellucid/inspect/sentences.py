@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pellucid.reporting.token_files import KIND_PROMPT
+
 _LANGUAGES = ("en", "zh")
 """The order of the languages in the file."""
 PAGE_DIR = Path(__file__).with_name("page")
@@ -85,7 +87,7 @@ def explain_token(token: Mapping[str, Any], language: str = "en", metadata: Mapp
 
 
 def _choose_sentence_key(token: Mapping[str, Any], rounding: float) -> str:
-    if token["kind"] == "prompt":
+    if token["kind"] == KIND_PROMPT:
         return "said.prompt"
     if token["rule"]:
         return f"said.{token['rule']}"

@@ -74,13 +74,12 @@ class InspectServer(ThreadingHTTPServer):
         """Read the questions of long runs in advance; requests are answered between two batches of steps."""
         with suppress(OSError):  # if a folder goes away, the next request reports it
             for run in self.runs:
-                steps = run.prepare_questions(STEPS_PER_BATCH)
-                while self.prepare_batch(steps):
+                batches = run.prepare_questions(STEPS_PER_BATCH)
+                while True:
+                    with self.lock:
+                        if next(batches, None) is None:
+                            break
                     time.sleep(_BATCH_PAUSE_SECONDS)
-
-    def prepare_batch(self, batches: Iterator[int]) -> bool:
-        with self.lock:
-            return next(batches, None) is not None
 
 
 class InspectHandler(BaseHTTPRequestHandler):
@@ -112,9 +111,8 @@ class InspectHandler(BaseHTTPRequestHandler):
         self.timer.cancel()
         # Through a tunnel the port is another one, and a browser leaves out port 80.
         if self.headers.get("Host", "").partition(":")[0] not in _ALLOWED_HOSTS:
-            self.reply(
-                HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {HOST}:{self.inspect_server.server_port}"
-            )
+            address = f"{HOST}:{self.inspect_server.server_port}"
+            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {address}")
             return
         token, _, path = self.path.removeprefix("/").partition("/")
         is_valid = secrets.compare_digest(token.encode("utf-8", "replace"), self.inspect_server.token.encode())

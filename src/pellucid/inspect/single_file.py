@@ -11,7 +11,6 @@ import json
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -36,26 +35,15 @@ BLOCK_OVERHEAD_BYTES = 90
 """The most bytes of the element around a block."""
 _PAGE_OVERHEAD_BYTES = 2000
 """Bytes of what a page says about its own contents."""
-_COUNTED_CONTENTS = ("tokens", "summaries", "questions")
 Blocks = dict[str, str]
 
 
-@dataclass
 class _PageContents:
-    """What a page holds, and how much of everything there was."""
+    """What a page holds: its blocks by key, and for each kind of content how many there are in it and in all."""
 
-    tokens: int = 0
-    all_tokens: int = 0
-    """The number of steps whose tokens are recorded."""
-    summaries: int = 0
-    all_summaries: int = 0
-    questions: int = 0
-    all_questions: int = 0
-    blocks: Blocks = field(default_factory=dict)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what page/app.js writes into the foot of the page."""
-        return {"counts": {name: [getattr(self, name), getattr(self, f"all_{name}")] for name in _COUNTED_CONTENTS}}
+    def __init__(self) -> None:
+        self.blocks: Blocks = {}
+        self.counts = {"tokens": (0, 0), "summaries": (0, 0), "questions": (0, 0)}
 
 
 def write_page(runs: Sequence[RunReader], output: Path, limit: int = MAX_PAGE_BYTES) -> str:
@@ -72,7 +60,7 @@ def write_page(runs: Sequence[RunReader], output: Path, limit: int = MAX_PAGE_BY
     for i, overview in enumerate(overviews):
         recorded = [step for step in overview["recorded"] if f"{i}/tokens/{step}" in contents.blocks]
         contents.blocks[f"{i}/overview"] = _encode_block({**overview, "recorded": recorded})
-    html, _ = build_inspect_page({**contents.blocks, "packed": _encode_block(contents.describe())})
+    html, _ = build_inspect_page({**contents.blocks, "packed": _encode_block({"counts": contents.counts})})
     output.write_text(html, encoding="utf-8")
     return _describe_omissions(contents)
 
@@ -87,10 +75,12 @@ def _count_bytes(blocks: Blocks) -> int:
 
 
 def _describe_omissions(contents: _PageContents) -> str:
-    """Return what a page does not hold, as its foot says it."""
-    parts = []
-    for name, (count, total) in contents.describe()["counts"].items():
-        parts += [format_sentence(f"packed.{name}", n=total - count, all=total)] if count < total else []
+    """Return what a page does not hold, as page/app.js writes it into the foot."""
+    parts = [
+        format_sentence(f"packed.{name}", n=total - count, all=total)
+        for name, (count, total) in contents.counts.items()
+        if count < total
+    ]
     return format_sentence("packed", what=format_sentence("packed.join").join(parts)) if parts else ""
 
 
@@ -107,7 +97,7 @@ def _add_summaries(contents: _PageContents, runs: Sequence[RunReader], budget_by
     # One summary by itself is deflated less well than a page of them together, so that this leaves something to spare.
     step_bytes = sample_bytes / max(1, len(sample)) or 1
     chosen = set(sample_evenly(steps, max(1, int(budget_bytes / step_bytes))))
-    contents.summaries, contents.all_summaries = len(chosen), len(steps)
+    contents.counts["summaries"] = len(chosen), len(steps)
     histories = [QuestionHistory(partial(_pack_summary_pages, contents.blocks, i, run)) for i, run in enumerate(runs)]
     for history, run in zip(histories, runs, strict=True):
         history.update(run.fingerprint_steps([step for step in run.list_steps() if step in chosen]))
@@ -116,11 +106,10 @@ def _add_summaries(contents: _PageContents, runs: Sequence[RunReader], budget_by
 
 def _pack_summary_pages(blocks: Blocks, i: int, run: RunReader, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield the summaries of steps, and add them to `blocks` page by page."""
-    summaries = run.iterate_summaries(steps)
-    for number, page in groupby(summaries, key=lambda summary: summary["step"] // STEPS_PER_PAGE):
-        of_page = list(page)
-        blocks[f"{i}/summaries/{number}"] = _encode_block([_shorten_summary(summary) for summary in of_page])
-        yield from of_page
+    for number, summaries in groupby(run.iterate_summaries(steps), key=lambda each: each["step"] // STEPS_PER_PAGE):
+        page = list(summaries)
+        blocks[f"{i}/summaries/{number}"] = _encode_block(list(map(_shorten_summary, page)))
+        yield from page
 
 
 def _shorten_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +129,7 @@ def _estimate_question_bytes(questions: QuestionHistory, budget_bytes: float) ->
     """Return how many bytes the questions will take, and at most the budget."""
     listed = questions.list_repeated()
     sample = sample_evenly([question["question"] for question in listed], SAMPLE_SIZE)
-    sample_bytes = _count_bytes({name: _encode_block(questions.trace_question(name, bool)) for name in sample})
+    sample_bytes = _count_bytes({name: _encode_block(questions.trace_question(name)) for name in sample})
     all_bytes = sample_bytes / max(1, len(sample)) * len(listed) + len(_encode_block(listed))
     return min(budget_bytes, all_bytes / _PLANNED_SHARE)
 
@@ -150,15 +139,16 @@ def _add_questions(
 ) -> None:
     """Add the list of questions, and the curves of as many as fit: those that were asked most often."""
     listed = questions.list_repeated()
-    contents.blocks["0/questions"], contents.all_questions = _encode_block(listed), len(listed)
+    contents.blocks["0/questions"] = _encode_block(listed)
+    contents.counts["questions"] = 0, len(listed)
     budget_bytes -= len(contents.blocks["0/questions"])
-    for name in (question["question"] for question in listed):
-        text = _encode_block(questions.trace_question(name, lambda step: step in packed_steps))
+    for count, name in enumerate((question["question"] for question in listed), 1):
+        text = _encode_block(questions.trace_question(name, packed_steps))
         budget_bytes -= len(text) + BLOCK_OVERHEAD_BYTES
         if budget_bytes < 0:
             return
         contents.blocks[f"0/question/{name}"] = text
-        contents.questions += 1
+        contents.counts["questions"] = count, len(listed)
 
 
 # ---------------------------------------------------------------- tokens
@@ -166,7 +156,7 @@ def _add_questions(
 
 def add_tokens(contents: _PageContents, runs: Sequence[RunReader], budget_bytes: float) -> set[int]:
     """Add the tokens of all steps, or of as many as fit at even distances. Return these steps."""
-    recorded = [(run, run.find_recorded_steps()) for run in runs]
+    recorded = [(run, set(token_files.list_recorded_steps(run.run_dir))) for run in runs]
     file_bytes = {
         step: count_file_bytes(recorded, step) for step in sorted(set.union(*(steps for _, steps in recorded)))
     }
@@ -178,7 +168,7 @@ def add_tokens(contents: _PageContents, runs: Sequence[RunReader], budget_bytes:
         kept = sample_evenly(kept, len(kept) - 1 - len(kept) // 50)
     for step in kept:
         contents.blocks |= blocks[step]
-    contents.tokens, contents.all_tokens = len(kept), len(file_bytes)
+    contents.counts["tokens"] = len(kept), len(file_bytes)
     return set(kept)
 
 

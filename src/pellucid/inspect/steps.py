@@ -5,7 +5,7 @@ Differences are computed here, from the numbers as they were recorded, and not f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, isnan
 from typing import Any
@@ -31,7 +31,6 @@ _NUMBER_COLUMNS = {
 """The columns of the page that are columns of the file, and their names in the file."""
 _RELATIVE_COLUMNS = ("weight", "push", "gradient")
 """Columns whose numbers shrink with the number of tokens in a step, so that digits are relative to the largest."""
-_BEFORE_AFTER = ("before", "after")
 _SIGNIFICANT_DIGITS = 4
 """Significant digits of a number for the page."""
 GROUP_MEASURE_COLUMNS = ("group", "kind", "gradient", "entropy_before")
@@ -50,8 +49,6 @@ class StepTokens:
     """token (id), text, kind, rule, the columns of NUMBER_COLUMNS, and before, after, sampler, ref (log-probs in nats,
     before and after the whole step), change = after - before, gap = before - sampler, drift = before - ref,
     entropy_change."""
-    alternatives: Mapping[str, Sequence[Sequence[tuple[int, str, float]] | None]]
-    """The likeliest tokens (id, text, log-prob) of each row, before and after the update."""
 
     def join_text(self, sequence: Mapping[str, Any]) -> str:
         return "".join(text or "" for text in self.columns["text"][sequence["start"] : sequence["end"]])
@@ -64,28 +61,27 @@ class StepTokens:
         return {i: norm / total for i, norm in norms.items()} if total else {}
 
 
-def build_step_tokens(table: pa.Table, verdicts: bool = True) -> StepTokens:
-    """Return the columns of a file of tokens, in which both NaN and null are None.
-
-    Args:
-        table: The file.
-        verdicts: False leaves out which answers are right, because the run's rewards are a matter of degree.
-    """
-    columns: dict[str, Sequence[Any]] = {name: table[name].to_pylist() for name in ("token", "text", "kind", "rule")}
-    columns |= {name: _replace_nan(_get_floats(table, of)) for name, of in _NUMBER_COLUMNS.items()}
-    columns |= {name: _replace_nan(values) for name, values in _compute_logprobs(table).items()}
-    sequences = [each if verdicts else {**each, "correct": None} for each in _split_sequences(table)]
-    alternatives = {name: _get_alternatives(table, f"top_{name}") for name in _BEFORE_AFTER}
-    return StepTokens(get_token_metadata(table), sequences, columns, alternatives)
+def build_step_tokens(table: pa.Table) -> StepTokens:
+    """Return the columns of a file of tokens, in which both NaN and null are None."""
+    numbers = {
+        name: [value if np.isfinite(value) else None for value in values.tolist()]
+        for name, values in _compute_numbers(table).items()
+    }
+    return StepTokens(get_token_metadata(table), _split_sequences(table), _get_texts(table) | numbers)
 
 
-def _compute_logprobs(table: pa.Table) -> dict[str, np.ndarray]:
-    """Return the log-probs of the tokens and their differences: [N] each, NaN for a number that is missing."""
+def _get_texts(table: pa.Table) -> dict[str, list[Any]]:
+    return {name: table[name].to_pylist() for name in ("token", "text", "kind", "rule")}
+
+
+def _compute_numbers(table: pa.Table) -> dict[str, np.ndarray]:
+    """Return the numbers of the tokens: [N] each, NaN for a number that is missing."""
+    columns = {name: _get_floats(table, recorded) for name, recorded in _NUMBER_COLUMNS.items()}
     start, after = _get_floats(table, "logprob_start"), _get_floats(table, "logprob_after")
     # The log-prob before the step, if it is recorded. In a step of one update it is that before the update.
     before = np.where(np.isnan(start), _get_floats(table, "logprob_before"), start)
     sampler, ref = _get_floats(table, "sampler_logprob"), _get_floats(table, "ref_logprob")
-    return {
+    return columns | {
         "before": before,
         "after": after,
         "sampler": sampler,
@@ -93,15 +89,8 @@ def _compute_logprobs(table: pa.Table) -> dict[str, np.ndarray]:
         "change": after - before,
         "gap": before - sampler,
         "drift": before - ref,
-        "entropy_change": _get_floats(table, "entropy_after") - _get_floats(table, "entropy_before"),
+        "entropy_change": _get_floats(table, "entropy_after") - columns["entropy"],
     }
-
-
-def _compute_logprob_differences(table: pa.Table) -> dict[str, np.ndarray]:
-    """Return the same without what follows from the rest: a scored token has only `before` and the differences."""
-    logprobs = _compute_logprobs(table)
-    unscored = np.isnan(logprobs["before"])
-    return logprobs | {name: np.where(unscored, logprobs[name], np.nan) for name in ("sampler", "after", "ref")}
 
 
 def measure_groups(table: pa.Table) -> dict[int, dict[str, float | None]]:
@@ -124,88 +113,72 @@ def _get_floats(table: pa.Table, name: str) -> np.ndarray:
     return table[name].to_numpy().astype(np.float64)
 
 
-def _replace_nan(values: np.ndarray) -> list[float | None]:
-    return [value if np.isfinite(value) else None for value in values.tolist()]
-
-
-def _split_sequences(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the sequences, each of them rows [start, end) that follow one another."""
+def _split_sequences(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the sequences, each of them rows [start, end) that follow one another."""
     if not table.num_rows:
-        return
+        return []
     keys = np.stack([table[name].to_numpy() for name in _SEQUENCE_KEYS])
     bounds = [0, *(np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1).tolist(), table.num_rows]
     first_rows = table.select([*_SEQUENCE_KEYS, *_SEQUENCE_COLUMNS]).take(bounds[:-1]).to_pylist()
-    for row, start, end in zip(first_rows, bounds, bounds[1:], strict=False):
-        yield {**row, "start": start, "end": end}
-
-
-def _get_alternatives(table: pa.Table, name: str) -> list[list[tuple[int, str, float]] | None]:
-    columns = (table[column].to_pylist() for column in (name, f"{name}_text", f"{name}_logprob"))
     return [
-        None if ids is None else [top for top in zip(ids, texts, logprobs, strict=True) if top[2] is not None]
-        for ids, texts, logprobs in zip(*columns, strict=True)
+        {**row, "start": start, "end": end} for row, start, end in zip(first_rows, bounds, bounds[1:], strict=False)
     ]
 
 
 # ---------------------------------------------------------------- for the page
 
 
-def encode_for_page(table: pa.Table, verdicts: bool = True) -> dict[str, Any]:
+def encode_for_page(table: pa.Table) -> dict[str, Any]:
     """Return the step as a JSON object, with numbers of SIGNIFICANT_DIGITS digits.
 
     Tokens are indices into `vocabulary`, a list of pairs of token id and text. A column without any value is null. The
     log-probs of a token that was scored are that before the update, and differences from it.
     """
+    metadata, texts, numbers = get_token_metadata(table), _get_texts(table), _compute_numbers(table)
+    is_unscored = np.isnan(numbers["before"])
+    numbers |= {name: np.where(is_unscored, numbers[name], np.nan) for name in ("sampler", "after", "ref")}
+    floors = dict.fromkeys(numbers, MIN_SHOWN_DIFFERENCE) | dict.fromkeys(_RELATIVE_COLUMNS)
+    rounded = {name: round_values(values, _SIGNIFICANT_DIGITS, floors[name]) for name, values in numbers.items()}
     vocabulary: dict[tuple[Any, Any], int] = {}
-    tokens = build_step_tokens(table, verdicts)
-    columns = tokens.columns
-    numbers = {name: _get_floats(table, of) for name, of in _NUMBER_COLUMNS.items()} | _compute_logprob_differences(
-        table
-    )
-    rounded = {
-        name: round_values(
-            values.tolist(), _SIGNIFICANT_DIGITS, None if name in _RELATIVE_COLUMNS else MIN_SHOWN_DIFFERENCE
-        )
-        for name, values in numbers.items()
-    }
-    rules = sorted({rule for rule in columns["rule"] if rule})
+    rules = sorted({rule for rule in texts["rule"] if rule})
     return {
-        "step": tokens.metadata.get("step"),
-        "about": tokens.metadata,
-        "dtype": get_logits_dtype(tokens.metadata),
-        "rounding": get_logits_rounding(tokens.metadata),
+        "step": metadata.get("step"),
+        "about": metadata,
+        "dtype": get_logits_dtype(metadata),
+        "rounding": get_logits_rounding(metadata),
         "floor": MIN_SHOWN_DIFFERENCE,
-        "sequences": tokens.sequences,
+        "sequences": _split_sequences(table),
         "rules": rules,
-        "token": [_index_text(vocabulary, pair) for pair in zip(columns["token"], columns["text"], strict=True)],
-        "kind": "".join((kind or "?")[0] for kind in columns["kind"]),
-        "rule": [rules.index(rule) if rule else -1 for rule in columns["rule"]],
+        "token": [
+            vocabulary.setdefault(pair, len(vocabulary)) for pair in zip(texts["token"], texts["text"], strict=True)
+        ],
+        "kind": "".join((kind or "?")[0] for kind in texts["kind"]),
+        "rule": [rules.index(rule) if rule else -1 for rule in texts["rule"]],
         **{name: None if all(x is None for x in values) else values for name, values in rounded.items()},
-        **{f"top_{name}": _encode_alternatives(vocabulary, tokens.alternatives[name]) for name in _BEFORE_AFTER},
+        **{name: _encode_alternatives(vocabulary, table, name) for name in ("top_before", "top_after")},
         "vocabulary": list(vocabulary),
     }
 
 
-def _index_text(vocabulary: dict[tuple[Any, Any], int], pair: tuple[Any, Any]) -> int:
-    return vocabulary.setdefault(pair, len(vocabulary))
-
-
 def _encode_alternatives(
-    vocabulary: dict[tuple[Any, Any], int], alternatives: Sequence[Sequence[tuple[int, str, float]] | None]
+    vocabulary: dict[tuple[Any, Any], int], table: pa.Table, name: str
 ) -> list[list[float | None] | None] | None:
-    """Return for each row the indices of its alternatives in the vocabulary, each followed by its log-prob."""
-    logprobs = iter(round_values([top[2] for row in alternatives if row for top in row], _SIGNIFICANT_DIGITS))
+    """Return for each row the indices of its likeliest tokens in the vocabulary, each followed by its log-prob."""
+    columns = (table[f"{name}{part}"].to_pylist() for part in ("", "_text", "_logprob"))
     rows = [
-        [part for token, text, _ in row for part in (_index_text(vocabulary, (token, text)), next(logprobs))]
-        if row
-        else None
-        for row in alternatives
+        [] if row[0] is None else [top for top in zip(*row, strict=True) if top[2] is not None]
+        for row in zip(*columns, strict=True)
     ]
-    return rows if any(rows) else None
+    rounded = iter(round_values([logprob for row in rows for _, _, logprob in row], _SIGNIFICANT_DIGITS))
+    encoded = []
+    for row in rows:
+        indices = [vocabulary.setdefault((token, text), len(vocabulary)) for token, text, _ in row]
+        encoded.append([part for index in indices for part in (index, next(rounded))] or None)
+    return encoded if any(encoded) else None
 
 
 def round_values(
-    values: Sequence[float | None], digits: int, floor: float | None = MIN_SHOWN_DIFFERENCE
+    values: Sequence[float | None] | np.ndarray, digits: int, floor: float | None = MIN_SHOWN_DIFFERENCE
 ) -> list[float | None]:
     """Round values; those that are not finite become None.
 
@@ -214,7 +187,7 @@ def round_values(
         digits: The number of significant digits.
         floor: The finest unit. None is MIN_SHOWN_DIFFERENCE times the largest value.
     """
-    numbers = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    numbers = np.array(values, dtype=np.float64)
     numbers[~np.isfinite(numbers)] = np.nan
     sizes = np.nan_to_num(np.abs(numbers))
     unit = floor or MIN_SHOWN_DIFFERENCE * sizes.max(initial=0.0) or MIN_SHOWN_DIFFERENCE

@@ -14,8 +14,9 @@ from rich.text import Text
 from pellucid.inspect.run_reader import RunReader, open_recorded_run
 from pellucid.inspect.sentences import explain_token, format_sentence, format_significant
 from pellucid.inspect.steps import StepTokens
+from pellucid.reporting import token_files
 from pellucid.reporting.charts import format_count
-from pellucid.reporting.token_files import KIND_GIVEN
+from pellucid.reporting.token_files import KIND_GIVEN, KIND_PROMPT
 from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
 
@@ -46,12 +47,14 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
         UserError: The step or the group is not recorded.
     """
     run, console = open_recorded_run(run_dir), console or Console(highlight=False)
-    recorded = sorted(run.find_recorded_steps())
+    recorded = token_files.list_recorded_steps(run_dir)
     if not recorded:
         raise UserError(f"{run_dir} has no recorded step yet: wait until one has ended")
     step = recorded[-1] if step is None else step
     if step not in recorded:
-        raise UserError(f"{run_dir} has no tokens of step {step}: {_describe_recorded_steps(step, recorded)}")
+        steps = f"{format_count(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}"
+        nearest = min(recorded, key=lambda other: abs(other - step))
+        raise UserError(f"{run_dir} has no tokens of step {step}: recorded are {steps}, the nearest is {nearest}")
     tokens, summary = run.read_tokens(step), run.read_summary(step)
     rows: dict[int, Mapping[str, Any]] = {row["group"]: row for row in summary["groups"] if row["recorded"]}
     if group is None:
@@ -61,20 +64,15 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
     console.print(_format_heading(run, step, rows[group]))
     if silent := tokens.metadata.get("silent", {}).get(str(group)):
         console.print(Text(format_sentence("group.silent", n=", ".join(map(str, silent))) + "\n"))
-    largest = _find_largest_size(tokens, group, by)
     sequences = _merge_equal_answers(tokens, group)
+    rows_of_group = (i for copies in sequences for i in range(copies[0]["start"], copies[0]["end"]))
+    largest = max((abs(tokens.columns[by][i] or 0.0) for i in rows_of_group), default=0.0)
     for copies in sequences:
         console.print(_render_sequence(tokens, copies, by, largest))
     legend = f"colours: {format_sentence(f'by.{by}')}, blue above 0, orange below; underlined: no gradient"
     console.print(Text(legend, "dim"))
     console.print(_build_gradient_table(tokens, group, sequences))
     return 0
-
-
-def _describe_recorded_steps(step: int, recorded: Sequence[int]) -> str:
-    nearest = min(recorded, key=lambda other: abs(other - step))
-    steps = f"{format_count(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}"
-    return f"recorded are {steps}, the nearest is {nearest}"
 
 
 def _format_heading(run: RunReader, step: int, row: Mapping[str, Any]) -> Text:
@@ -98,12 +96,6 @@ def _merge_equal_answers(tokens: StepTokens, group: int) -> list[list[Mapping[st
             answers.setdefault((tuple(ids[each["start"] : each["end"]]), each["reward"]), []).append(each)
     by_tokens = sorted(answers.items(), key=lambda item: (item[0][0], item[1][0]["completion"]))
     return [*prompts, *(copies for _, copies in by_tokens), *([each] for each in sequences if each["branch"] > 0)]
-
-
-def _find_largest_size(tokens: StepTokens, group: int, by: str) -> float:
-    """Return the largest size of the quantity in the group; 0 if there is none."""
-    rows = (i for each in tokens.sequences if each["group"] == group for i in range(each["start"], each["end"]))
-    return max((abs(tokens.columns[by][i] or 0.0) for i in rows), default=0.0)
 
 
 def _render_sequence(tokens: StepTokens, copies: Sequence[Mapping[str, Any]], by: str, largest: float) -> Text:
@@ -137,35 +129,30 @@ def _format_sequence_title(tokens: StepTokens, copies: Sequence[Mapping[str, Any
 
 def _choose_style(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest: float) -> str:
     """Return the style of a token: dim if given, underlined if without gradient, else with a colored background."""
-    if columns["kind"][i] in (KIND_GIVEN, "prompt"):
+    if columns["kind"][i] in (KIND_GIVEN, KIND_PROMPT):
         return "dim"
-    underline = "underline " if columns["rule"][i] else ""
-    value = columns[by][i]
-    if not value or not largest:
-        return underline.strip()
-    share = abs(value) / largest
-    shade = next((shade for shade in _SHADES if share <= shade), 1.0) if share > 0.05 else 0.0
-    if not shade:
-        return underline.strip()
-    r, g, b = (round(shade * x) for x in (_INCREASE_RGB if value > 0 else _DECREASE_RGB))
-    return f"{underline}white on rgb({r},{g},{b})"
+    value = columns[by][i] or 0.0
+    share = abs(value) / largest if largest else 0.0
+    background = ""
+    if share > 0.05:
+        shade = next((shade for shade in _SHADES if share <= shade), 1.0)
+        red, green, blue = (round(shade * x) for x in (_INCREASE_RGB if value > 0 else _DECREASE_RGB))
+        background = f"white on rgb({red},{green},{blue})"
+    return f"underline {background}".strip() if columns["rule"][i] else background
 
 
 def _build_gradient_table(tokens: StepTokens, group: int, sequences: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
     """Return a table of the tokens that carry most of a group's gradient, with a sentence on each.
 
-    Args:
-        tokens: The tokens of the step.
-        group: The group.
-        sequences: The sequences of the group, each with its copies, whose tokens are counted together.
+    The tokens of answers that are alike are counted together.
     """
     table = Table(*_GRADIENT_TABLE_HEADERS, box=None, header_style="dim", pad_edge=False)
     row_shares = tokens.compute_gradient_shares(group)
     shares: dict[int, float] = {}
     for copies in sequences if row_shares else ():
-        starts = [each["start"] for each in copies]
-        for row in range(starts[0], copies[0]["end"]):
-            shares[row] = sum(row_shares[row - starts[0] + start] for start in starts)
+        first = copies[0]["start"]
+        for i in range(first, copies[0]["end"]):
+            shares[i] = sum(row_shares[i - first + each["start"]] for each in copies)
     largest = sorted((i for i in shares if shares[i]), key=lambda i: -shares[i])[:_MAX_EXPLAINED_TOKENS]
     for i in largest:
         token = {name: values[i] for name, values in tokens.columns.items()}

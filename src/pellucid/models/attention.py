@@ -23,9 +23,10 @@ from pellucid.models import native
 from pellucid.models.native import (
     KERNEL_HEAD_SIZES,
     KernelUnavailableError,
+    KernelVariant,
     add_self_check,
     call_kernel,
-    has_amx,
+    list_variants,
     select_kernels,
 )
 from pellucid.models.ops import promote_to_fp32
@@ -146,14 +147,6 @@ class PackedSequences(NamedTuple):
     """How many tokens a token attends to, itself included; 0 is all."""
 
 
-class CheckedLibrary(NamedTuple):
-    """A library whose attention has passed the self-check, and how it multiplies."""
-
-    library: Any
-    uses_amx: bool
-    """Whether products use AMX, with its order of sums, or AVX-512."""
-
-
 class _SequencesStruct(ctypes.Structure):
     """The struct of the same fields in cpp/rollouts.cpp."""
 
@@ -172,15 +165,15 @@ class _HeadsStruct(ctypes.Structure):
     )
 
 
-def find_attention_kernel(query: Tensor) -> CheckedLibrary | None:
+def find_attention_kernel(query: Tensor) -> KernelVariant | None:
     """Return the kernel that takes queries [N, H, d] like these; None if PyTorch's operators are used."""
     if query.shape[2] not in KERNEL_HEAD_SIZES or not native.find_kernels(query, query.dtype):
         return None
-    return load_checked_library()[0]
+    return load_attention_kernel()[0]
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, kernel: CheckedLibrary
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, kernel: KernelVariant
 ) -> Tensor:
     """Compute causal attention of packed sequences: each token attends to its prompt and to its row up to itself.
 
@@ -207,7 +200,7 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, kernel: CheckedLibrary
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, kernel: KernelVariant
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.sequences, ctx.kernel = sequences, kernel
@@ -223,7 +216,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 def _run_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, kernel: CheckedLibrary
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, kernel: KernelVariant
 ) -> Tensor:
     out = query.new_empty(len(query), query.shape[1] * query.shape[2])
     call_attention_kernel("attention_forward", kernel, sequences, (query, key, value), out)
@@ -231,7 +224,7 @@ def _run_attention_forward(
 
 
 def call_attention_kernel(
-    name: str, kernel: CheckedLibrary, sequences: PackedSequences, heads: tuple[Tensor, ...], *others: Any
+    name: str, kernel: KernelVariant, sequences: PackedSequences, heads: tuple[Tensor, ...], *others: Any
 ) -> None:
     """Call a function of the library under its name in torch's profiler. Raises MemoryError."""
     query, key, _ = heads
@@ -255,15 +248,14 @@ def make_heads_struct(heads: Sequence[Tensor]) -> _HeadsStruct:
     return _HeadsStruct(*(x.data_ptr() for x in heads), *(x.stride(0) for x in heads))
 
 
-def _list_attention_kernels() -> list[CheckedLibrary]:
-    """Return the ways to compute attention on this machine: with AVX-512, then with AMX."""
+def _list_attention_kernels() -> list[KernelVariant]:
     kernels, reason = native.load_kernels()
     if not kernels:
         raise KernelUnavailableError(reason)
-    return [CheckedLibrary(kernels.library, uses_amx) for uses_amx in ((False, True) if has_amx() else (False,))]
+    return list_variants(kernels.library)
 
 
-def compare_attention(kernel: CheckedLibrary) -> Iterable[tuple[str, Any, Any]]:
+def compare_attention(kernel: KernelVariant) -> Iterable[tuple[str, Any, Any]]:
     """Attend in a prompt of 30 tokens and a row of 31; see `add_self_check`.
 
     For so few keys the order of sums of oneDNN with AMX is known. It is not that of AVX-512, and five of these numbers
@@ -290,7 +282,7 @@ def compare_attention(kernel: CheckedLibrary) -> Iterable[tuple[str, Any, Any]]:
     yield "attention", _run_attention_forward(query, key, value, sequences, kernel), torch.cat(expected)
 
 
-load_checked_library = add_self_check("attention", _list_attention_kernels, compare_attention)
+load_attention_kernel = add_self_check("attention", _list_attention_kernels, compare_attention)
 """Return the attention kernel, or None and the reason why there is none."""
 
 
@@ -298,8 +290,8 @@ load_checked_library = add_self_check("attention", _list_attention_kernels, comp
 # Attention of packed sequences on a GPU, with PyTorch's flash attention for sequences of any lengths: no row is padded,
 # and scores are not written to memory.
 #
-# The operator is called directly: `torch.nn.attention.varlen` is missing in older versions of PyTorch, or does not take
-# grouped heads there. Each device is checked once: the kernel is used if its results and gradients are right.
+# The operator is called directly: `torch.nn.attention.varlen` takes no grouped heads before torch 2.12. Each device is
+# checked once: the kernel is used if its results and gradients are right.
 #
 # Shapes: S sequences (prompts and rows), M keys that they attend to.
 
@@ -322,27 +314,12 @@ class VarlenSequences(NamedTuple):
     max_key_length: int
 
 
-_FlashKernel = Callable[[Tensor, Tensor, Tensor, VarlenSequences, int], Tensor]
-"""(queries [N, H, d], keys [M, K, d], values [M, K, d], sequences, window or 0) -> [N, H, d]"""
-
-
-def run_flash_grouped(query: Tensor, keys: Tensor, values: Tensor, varlen: VarlenSequences, window: int) -> Tensor:
-    """Call the operator with grouped heads as they are."""
+def run_flash(query: Tensor, keys: Tensor, values: Tensor, varlen: VarlenSequences, window: int) -> Tensor:
+    """Queries [N, H, d], keys and values [M, K, d] -> [N, H, d]; a window of 0 is none."""
     sequences = varlen.query_offsets, varlen.key_offsets, varlen.max_query_length, varlen.max_key_length
     dropout, causal, debug = 0.0, not window, False
     sides = {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
     return torch.ops.aten._flash_attention_forward(query, keys, values, *sequences, dropout, causal, debug, **sides)[0]
-
-
-def run_flash_repeated(query: Tensor, keys: Tensor, values: Tensor, varlen: VarlenSequences, window: int) -> Tensor:
-    """Call the operator with keys and values repeated for each query head."""
-    group_size = query.shape[1] // keys.shape[1]
-    keys, values = (x.repeat_interleave(group_size, 1) for x in (keys, values))
-    return run_flash_grouped(query, keys, values, varlen, window)
-
-
-FLASH_KERNELS: tuple[_FlashKernel, ...] = (run_flash_grouped, run_flash_repeated)
-"""The ways to call the operator, in the order of preference."""
 
 
 def build_varlen_sequences(sequences: PackedSequences, device: torch.device) -> VarlenSequences:
@@ -364,10 +341,9 @@ def build_varlen_sequences(sequences: PackedSequences, device: torch.device) -> 
     return VarlenSequences(query_offsets, key_offsets, tokens.to(device), int(lengths.max()), int(key_lengths.max()))
 
 
-def find_flash_kernel(device: torch.device, dtype: torch.dtype) -> _FlashKernel | None:
-    """Return the flash kernel for this dtype on this device; None if PyTorch's other operators are used."""
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return choose_flash_kernel(device, dtype)[0] if device.type == "cuda" and is_half else None
+def uses_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether packed sequences of this dtype have flash attention on this device."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not find_flash_fault(device, dtype)
 
 
 def supports_flash(query: Tensor) -> bool:
@@ -376,43 +352,15 @@ def supports_flash(query: Tensor) -> bool:
     return size % 8 == 0 and size <= _MAX_FLASH_HEAD_SIZE
 
 
-def attend_varlen(
-    kernel: _FlashKernel, query: Tensor, key: Tensor, value: Tensor, varlen: VarlenSequences, window: int = 0
-) -> Tensor:
-    """Compute what `attend_packed` computes, with a flash kernel.
-
-    Args:
-        kernel: From `find_flash_kernel`.
-        query: [N, H, d]
-        key: [N, K, d]
-        value: [N, K, d]
-        varlen: The sequences, from `build_varlen_sequences`.
-        window: How many tokens a token attends to, itself included; 0 is all.
-
-    Returns:
-        [N, H d]
-    """
+def attend_varlen(query: Tensor, key: Tensor, value: Tensor, varlen: VarlenSequences, window: int = 0) -> Tensor:
+    """Compute what `attend_packed` computes, with flash attention; a window of 0 is none."""
     keys, values = (x.index_select(0, varlen.key_tokens) for x in (key, value))
-    return kernel(query, keys, values, varlen, window).flatten(1)
+    return run_flash(query, keys, values, varlen, window).flatten(1)
 
 
 @functools.cache
-def choose_flash_kernel(device: torch.device, dtype: torch.dtype) -> tuple[_FlashKernel | None, str]:
-    """Return the first kernel that is right on this device, and what is wrong with the one before it."""
-    last_fault = ""
-    for kernel in FLASH_KERNELS:
-        try:
-            fault = find_flash_fault(kernel, device, dtype)
-        except (RuntimeError, AttributeError) as error:  # this GPU or this version of torch lacks the kernel
-            fault = str(error).splitlines()[0]
-        if not fault:
-            return kernel, last_fault
-        last_fault = fault
-    return None, last_fault
-
-
-def find_flash_fault(kernel: _FlashKernel, device: torch.device, dtype: torch.dtype) -> str:
-    """Return what is wrong with a kernel; empty if nothing is.
+def find_flash_fault(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what is wrong with flash attention on this device; empty if nothing is.
 
     It is compared with attention in fp32 on a prompt of 30 tokens and rows of 5, none and 9, with a sliding window of
     12 tokens and without.
@@ -420,15 +368,18 @@ def find_flash_fault(kernel: _FlashKernel, device: torch.device, dtype: torch.dt
     heads, sequences = (6, 2, 2), PackedSequences(torch.tensor([30, 35, 35, 44]), torch.tensor([0, 0, 0]))
     numbers = torch.randn(44, sum(heads) + heads[0], 64, generator=torch.Generator().manual_seed(1))
     x, grad = numbers.to(device, dtype).split([sum(heads), heads[0]], 1)
-    flash = partial(attend_varlen, kernel, varlen=build_varlen_sequences(sequences, device))
+    flash = partial(attend_varlen, varlen=build_varlen_sequences(sequences, device))
     reference = partial(_attend_by_sequence, sequences=sequences)
     for window in (0, 12):
-        found = _compute_with_gradient(partial(flash, window=window), x, heads, grad.flatten(1))
+        try:
+            found = _compute_with_gradient(partial(flash, window=window), x, heads, grad.flatten(1))
+        except (RuntimeError, AttributeError) as error:  # this GPU or this version of torch lacks the kernel
+            return str(error).splitlines()[0]
         expected = _compute_with_gradient(partial(reference, window=window), x.float(), heads, grad.flatten(1).float())
         for name, ours, theirs in zip(("attention", "its gradient"), found, expected, strict=True):
-            error = float((ours - theirs).abs().max() / theirs.abs().max())
-            if not error < _FLASH_TOLERANCE:
-                return f"{name} is off by {error:.1g} of the largest number"
+            error_share = float((ours - theirs).abs().max() / theirs.abs().max())
+            if not error_share < _FLASH_TOLERANCE:
+                return f"{name} is off by {error_share:.1g} of the largest number"
     return ""
 
 

@@ -144,9 +144,7 @@ class DecodeBatch:
         """Add `copies` rows for each prompt. Return the logits [len(prompts) * copies, V] of their first tokens."""
         self.compact()
         lengths = torch.tensor([len(ids) for ids in prompts])
-        layers, logits = (
-            self._prefill_fused(prompts, lengths) if self.fused_decoder else self._prefill_eager(prompts)
-        )
+        layers, logits = self._prefill_fused(prompts, lengths) if self.fused_decoder else self._prefill_eager(prompts)
         for cache, (keys, values) in zip(self.caches, layers, strict=True):
             cache.prompt_keys = _pad_and_concatenate(cache.prompt_keys, keys)
             cache.prompt_values = _pad_and_concatenate(cache.prompt_values, values)
@@ -461,9 +459,7 @@ def append_tokens(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[in
     lengths = torch.tensor([len(ids) for ids in tokens])
     while int((batch.generated_lengths[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
         batch.grow_cache()
-    logits = (_append_tokens_fused if batch.fused_decoder else _append_tokens_eager)(
-        batch, rows, tokens, lengths
-    )
+    logits = (_append_tokens_fused if batch.fused_decoder else _append_tokens_eager)(batch, rows, tokens, lengths)
     batch.generated_lengths[rows] += lengths
     batch.copy_lengths_to_device()
     return logits

@@ -16,8 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pellucid.models.decode import DecodeBatch, append_tokens
 from pellucid.models.decoder import Decoder, DecoderWeights, ModelShape
-from pellucid.models.fused_decode import FusedDecoder, FusedKernel
-from pellucid.models.native import KernelUnavailableError, add_self_check, has_amx, load_library
+from pellucid.models.fused_decode import FusedDecoder
+from pellucid.models.native import (
+    KernelUnavailableError,
+    KernelVariant,
+    add_self_check,
+    list_variants,
+    load_library,
+)
 
 SELF_CHECK_CONFIG = LlamaConfig(
     vocab_size=1136,  # among so many logits, another order of sums changes some
@@ -56,12 +62,7 @@ def can_use_cuda_graphs(device: torch.device) -> bool:
 # ---------------------------------------------------------------- self-checks
 
 
-def list_fused_kernels(library: Any) -> list[FusedKernel]:
-    """Return the ways to compute a step on this machine: with AVX-512, then with AMX."""
-    return [FusedKernel(library, uses_amx) for uses_amx in ((False, True) if has_amx() else (False,))]
-
-
-def compare_fused_steps(kernel: FusedKernel) -> Iterable[tuple[str, Any, Any]]:
+def compare_fused_steps(kernel: KernelVariant) -> Iterable[tuple[str, Any, Any]]:
     """Decode a small model with fused steps and with PyTorch's operators; see `add_self_check`.
 
     Raises:
@@ -81,7 +82,7 @@ def compare_fused_steps(kernel: FusedKernel) -> Iterable[tuple[str, Any, Any]]:
         yield "fused steps", call(fused), call(eager)
 
 
-load_fused_kernel = add_self_check("fused steps", lambda: list_fused_kernels(load_library()), compare_fused_steps)
+load_fused_kernel = add_self_check("fused steps", lambda: list_variants(load_library()), compare_fused_steps)
 """Return the kernel of fused steps, or None and the reason why there is none."""
 
 

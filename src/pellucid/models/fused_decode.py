@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pellucid.models.decoder import DecoderWeights, LayerWeights, ModelShape
-from pellucid.models.native import KERNEL_HEAD_SIZES, OperationCounter, call_kernel
+from pellucid.models.native import KERNEL_HEAD_SIZES, KernelVariant, OperationCounter, call_kernel
 
 _OUTPUT_BLOCK = 32
 """Outputs of a matrix that are stored together; widths must be multiples of it."""
@@ -70,14 +70,6 @@ def find_fused_fault(weights: DecoderWeights, shape: ModelShape) -> str:
     return f"width {width} or {inner}" if width % _OUTPUT_BLOCK or inner % _OUTPUT_BLOCK else ""
 
 
-class FusedKernel(NamedTuple):
-    """A library with fused steps, and how it multiplies."""
-
-    library: Any
-    uses_amx: bool
-    """Whether products use AMX, with its order of sums, or AVX-512."""
-
-
 def pack_matrix(library: Any, weight: Tensor, interleaved: bool = False) -> Tensor:
     """Convert a matrix to the layout of the C++.
 
@@ -96,7 +88,7 @@ def pack_matrix(library: Any, weight: Tensor, interleaved: bool = False) -> Tens
 class FusedDecoder:
     """The weights of a model in the layout of the C++, and the fused step."""
 
-    def __init__(self, kernel: FusedKernel, weights: DecoderWeights, shape: ModelShape) -> None:
+    def __init__(self, kernel: KernelVariant, weights: DecoderWeights, shape: ModelShape) -> None:
         self.kernel = kernel
         self.weights, self.threads = weights, torch.get_num_threads()
         (width, inner), self.vocabulary = _require_tensor(weights.layers[0].down).shape, len(weights.head.tensor)

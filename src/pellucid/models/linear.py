@@ -16,8 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from pellucid.models import attention
-from pellucid.models.attention import CheckedLibrary
-from pellucid.models.native import KernelUnavailableError, OperationCounter, add_self_check, call_kernel, find_kernels
+from pellucid.models.native import (
+    KernelUnavailableError,
+    KernelVariant,
+    OperationCounter,
+    add_self_check,
+    call_kernel,
+    find_kernels,
+)
 
 POLICY_MISMATCH = "the checkpoint was made with another policy.model or policy.lora: resume with the same"
 _optimizer_steps = 0
@@ -273,7 +279,7 @@ class LinearFunction(torch.autograd.Function):
     """`apply_linear` for weights that are plain tensors; a TrainedMatrix has TrainedLinear."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: CheckedLibrary) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: KernelVariant) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _multiply_with_amx(kernel, x, weight, bias, transposed=False)
 
@@ -295,7 +301,7 @@ def compute_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     return _multiply_with_amx(kernel, grad, weight, None, transposed=True) if kernel else grad @ weight
 
 
-def _find_gemm_kernel(x: Tensor, weight: Tensor) -> CheckedLibrary | None:
+def _find_gemm_kernel(x: Tensor, weight: Tensor) -> KernelVariant | None:
     """Return the kernel that multiplies x by a matrix; None if PyTorch's operators do."""
     has_gemm_shape = x.ndim == 2 and len(x) >= GEMM_BLOCK and not any(size % GEMM_BLOCK for size in weight.shape)
     if not has_gemm_shape or not weight.is_contiguous():
@@ -305,7 +311,7 @@ def _find_gemm_kernel(x: Tensor, weight: Tensor) -> CheckedLibrary | None:
 
 
 def _multiply_with_amx(
-    kernel: CheckedLibrary, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    kernel: KernelVariant, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     (n, width), outputs = x.shape, weight.shape[1 if transposed else 0]
@@ -319,15 +325,15 @@ def _multiply_with_amx(
     return y
 
 
-def _list_gemm_kernels() -> list[CheckedLibrary]:
+def _list_gemm_kernels() -> list[KernelVariant]:
     """Return the kernel of attention if it uses AMX."""
-    kernel, reason = attention.load_checked_library()
+    kernel, reason = attention.load_attention_kernel()
     if not kernel:
         raise KernelUnavailableError(reason)
     return [kernel] if kernel.uses_amx else []
 
 
-def _compare_gemm(kernel: CheckedLibrary) -> Iterable[tuple[str, Any, Any]]:
+def _compare_gemm(kernel: KernelVariant) -> Iterable[tuple[str, Any, Any]]:
     """Multiply as few rows as oneDNN sums in a known order; see `add_self_check`."""
     numbers = torch.randn(GEMM_BLOCK + 65, 1536, generator=torch.Generator().manual_seed(1)).bfloat16()
     x, weight, bias = numbers[:GEMM_BLOCK], numbers[GEMM_BLOCK:-1], numbers[-1, :64]
@@ -355,7 +361,7 @@ def compute_weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype, accumul
     Raises:
         MemoryError: There is not enough memory.
     """
-    kernel = attention.load_checked_library()[0] if dtype == torch.float32 and find_kernels(grad, grad.dtype) else None
+    kernel = attention.load_attention_kernel()[0] if dtype == torch.float32 and find_kernels(grad, grad.dtype) else None
     if not kernel or not kernel.uses_amx or any(width % GEMM_BLOCK for width in (grad.shape[1], x.shape[1])):
         sums = grad.mT @ x
         return sums.to(dtype) if accumulator is None else accumulator.add_(sums)

@@ -59,6 +59,19 @@ def has_amx() -> bool:
     return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
+class KernelVariant(NamedTuple):
+    """The library, and how it multiplies."""
+
+    library: Any
+    uses_amx: bool
+    """Whether products use AMX, with its order of sums, or AVX-512."""
+
+
+def list_variants(library: Any) -> list[KernelVariant]:
+    """Return the variants that this machine can run: with AVX-512, then with AMX."""
+    return [KernelVariant(library, uses_amx) for uses_amx in ((False, True) if has_amx() else (False,))]
+
+
 def compile_library() -> Any:
     """Load the library from the cache, or compile it first."""
     compiler = os.environ.get("CXX") or shutil.which("g++")

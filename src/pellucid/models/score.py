@@ -27,8 +27,8 @@ from pellucid.models.attention import (
     attend_varlen,
     build_varlen_sequences,
     find_attention_kernel,
-    find_flash_kernel,
     supports_flash,
+    uses_flash,
 )
 from pellucid.models.autograd_ops import apply_rms_norm
 from pellucid.models.decoder import EAGER_LAYER_FUNCTIONS, Decoder, LayerFunctions, QueryKeyValue, ResidualStream
@@ -202,7 +202,7 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Bat
         prompt_lengths=starts_on_device,
         prompt_capacity=capacity,
         sequences=sequences,
-        varlen_sequences=build_varlen_sequences(sequences, device) if find_flash_kernel(device, dtype) else None,
+        varlen_sequences=build_varlen_sequences(sequences, device) if uses_flash(device, dtype) else None,
         source_tokens=sources.to(device),
     )
 
@@ -299,9 +299,7 @@ def attend_groups(heads: QueryKeyValue, layout: _BatchLayout) -> Tensor:
     if kernel := find_attention_kernel(heads[0]):
         return attend_packed(*heads, layout.sequences, kernel)
     if layout.varlen_sequences and supports_flash(heads[0]):
-        flash = find_flash_kernel(heads[0].device, heads[0].dtype)
-        assert flash
-        return attend_varlen(flash, *heads, layout.varlen_sequences, layout.sequences.window)
+        return attend_varlen(*heads, layout.varlen_sequences, layout.sequences.window)
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)
     query, key, value = (pad_rows(x[:count], prompts) for x in heads)

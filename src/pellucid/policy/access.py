@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ModelAccess(NamedTuple):
@@ -14,6 +14,10 @@ class ModelAccess(NamedTuple):
     """Whether Python code in the folder of the checkpoint may run."""
     trust_hint: str = "set policy.trust_remote_code"
     """How the user allows it, for the error message."""
+
+    def build_arguments(self) -> dict[str, Any]:
+        """Return arguments of `from_pretrained`, which by default asks on the terminal whether code may run."""
+        return {"revision": self.revision or None, "trust_remote_code": self.trust_remote_code}
 
     def format_warning(self, name: str) -> str:
         """Return the warning to show before a checkpoint is loaded; empty if none of its code runs."""

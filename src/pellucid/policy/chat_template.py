@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from pellucid.types import Message, Prompt, UserError
-from pellucid.utils.text import describe_searched_folders
+from pellucid.utils.text import describe_searched_folders, format_one_line
 
 _TemplateValue = bool | int | float | str
 _TemplateTools = list[Any] | None
@@ -27,10 +27,11 @@ TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 RENDER_ERRORS = (*TEMPLATE_ERRORS, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What templates raise for messages that they cannot render."""
 _PROBE_QUESTION = {"role": "user", "content": "?"}
-MAX_ERROR_CHARACTERS = 200
-"""The most characters of an error that are shown."""
 PROBE = "probed"
-_PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class ChatTemplate(NamedTuple):
@@ -77,10 +78,7 @@ def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple
         return ids
     messages, tools = prepare_messages(tokenizer, prompt.text, prompt.tools)
     before = () if tokenizer.chat_template else _get_leading_ids(tokenizer)
-    return (
-        *before,
-        *encode_messages_literally(tokenizer, lambda marked: _render_prompt(tokenizer, marked, tools), messages),
-    )
+    return (*before, *encode_messages_literally(tokenizer, lambda marked: _render(tokenizer, marked, tools), messages))
 
 
 class PromptText(NamedTuple):
@@ -99,7 +97,7 @@ def render_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Promp
             raise UserError(f"prompt {prompt.id} has tools, and its text is a string: give messages, or no tools")
         return PromptText(prompt.text, has_special_tokens=False)
     messages, tools = prepare_messages(tokenizer, prompt.text, prompt.tools)
-    return PromptText(_render_prompt(tokenizer, messages, tools), has_special_tokens=bool(tokenizer.chat_template))
+    return PromptText(_render(tokenizer, messages, tools), has_special_tokens=bool(tokenizer.chat_template))
 
 
 def encode_prompt_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[PromptText]) -> list[tuple[int, ...]]:
@@ -121,19 +119,23 @@ def encode_prompt_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Prom
 def _get_leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that the tokenizer puts before a text."""
     probe = "a"
-    whole, bare = (tuple(tokenizer(probe, add_special_tokens=special)["input_ids"]) for special in (True, False))
-    starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
-    return whole[: next(starts, 0)]
+    ids, bare = (tuple(tokenizer(probe, add_special_tokens=special)["input_ids"]) for special in (True, False))
+    return ids[: next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)]
 
 
-def _render_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: _TemplateTools = None
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: _TemplateTools = None,
+    begins_answer: bool = True,
 ) -> str:
-    """Return the text of messages, from `prepare_messages`, up to where the answer begins."""
+    """Return the text of messages, from `prepare_messages`, up to where the answer begins or what precedes it."""
     if not tokenizer.chat_template:
         return "".join(message["content"] + "\n" for message in messages)
     conversation: Any = messages
-    return str(tokenizer.apply_chat_template(conversation, tools=tools, add_generation_prompt=True, tokenize=False))
+    return str(
+        tokenizer.apply_chat_template(conversation, tools=tools, add_generation_prompt=begins_answer, tokenize=False)
+    )
 
 
 def prepare_messages(
@@ -143,11 +145,14 @@ def prepare_messages(
     copies = [dict(message) for message in messages]
     if not tools and not any(message["role"] == "tool" or message.get("tool_calls") for message in copies):
         return copies, None
-    if _is_probe_rendered(tokenizer, [_PROBE_QUESTION], [{"type": "function", "function": _PROBE_TOOL}]):
+    if _is_probe_rendered(tokenizer, [_PROBE_QUESTION], [_PROBE_TOOL]):
         return copies, [dict(tool) for tool in tools] or None
     plain = _convert_to_plain_messages(copies)
+    if not tools:
+        return plain, None
     has_system_role = _is_probe_rendered(tokenizer, [{"role": "system", "content": PROBE}, _PROBE_QUESTION])
-    return _add_system_text(plain, _describe_tools(tools), has_system_role) if tools else plain, None
+    text = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    return _add_system_text(plain, text, has_system_role), None
 
 
 def _is_probe_rendered(
@@ -155,7 +160,7 @@ def _is_probe_rendered(
 ) -> bool:
     """Return whether the chat template shows the word PROBE, which messages or tools contain."""
     try:
-        return PROBE in _render_prompt(tokenizer, messages, tools)
+        return PROBE in _render(tokenizer, messages, tools)
     except TEMPLATE_ERRORS:
         return False
 
@@ -173,19 +178,17 @@ def _read_template(file: str) -> str:
 def _check_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """Raise UserError if the template does not render a question."""
     try:
-        text = _render_prompt(tokenizer, [_PROBE_QUESTION])
+        text = _render(tokenizer, [_PROBE_QUESTION])
     except TEMPLATE_ERRORS as error:
-        line = getattr(error, "lineno", None)
-        raise UserError(
-            f"policy.template: {file}{f', line {line}' if line else ''}: {' '.join(str(error).split())}"
-        ) from error
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise UserError(f"policy.template: {file}{line}: {format_one_line(error)}") from error
     if "?" not in text:
         raise UserError(f"policy.template: {file} leaves the question out")
 
 
 def format_template_error(error: BaseException) -> str:
     """Return an error of a chat template in one line."""
-    return f"the chat template raises {type(error).__name__}: {' '.join(str(error).split())[:MAX_ERROR_CHARACTERS]}"
+    return f"the chat template raises {type(error).__name__}: {format_one_line(error, 200)}"
 
 
 def find_token_fault(ids: Sequence[int], vocabulary: int) -> str:
@@ -287,15 +290,6 @@ To call one, write its name and its arguments in one JSON object, as in
 You may call several, one behind the other. What they answer stands between <tool_response> and </tool_response>."""
 
 
-def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a system message that describes tools."""
-    return _TOOLS_PROMPT.format(tools="\n".join(map(_dump_json, tools)))
-
-
-def _dump_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages of system, user and assistant only, with tool calls and responses in their texts.
 
@@ -305,25 +299,20 @@ def _convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, An
     out: list[dict[str, Any]] = []
     for are_responses, group in groupby(messages, lambda message: message["role"] == "tool"):
         if are_responses:
-            out.append({"role": "user", "content": _format_tool_responses(group)})
+            responses = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
+            out.append({"role": "user", "content": "\n".join(responses)})
         else:
             out += map(_inline_calls, group)
     return out
 
 
-def _format_tool_responses(messages: Iterable[Message]) -> str:
-    return "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)
-
-
 def _inline_calls(message: Message) -> dict[str, Any]:
-    calls = [f"<tool_call>{_dump_json(_extract_call(call))}</tool_call>" for call in message.get("tool_calls") or ()]
+    """Return a message with its tool calls in its text."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+    texts = [f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>" for call in calls]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return plain | {"content": "\n".join(filter(None, [message.get("content"), *calls]))} if calls else plain
-
-
-def _extract_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {"name": function["name"], "arguments": function["arguments"]}
+    return plain | {"content": "\n".join(filter(None, [message.get("content"), *texts]))} if calls else plain
 
 
 def _add_system_text(messages: Sequence[Message], text: str, has_system_role: bool) -> list[dict[str, Any]]:
@@ -379,27 +368,23 @@ def encode_bridge(
     def render(marked: Sequence[Message]) -> str:
         # The preceding call has the marked name, too: the name of a tool may contain the end of a turn.
         try:
-            return _render_after_turn(tokenizer, _build_preceding_conversation(marked), marked, eos_ids)
+            return _render_after_turn(tokenizer, marked, eos_ids)
         except TEMPLATE_ERRORS as error:
-            raise UserError(f"policy.template: {' '.join(str(error).split())}") from error
+            raise UserError(f"policy.template: {format_one_line(error)}") from error
 
     ids = tuple(encode_messages_literally(tokenizer, render, messages))
     return _BridgeTokens(ids[:1], ids[1:]) if ids[0] in eos_ids else _BridgeTokens((), ids)
 
 
-def _render_after_turn(
-    tokenizer: PreTrainedTokenizerBase,
-    preceding: Sequence[Message],
-    messages: Sequence[Message],
-    eos_ids: Sequence[int],
-) -> str:
-    """Return what the template writes after the last turn of `preceding`, from the EOS token on."""
-    text = _render_chat(tokenizer, [*preceding, *messages], True)
+def _render_after_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]) -> str:
+    """Return what the template writes between a turn and the next one, from the EOS token of the first one on."""
+    preceding = _build_preceding_conversation(messages)
+    text = _render(tokenizer, [*preceding, *messages])
     turn_start = text.find(_ASSISTANT_MARKER)
     eos_texts = [str(tokenizer.decode([token])) for token in eos_ids]
     if ends := [end for eos in eos_texts if (end := text.find(eos, turn_start)) >= 0]:
         return text[min(ends) :]
-    start = _render_chat(tokenizer, preceding, False)
+    start = _render(tokenizer, preceding, begins_answer=False)
     if not text.startswith(start):
         raise ValueError("the chat template writes no end of a turn, and writes it anew when something follows")
     return text[len(start) :]
@@ -415,11 +400,6 @@ def _build_preceding_conversation(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-    conversation: Any = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, tokenize=False))
-
-
 def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> str:
     """Return a notice if the chat template changes earlier turns; empty if it does not.
 
@@ -428,10 +408,8 @@ def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> 
     """
     if not tokenizer.chat_template:
         return ""
-    for observation in (
-        {"role": "user", "content": _OBSERVATION_MARKER},
-        {"role": "tool", "name": "f", "content": _OBSERVATION_MARKER},
-    ):
+    reply = {"role": "user", "content": _OBSERVATION_MARKER}
+    for observation in (reply, {"role": "tool", "name": "f", "content": _OBSERVATION_MARKER}):
         bridge = encode_bridge(tokenizer, [observation], eos_ids)
         if _OBSERVATION_MARKER not in str(tokenizer.decode([*bridge.end, *bridge.rest])):
             raise UserError(f"policy.template: the chat template leaves out what the role {observation['role']} says")
@@ -439,10 +417,7 @@ def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> 
         _PROBE_QUESTION,
         {"role": "assistant", "content": f"<think>\n{_OBSERVATION_MARKER}\n</think>\n\n{_ASSISTANT_MARKER}"},
     ]
-    start, text = (
-        _render_chat(tokenizer, messages, False)
-        for messages in (before, [*before, {**_PROBE_QUESTION, "content": _OBSERVATION_MARKER}])
-    )
+    start, text = (_render(tokenizer, messages, begins_answer=False) for messages in (before, [*before, reply]))
     if text.startswith(start[: start.find(_ASSISTANT_MARKER) + len(_ASSISTANT_MARKER)]):
         return ""
     return (

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +40,7 @@ from pellucid.models.linear import copy_to_cpu
 from pellucid.policy.access import DEFAULT_ACCESS, ModelAccess
 from pellucid.policy.chat_template import ChatTemplate
 from pellucid.types import UserError
+from pellucid.utils.files import get_cache_folder
 from pellucid.utils.plugins import check_hub_online, did_you_mean, import_extra, suggest_path
 from pellucid.utils.text import describe_searched_folders
 
@@ -72,8 +73,8 @@ def load_pretrained(
     quantization: dict[str, Any] = {}
     if device_for_4bit:
         quantization = {"quantization_config": _build_4bit_config(dtype), "device_map": {"": device_for_4bit}}
-    with explain_load_errors(name, access):
-        source, hub = locate_model(name, revision=access.revision), build_access_arguments(access)
+    with explain_policy_errors(name, access):
+        source, hub = locate_model(name, revision=access.revision), access.build_arguments()
         check_causal_model(name, AutoConfig.from_pretrained(source, **hub))
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
         template.apply_to_tokenizer(tokenizer)
@@ -108,46 +109,58 @@ def _find_causal_model_fault(config: PreTrainedConfig) -> str:
 
 def load_tokenizer(name: str, access: ModelAccess = DEFAULT_ACCESS) -> PreTrainedTokenizerBase:
     """Load a tokenizer without its model. Raise UserError if it cannot be found or loaded."""
-    with explain_load_errors(name, access):
-        return AutoTokenizer.from_pretrained(
-            locate_model(name, weights=False, revision=access.revision), **build_access_arguments(access)
-        )
-
-
-def build_access_arguments(access: ModelAccess) -> dict[str, Any]:
-    """Return arguments of `from_pretrained`, which by default asks on the terminal whether code may run."""
-    return {"revision": access.revision or None, "trust_remote_code": access.trust_remote_code}
+    with explain_policy_errors(name, access):
+        source = locate_model(name, weights=False, revision=access.revision)
+        return AutoTokenizer.from_pretrained(source, **access.build_arguments())
 
 
 def resolve_commit(name: str, access: ModelAccess) -> str:
     """Return the commit of the Hub that a name and its revision mean; empty for models of other sources."""
     if name.startswith(_MODELSCOPE_PREFIX) or name in PACKAGED_MODELS or Path(name).expanduser().exists():
         return ""
-    with explain_load_errors(name, access):
+    with explain_policy_errors(name, access):
         file = cached_file(locate_model(name), "config.json", revision=access.revision or None)
         return extract_commit_hash(file, None) or ""
 
 
+def explain_policy_errors(name: str, access: ModelAccess = DEFAULT_ACCESS) -> AbstractContextManager[None]:
+    """Turn errors of loading policy.model into a UserError that says what to do."""
+    known = (
+        f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
+        f" {_MODELSCOPE_PREFIX}OWNER/NAME, or {', '.join(PACKAGED_MODELS)}"
+    )
+    hint = did_you_mean(name, PACKAGED_MODELS) or (suggest_path(Path(name)) if not Path(name).exists() else "")
+    return explain_load_errors(f"policy.model = {name!r}", access, hint or known)
+
+
 @contextmanager
-def explain_load_errors(name: str, access: ModelAccess = DEFAULT_ACCESS) -> Iterator[None]:
-    """Turn errors of loading into a UserError that says what to do."""
+def explain_load_errors(model: str, access: ModelAccess, hint: str) -> Iterator[None]:
+    """Turn errors of loading into a UserError.
+
+    Args:
+        model: the model as the user wrote it, with the name of its setting.
+        access: the revision, and whether code of the checkpoint may run.
+        hint: what to do if it cannot be loaded, after a semicolon.
+    """
     try:
         yield
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not access.trust_remote_code and "trust_remote_code" in str(error):
             raise UserError(
-                f"policy.model = {name!r} is computed by Python code in its own folder, which would run as you, with"
-                f" all that you may do: read it, then {access.trust_hint}"
+                f"{model} is computed by Python code in its own folder, which would run as you, with all that you may"
+                f" do: read it, then {access.trust_hint}"
             ) from error
-        wanted = f", revision {access.revision!r}," if access.revision else ""
-        known = (
-            f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
-            f" {_MODELSCOPE_PREFIX}OWNER/NAME, or {', '.join(PACKAGED_MODELS)}"
-        )
-        path = Path(name)
-        close = did_you_mean(name, PACKAGED_MODELS) or (suggest_path(path) if not path.exists() else "") or known
-        raise UserError(f"policy.model = {name!r}{wanted} cannot be loaded ({reason}){close}") from error
+        raise UserError(
+            f"{model}{_format_revision(access.revision)} cannot be loaded ({_get_first_line(error)}){hint}"
+        ) from error
+
+
+def _format_revision(revision: str) -> str:
+    return f", revision {revision!r}," if revision else ""
+
+
+def _get_first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def locate_model(name: str, weights: bool = True, revision: str = "") -> str:
@@ -196,7 +209,7 @@ def unpack_gguf(gguf: Path) -> Path:
     """Convert a GGUF file to fp32 safetensors in the user's cache, once. Return the folder, which its hash names."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid") / "models"
+    cache = get_cache_folder() / "models"
     folder = cache / f"{gguf.stem}-{digest}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
@@ -252,22 +265,18 @@ def _get_modelscope_root() -> Path:
 def _iterate_modelscope_folders(repository: str, revision: str = "") -> Iterator[Path]:
     """Yield the folders in which the package may have put a model, in the order of modelscope 1.40.
 
-    Up to 1.37 the names of folders had no dots, up to 1.21 none was in `models`, and without MODELSCOPE_CACHE all were
-    in `hub`. Since then each revision has a folder; if there is only one, it is used for the default branch. With
-    `revision`, only its folder can have the model.
+    Before 1.38 the names of folders had no dots. Since then each revision has a folder; if there is only one, it is
+    used for the default branch. With `revision`, only its folder can have the model.
     """
     owner, _, name = repository.partition("/")
+    models = _get_modelscope_root() / "models"
+    revisions = models / f"{owner}--{name}" / "snapshots"
     if revision:
-        yield _get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots" / revision
+        yield revisions / revision
         return
-    plain = name.replace(".", "___")
-    yield _get_modelscope_root() / "models" / owner / plain
-    yield _get_modelscope_root() / "hub" / "models" / owner / plain
-    revisions = _get_modelscope_root() / "models" / f"{owner}--{name}" / "snapshots"
+    yield models / owner / name.replace(".", "___")
     yield from (revisions / "master", revisions / "main")
     yield from folders if len(folders := list(revisions.glob("*"))) == 1 else ()
-    yield _get_modelscope_root() / owner / plain
-    yield _get_modelscope_root() / "hub" / owner / plain
 
 
 def _has_config(folder: Path) -> bool:
@@ -284,8 +293,8 @@ def _is_complete_model(folder: Path) -> bool:
 
 
 def _download_from_modelscope(name: str, repository: str, weights: bool, revision: str) -> Path:
-    wanted = f", revision {revision!r}," if revision else ""
-    feature = f"policy.model = {name!r}{wanted} is not in {_get_modelscope_root()}: downloading it"
+    model = f"policy.model = {name!r}{_format_revision(revision)}"
+    feature = f"{model} is not in {_get_modelscope_root()}: downloading it"
     package = import_extra("modelscope.hub.snapshot_download", "modelscope", feature)
     errors = vars(import_extra("modelscope.hub.errors", "modelscope", feature)).values()
     own = [error for error in errors if isinstance(error, type) and issubclass(error, Exception)]
@@ -293,10 +302,9 @@ def _download_from_modelscope(name: str, repository: str, weights: bool, revisio
         ignored = None if weights else list(WEIGHT_PATTERNS)
         return Path(package.snapshot_download(repository, revision=revision or None, ignore_patterns=ignored))
     except (OSError, ValueError, *own) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"policy.model = {name!r}{wanted} cannot be downloaded ({reason}): mend the name or the connection, or put"
-            f" the model into {next(_iterate_modelscope_folders(repository, revision))}"
+            f"{model} cannot be downloaded ({_get_first_line(error)}): mend the name or the connection, or put the"
+            f" model into {next(_iterate_modelscope_folders(repository, revision))}"
         ) from error
 
 

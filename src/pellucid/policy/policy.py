@@ -81,7 +81,6 @@ class Policy:
 
         Args:
             model: the model with its master weights.
-            tokenizer: its tokenizer.
             dtype: the dtype of forward passes.
             temperature: log-probs are those of softmax(logits / temperature).
             entropy_grad: whether the entropy has a gradient.
@@ -209,9 +208,8 @@ class Policy:
             layers = [(layer, list(layer.parameters())) for layer in self.blocks()]
             of_layers = {id(p) for _, parameters in layers for p in parameters}
             return [(self.scorer, [p for p in self.model.parameters() if id(p) not in of_layers]), *layers]
-        self._inference_copy = copy_model(
-            self.model, self.dtype, share=False
-        )  # the engine empties shared parameters in place
+        # Not shared, since the engine empties shared parameters in place.
+        self._inference_copy = copy_model(self.model, self.dtype, share=False)
         return [(self.scorer, list(cast(nn.Module, self.model.get_output_embeddings()).parameters()))]
 
     @property
@@ -242,9 +240,8 @@ class Policy:
         if self.sharded_modules and self.decoder:
             self.gather()
             return self.model
-        if not self.sharded_modules and all(
-            p.dtype == self.dtype for p in self.model.parameters() if not is_quantized(p)
-        ):
+        has_dtype = all(p.dtype == self.dtype for p in self.model.parameters() if not is_quantized(p))
+        if has_dtype and not self.sharded_modules:
             return self.model
         if self._inference_copy is None:
             self._inference_copy = copy_model(self.model, self.dtype)
@@ -313,10 +310,8 @@ class Policy:
         """
         if self._load_base:
             return merge_adapter_weights(add_matching_adapter(self._load_base()[0], self.adapter), masters)
-        computing = self._inference_copy if self.sharded_modules else None
-        return merge_adapter_weights(
-            copy_model(computing or self.model, torch.float32, share=False, device=device), masters
-        )
+        computing = (self._inference_copy if self.sharded_modules else None) or self.model
+        return merge_adapter_weights(copy_model(computing, torch.float32, share=False, device=device), masters)
 
     @contextmanager
     def _hold_masters(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from pellucid.policy.chat_template import get_special_tokens
 from pellucid.policy.text import strip_eos
 from pellucid.types import Message, PolicyTurn
+from pellucid.utils.text import format_one_line
 
 _ToolSchemas = Sequence[Mapping[str, Any]]
 
@@ -42,18 +43,16 @@ def parse_turn(
     """
     all_ids, ids = ids, strip_eos(ids, eos_ids)
     content = _strip_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
-    if not tools:
-        return PolicyTurn({"role": "assistant", "content": content})
-    turn, fault = _parse_by_response_template(tokenizer, all_ids, context, tools, eos_ids, cut_characters)
-    if turn:
-        return turn
-    names = {str(tool.get("function", tool).get("name")) for tool in tools}
-    if found := _find_calls(
-        _strip_tail(_decode_with_call_markers(tokenizer, ids), cut_characters),
-        _ends_with_think_tag(tokenizer, context),
-        names,
-    ):
-        return _build_turn({"role": "assistant", "content": found.text}, found.calls, found.faults)
+    fault = ""
+    if tools:
+        turn, fault = _parse_by_response_template(tokenizer, all_ids, context, tools, eos_ids, cut_characters)
+        if turn:
+            return turn
+        text = _strip_tail(_decode_with_call_markers(tokenizer, ids), cut_characters)
+        before = str(tokenizer.decode(list(context[-8:]), skip_special_tokens=False))
+        names = {str(tool.get("function", tool).get("name")) for tool in tools}
+        if found := _find_calls(text, before.rstrip().endswith(_THINK_OPEN), names):
+            return _build_turn({"role": "assistant", "content": found.text}, found.calls, found.faults)
     return PolicyTurn({"role": "assistant", "content": content}, (fault,) if fault else ())
 
 
@@ -66,26 +65,22 @@ def _parse_by_response_template(
     ids: Sequence[int],
     context: Sequence[int],
     tools: _ToolSchemas,
-    eos_ids: Collection[int] = (),
-    cut_characters: int = 0,
+    eos_ids: Collection[int],
+    cut_characters: int,
 ) -> tuple[PolicyTurn | None, str]:
     """Return the turn as transformers parses it, or why it cannot; neither if the tokenizer has no template."""
     if not getattr(tokenizer, "response_template", None):
         return None, ""
-    # An answer that is cut ends within a token, so that it is given as text.
-    sampled: Any = (
-        _strip_tail(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
-        if cut_characters
-        else list(ids)
-    )
+    sampled: Any = list(ids)
+    if cut_characters:  # the answer ends within a token, so that it is given as text
+        sampled = _strip_tail(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
     try:
         message: Any = tokenizer.parse_response(sampled, prefix=list(context), tools=[dict(tool) for tool in tools])
     except _PARSE_ERRORS as error:
-        return None, format_one_line(error)
+        return None, _format_fault(error)
     calls = message.pop("tool_calls", None) or ()
-    content = (message.get("content") or "").removesuffix(
-        "" if cut_characters else _get_end_text(tokenizer, ids, eos_ids)
-    )
+    end = "" if cut_characters else _get_end_text(tokenizer, ids, eos_ids)
+    content = (message.get("content") or "").removesuffix(end)
     return _build_turn({**message, "role": "assistant", "content": content}, calls), ""
 
 
@@ -102,10 +97,6 @@ def _decode_with_call_markers(tokenizer: PreTrainedTokenizerBase, ids: Sequence[
     return str(tokenizer.decode([id for id in ids if id not in omitted_ids], skip_special_tokens=False))
 
 
-def _ends_with_think_tag(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> bool:
-    return str(tokenizer.decode(list(context[-8:]), skip_special_tokens=False)).rstrip().endswith(_THINK_OPEN)
-
-
 def _build_turn(message: Message, calls: Sequence[Any], faults: Sequence[str] = ()) -> PolicyTurn:
     """Return the message with those of its calls that can be parsed."""
     readable: list[dict[str, Any]] = []
@@ -114,7 +105,7 @@ def _build_turn(message: Message, calls: Sequence[Any], faults: Sequence[str] = 
         try:
             readable.append(parse_function(value))
         except _PARSE_ERRORS as error:
-            unreadable.append(format_one_line(error))
+            unreadable.append(_format_fault(error))
     numbered = [{"id": f"call_{i}", "type": "function", "function": call} for i, call in enumerate(readable)]
     return PolicyTurn({**message, "tool_calls": numbered} if numbered else message, tuple(unreadable))
 
@@ -129,19 +120,14 @@ def parse_function(value: Any) -> dict[str, Any]:
         raise ValueError("no name")
     try:
         arguments = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
-        name, arguments = json.loads(_dump_strict_json([name, {} if arguments is None else arguments]))
+        # Fails for numbers that JSON does not have, and for incomplete characters.
+        text = json.dumps([name, {} if arguments is None else arguments], ensure_ascii=False, allow_nan=False)
+        name, arguments = json.loads(text.encode())
     except _PARSE_ERRORS as error:
         raise ValueError(f"{name}: arguments are not JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise ValueError(f"{name}: arguments are no object: {arguments}")
     return {"name": name, "arguments": arguments}
-
-
-def _dump_strict_json(value: Any) -> str:
-    """Return JSON. Raise ValueError for numbers that JSON does not have, and for incomplete characters."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    text.encode()
-    return text
 
 
 # ---------------------------------------------------------------- calls in a text
@@ -202,9 +188,9 @@ def _join_texts(*texts: str) -> str:
     return "\n".join(filter(None, (text.strip() for text in texts)))
 
 
-def format_one_line(value: Any) -> str:
+def _format_fault(value: Any) -> str:
     """Return the beginning of a text as one line, without incomplete characters, which cannot be encoded."""
-    return " ".join(str(value)[:1000].split())[:200].encode(errors="backslashreplace").decode()
+    return format_one_line(str(value)[:1000], 200).encode(errors="backslashreplace").decode()
 
 
 def _parse_marked_calls(text: str) -> _ParsedCalls | None:
@@ -230,7 +216,7 @@ def _parse_enclosed_calls(text: str, start: int) -> tuple[list[Any], str, int]:
     if fault:
         return values, fault, end.end()
     if end[0] and text[rest : end.start()].strip():
-        return [], f"not JSON: behind it stands {format_one_line(text[rest : end.start()])}", end.end()
+        return [], f"not JSON: behind it stands {_format_fault(text[rest : end.start()])}", end.end()
     return values, "", end.end() if end[0] else rest
 
 
@@ -247,10 +233,10 @@ def _parse_json_sequence(text: str, start: int) -> tuple[list[Any], str, int]:
             value, end = _JSON_DECODER.raw_decode(text, begin.end())
             values += value if isinstance(value, list) else [value]
     except _PARSE_ERRORS as error:
-        return values, f"not JSON: {format_one_line(error)}", len(text)
+        return values, f"not JSON: {_format_fault(error)}", len(text)
     if end > start:
         return values, "", end
-    return [], f"not JSON: {format_one_line(text[start : start + 1000]) or 'nothing'}", len(text)
+    return [], f"not JSON: {_format_fault(text[start : start + 1000]) or 'nothing'}", len(text)
 
 
 def _parse_bare_calls(text: str, names: set[str]) -> _ParsedCalls | None:
@@ -315,7 +301,7 @@ def _parse_pythonic_calls(text: str, is_known_tool: bool) -> _ParsedCalls | None
             tree = ast.parse(text, mode="eval").body
         return _ParsedCalls(tuple(_parse_python_call(node) for node in getattr(tree, "elts", ())))
     except (SyntaxError, MemoryError, *_PARSE_ERRORS) as error:
-        return _ParsedCalls((), (f"no calls: {format_one_line(error)}",)) if is_known_tool else None
+        return _ParsedCalls((), (f"no calls: {_format_fault(error)}",)) if is_known_tool else None
 
 
 def _parse_python_call(node: ast.expr) -> dict[str, Any]:
@@ -328,16 +314,15 @@ def _parse_python_call(node: ast.expr) -> dict[str, Any]:
     return {"name": ast.unparse(node.func), "arguments": arguments}
 
 
-def _evaluate_literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal, which may have the constants of JSON."""
-    if isinstance(node, ast.Name) and node.id in _JSON_CONSTANTS:
-        return _JSON_CONSTANTS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_evaluate_literal(element) for element in node.elts]
-    if isinstance(node, ast.Dict):
-        return {
-            _evaluate_literal(key): _evaluate_literal(value) for key, value in zip(node.keys, node.values, strict=True)
-        }
-    if node is None:
-        raise ValueError("** takes no arguments apart")
-    return ast.literal_eval(node)
+def _evaluate_literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(_JSONConstantReplacer().visit(node))
+    except ValueError:  # its message has an address in memory
+        raise ValueError(f"{ast.unparse(node)} is no literal") from None
+
+
+class _JSONConstantReplacer(ast.NodeTransformer):
+    """Replaces the constants of JSON by those of Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node

@@ -19,11 +19,18 @@ from pellucid import config
 from pellucid.config import Config
 from pellucid.prefixes.cleaning import clean_text, extract_thinking, take_first_sentences, take_first_tokens
 from pellucid.prefixes.journal import Journal
-from pellucid.prefixes.teacher import Teacher, TeacherEndpoint, UnansweredError, build_messages, check_base_url
+from pellucid.prefixes.teacher import (
+    TEACHER_SETTING_NAMES,
+    RequestOptions,
+    Teacher,
+    UnansweredError,
+    build_messages,
+)
 from pellucid.tasks.prefixed import PREFIX_SOURCES
 from pellucid.tasks.wrappers import get_innermost_task, with_seed
 from pellucid.training.evaluate import sample_held_out_prompts
 from pellucid.types import Prompt, Sampling, UserError, with_split
+from pellucid.utils.endpoint import find_address_mistake
 from pellucid.utils.files import hold_lock
 from pellucid.utils.plugins import pause_garbage_collection
 from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS
@@ -47,8 +54,8 @@ _MIN_VALUES = {
 _PrefixExtractor = Callable[[str], str]
 
 
-@dataclass(frozen=True)
-class Prefixes:
+@dataclass(frozen=True, kw_only=True)
+class Prefixes(RequestOptions):
     """Ask a teacher or a student for first sentences of thinking."""
 
     recipe: Positional[Annotated[str, arg(metavar="RECIPE")]]
@@ -59,26 +66,10 @@ class Prefixes:
     """Questions."""
     per_question: int = 5
     """Prefixes from each source."""
-    teacher: Annotated[str, arg(metavar="MODEL")] = ""
-    """The model's name at the endpoint."""
-    base_url: Annotated[str, arg(metavar="URL")] = "https://api.openai.com/v1"
-    """An OpenAI-compatible endpoint."""
-    key_env: Annotated[str, arg(metavar="NAME")] = "OPENAI_API_KEY"
-    """The environment variable that holds the key."""
     student: Annotated[str, arg(metavar="MODEL")] = ""
     """What --policy.model takes."""
     workers: int = 10
     """Requests at once."""
-    per_minute: float = 0
-    """The most requests started a minute; 0 is no limit."""
-    timeout: float = 60
-    """Seconds without a sign of the endpoint."""
-    retries: int = 6
-    """How often a request that failed is made again."""
-    temperature: float = 1.2
-    """The temperature of sampling."""
-    max_tokens: int = 200
-    """The longest answer."""
     sentences: int = 2
     """How many sentences of an answer are kept."""
     truncate_tokens: int = 0
@@ -108,7 +99,8 @@ def _check_options(options: Prefixes) -> None:
         raise UserError("nobody is there to ask: name --teacher MODEL, --student MODEL, or both")
     if options.output.is_dir():
         raise UserError(f"--output {options.output} is a folder: name a file in it")
-    check_base_url(options.base_url)
+    if mistake := find_address_mistake(options.base_url, TEACHER_SETTING_NAMES):
+        raise UserError(mistake)
 
 
 def _collect_prefixes(cfg: Config, options: Prefixes) -> int:
@@ -137,8 +129,8 @@ def _request_missing_prefixes(
     """Ask for all missing prefixes. Return the reasons why some are still missing."""
     extract_prefix = _make_prefix_extractor(cfg, options)
     # Both are prepared before either is asked, since an error found later would cost the time of the first.
-    teacher = Teacher(_make_endpoint(options), extract_prefix) if options.teacher else None
-    student = _load_student(cfg, options) if options.student else None
+    teacher = Teacher(options, extract_prefix) if options.teacher else None
+    student = _load_student(cfg, options.student) if options.student else None
     print(f"asks for {missing} prefixes of {len(prompts)} questions, {len(journal.texts)} are there", flush=True)
     with journal.open(), _show_progress(missing) as advance:
         complaints = _ask_teacher(teacher, options, prompts, journal, advance) if teacher else []
@@ -157,23 +149,12 @@ def _get_prefix_settings(cfg: Config, options: Prefixes) -> dict[str, Any]:
     The number of prefixes and the endpoint's address may change between two runs with the same output.
     """
     names = ["teacher", "student", "temperature", "max_tokens", "truncate_tokens"]
-    names += [] if options.truncate_tokens else ["sentences"]
     settings = {name: getattr(options, name) for name in names}
-    tokenizer = {"tokenizer": options.student or cfg.policy.model} if options.truncate_tokens else {}
-    return {"recipe": str(options.recipe), "task": config.dump_config(cfg)["task"], **settings, **tokenizer}
-
-
-def _make_endpoint(options: Prefixes) -> TeacherEndpoint:
-    return TeacherEndpoint(
-        base_url=options.base_url,
-        model=options.teacher,
-        key_env=options.key_env,
-        temperature=options.temperature,
-        max_tokens=options.max_tokens,
-        timeout=options.timeout,
-        retries=options.retries,
-        per_minute=options.per_minute,
-    )
+    if options.truncate_tokens:
+        settings["tokenizer"] = options.student or cfg.policy.model
+    else:
+        settings["sentences"] = options.sentences
+    return {"recipe": str(options.recipe), "task": config.dump_config(cfg)["task"], **settings}
 
 
 def _make_prefix_extractor(cfg: Config, options: Prefixes) -> _PrefixExtractor:
@@ -184,8 +165,7 @@ def _make_prefix_extractor(cfg: Config, options: Prefixes) -> _PrefixExtractor:
         from pellucid.policy import load  # noqa: PLC0415 - torch takes seconds: not every run needs it
 
     name = options.student or cfg.policy.model
-    if note := cfg.policy.get_access(name).format_warning(name):
-        print(escape_controls(f"! {note}"), flush=True)
+    _print_warning(cfg.policy.get_access(name).format_warning(name))
     tokenizer = load.load_tokenizer(name, cfg.policy.get_access(name))
     return lambda text: take_first_tokens(clean_text(extract_thinking(text)), options.truncate_tokens, tokenizer)
 
@@ -218,11 +198,28 @@ def _ask_teacher(
     return complaints
 
 
-def _load_student(cfg: Config, options: Prefixes) -> Any:
-    with pause_garbage_collection():
-        from pellucid.prefixes import student  # noqa: PLC0415 - it imports torch
+def _load_student(cfg: Config, name: str) -> Any:
+    """Return a sampler of a local model, which is asked with the same messages as a teacher."""
+    with pause_garbage_collection():  # they import torch
+        from pellucid.policy import policy  # noqa: PLC0415
+        from pellucid.rollout.select import choose_sampler  # noqa: PLC0415
+        from pellucid.utils import hardware  # noqa: PLC0415
 
-    return student.load_student_sampler(cfg, options.student)
+    hardware.keep_freed_memory()
+    device = hardware.pick_device(cfg.policy.device)
+    dtype = hardware.pick_dtype(cfg.policy.dtype, device)
+    access = cfg.policy.get_access(name)
+    _print_warning(access.format_warning(name))
+    frozen = policy.load_frozen_policy(name, device, dtype, cfg.sampler.temperature, cfg.policy.engine, access=access)
+    sampler, note = choose_sampler("native", cfg.sampler.rows, frozen)
+    _print_warning(note)
+    sampler.sync(frozen, 0)
+    return sampler
+
+
+def _print_warning(note: str) -> None:
+    if note:
+        print(escape_controls(f"! {note}"), flush=True)
 
 
 def _ask_student(
@@ -239,7 +236,15 @@ def _ask_student(
     """
     group_size = options.per_question
     sampling = Sampling(group_size, options.temperature, options.max_tokens)
-    prompts, complaints = _select_fitting_prompts(student, prompts, sampling)
+    limit = student.policy.context_length - sampling.max_tokens
+    lengths = [len(student.policy.encode(replace(prompt, text=build_messages(prompt)))) for prompt in prompts]
+    complaints = [
+        f"a question of {length} tokens is too long for the student: lower --max-tokens, or name another"
+        for length in lengths
+        if length > limit
+        for _ in range(group_size)
+    ]
+    prompts = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
     batch_size = max(1, STUDENT_BATCH_ROWS // group_size)
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
@@ -257,22 +262,6 @@ def _ask_student(
                         advance()
         complaints += ["the student's answers are empty" for _ in journal.list_missing(batch, ["student"], group_size)]
     return complaints
-
-
-def _select_fitting_prompts(
-    student: Any, prompts: Sequence[Prompt], sampling: Sampling
-) -> tuple[list[Prompt], list[str]]:
-    """Return the questions that leave the student room for an answer, and a complaint for each prefix of the others."""
-    limit = student.policy.context_length - sampling.max_tokens
-    lengths = [len(student.policy.encode(replace(prompt, text=build_messages(prompt)))) for prompt in prompts]
-    fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
-    complaints = [
-        f"a question of {length} tokens is too long for the student: lower --max-tokens, or name another"
-        for length in lengths
-        if length > limit
-        for _ in range(sampling.n)
-    ]
-    return fitting, complaints
 
 
 @contextmanager

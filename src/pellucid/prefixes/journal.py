@@ -38,12 +38,7 @@ class Journal:
             settings, self.is_complete = dict(header["settings"]), bool(header["complete"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.path} is no file of prefixes: remove it, or choose another --output") from error
-        self.check_settings(settings)
-        for entry in entries:
-            self.store((entry["question"], entry["source"], entry["index"]), entry["answer"], entry["text"])
-
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raise UserError where prefixes of other settings, or of another recipe, would be mixed with these."""
+        # Prefixes of other settings, or of another recipe, are not mixed with these.
         for name in ["recipe"] if self.is_complete else {**settings, **self.settings}:
             then, now = settings.get(name), self.settings.get(name)
             if then != now:
@@ -52,9 +47,9 @@ class Journal:
                     f" {json.dumps(now, ensure_ascii=False)}: finish it with its own settings, choose another --output,"
                     " or remove it"
                 )
-
-    def store(self, key: _PrefixKey, answer: str, text: str) -> None:
-        self.answers[key[0]], self.texts[key] = answer, text
+        for entry in entries:
+            self.answers[entry["question"]] = entry["answer"]
+            self.texts[entry["question"], entry["source"], entry["index"]] = entry["text"]
 
     def list_missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[_PrefixKey]:
         wanted = ((p.key, source, index) for p in prompts for source in sources for index in range(n))
@@ -70,7 +65,7 @@ class Journal:
     def add(self, key: _PrefixKey, answer: str, text: str) -> None:
         with self.lock:
             assert self.file is not None, "open the journal before adding to it"
-            self.store(key, answer, text)
+            self.answers[key[0]], self.texts[key] = answer, text
             self.file.write(_format_line(self.make_entry(key)))
             self.file.flush()
 

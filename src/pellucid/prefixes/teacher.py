@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from tyro.conf import arg
 
 from pellucid.types import Message, Prompt, UserError
 from pellucid.utils import endpoint as endpoints
@@ -18,7 +20,7 @@ INSTRUCTION = (
     "Write only the first one or two sentences of your thinking about this question. Do not solve it, do not give the"
     " answer, and write no labels and no headings."
 )
-_SETTING_NAMES = SettingNames("--base-url", "--teacher", "--key-env")
+TEACHER_SETTING_NAMES = SettingNames("--base-url", "--teacher", "--key-env")
 _MAX_CLIENT_WAIT_SECONDS = 120
 """The longest wait of the official client, which gives up if an endpoint asks for a longer one."""
 MAX_WAIT_SECONDS = 600
@@ -29,32 +31,26 @@ class UnansweredError(Exception):
     """One request failed permanently; others may succeed."""
 
 
-@dataclass(frozen=True)
-class TeacherEndpoint:
-    base_url: str
-    model: str
-    key_env: str
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How a model is asked for prefixes."""
+
+    teacher: Annotated[str, arg(metavar="MODEL")] = ""
+    """The model's name at the endpoint."""
+    base_url: Annotated[str, arg(metavar="URL")] = "https://api.openai.com/v1"
+    """An OpenAI-compatible endpoint."""
+    key_env: Annotated[str, arg(metavar="NAME")] = "OPENAI_API_KEY"
     """The environment variable that holds the key."""
-    temperature: float
-    max_tokens: int
-    timeout: float
-    retries: int
-    per_minute: float
-    """The most requests started a minute, retries included; 0 is no limit."""
-
-    @property
-    def is_loopback(self) -> bool:
-        return endpoints.is_loopback(self.base_url)
-
-    def get_key(self) -> str:
-        """Return the key. UserError if there is none, except on the loopback, which needs none."""
-        return endpoints.get_api_key(self.base_url, self.key_env)
-
-
-def check_base_url(base_url: str) -> str:
-    if mistake := endpoints.find_address_mistake(base_url, _SETTING_NAMES):
-        raise UserError(mistake)
-    return base_url
+    per_minute: float = 0
+    """The most requests started a minute, repeated ones included; 0 is no limit."""
+    timeout: float = 60
+    """Seconds without a sign of the endpoint."""
+    retries: int = 6
+    """How often a request that failed is made again."""
+    temperature: float = 1.2
+    """The temperature of sampling."""
+    max_tokens: int = 200
+    """The longest answer."""
 
 
 def build_messages(prompt: Prompt) -> tuple[Message, ...]:
@@ -68,21 +64,25 @@ class Teacher:
     """A teacher that many threads can ask.
 
     Args:
-        endpoint: The endpoint and how to ask it.
+        options: The endpoint and how to ask it.
         extract_prefix: Makes a prefix of an answer. If it returns an empty text, the model is asked again.
+
+    Raises:
+        UserError: There is no key, except on the loopback, which needs none; or the address is wrong.
     """
 
-    def __init__(self, endpoint: TeacherEndpoint, extract_prefix: Callable[[str], str]) -> None:
-        self.endpoint, self.extract_prefix, self.key = endpoint, extract_prefix, endpoint.get_key()
+    def __init__(self, options: RequestOptions, extract_prefix: Callable[[str], str]) -> None:
+        self.options, self.extract_prefix = options, extract_prefix
+        self.key = endpoints.get_api_key(options.base_url, options.key_env)
         self.openai = import_extra("openai", "teacher", "--teacher")
-        self.rate_limiter = _RateLimiter(endpoint.per_minute)
-        if endpoint.is_loopback:
-            endpoints.check_reachable(endpoint.base_url, _SETTING_NAMES)
+        self.rate_limiter = _RateLimiter(options.per_minute)
+        if endpoints.is_loopback(options.base_url):
+            endpoints.check_reachable(options.base_url, TEACHER_SETTING_NAMES)
         self.client = self.openai.OpenAI(
             api_key=self.key,
-            base_url=endpoint.base_url,
-            timeout=endpoint.timeout,
-            max_retries=endpoint.retries,
+            base_url=options.base_url,
+            timeout=options.timeout,
+            max_retries=options.retries,
             http_client=self.openai.DefaultHttpxClient(
                 event_hooks={
                     "request": [self.rate_limiter.wait_for_turn],
@@ -100,7 +100,7 @@ class Teacher:
             UserError: Every request would fail.
         """
         messages, complaint = build_messages(prompt), ""
-        for _ in range(self.endpoint.retries + 1):
+        for _ in range(self.options.retries + 1):
             try:
                 if text := self.extract_prefix(self.request_answer(messages)):
                     return text
@@ -117,12 +117,11 @@ class Teacher:
         raise UnansweredError(complaint)
 
     def request_answer(self, messages: Sequence[Message]) -> str:
-        endpoint = self.endpoint
         answer = self.client.chat.completions.create(
-            model=endpoint.model,
+            model=self.options.teacher,
             messages=messages,
-            temperature=endpoint.temperature,
-            max_tokens=endpoint.max_tokens,
+            temperature=self.options.temperature,
+            max_tokens=self.options.max_tokens,
         )
         try:
             return endpoints.remove_key(endpoints.extract_message_text(answer.choices[0].message.content), self.key)
@@ -131,22 +130,20 @@ class Teacher:
 
     def explain_status_error(self, error: Any) -> str:
         """Return why a request failed, without the key, which endpoints quote. UserError if all requests would fail."""
-        endpoint = self.endpoint
-        if refusal := endpoints.find_permanent_refusal(
-            error, endpoint.base_url, endpoint.model, endpoint.key_env, _SETTING_NAMES
-        ):
+        address = self.options.base_url, self.options.teacher, self.options.key_env
+        if refusal := endpoints.find_permanent_refusal(error, *address, TEACHER_SETTING_NAMES):
             raise UserError(refusal)
         return endpoints.describe_error(error, self.key)
 
     def make_connection_error(self, error: Exception) -> Exception:
         if isinstance(error, self.openai.APITimeoutError):
-            return UnansweredError(f"no answer within {self.endpoint.timeout:g} s")
+            return UnansweredError(f"no answer within {self.options.timeout:g} s")
         cause = find_first_cause(error)
         if isinstance(cause, endpoints.RefusedAnswerError):
             reason = endpoints.redact_and_shorten(str(cause), self.key)
             return UserError(reason) if cause.is_permanent else UnansweredError(reason)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
-            return UserError(describe_unreachable(self.endpoint.base_url, cause, _SETTING_NAMES))
+            return UserError(describe_unreachable(self.options.base_url, cause, TEACHER_SETTING_NAMES))
         return UnansweredError("the connection was dropped")
 
     def close(self) -> None:

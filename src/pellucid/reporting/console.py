@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from base64 import b64encode
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -66,6 +66,14 @@ _WARNING_LABELS = {
     "skipped/overflow": "updates too large for fp16 at this loss_scale",
     "idle": "updates without a gradient",
 }
+_DISPLAY_ROWS = (
+    ("groups drawn", "groups/drawn", "{:.0f}", "{groups/drawn_dead:.0%} of them dead"),
+    ("length", "completion/length_mean", "{:.1f}", "tokens a completion, {completion/finished:.0%} finished"),
+    ("sampler gap", "sampler/gap_mean", "{:.4f}", "{sampler/gap_max:.3f} at most"),
+    ("kl", "kl", "{:.4f}", "nats a token"),
+    ("turns", "turns/mean", "{:.1f}", "a conversation"),
+)
+"""Rows of the live display: the label, the metric, and the formats of its value and of what follows."""
 _TREND_STEPS = 40
 _BAR_WIDTH_CELLS = 40
 
@@ -102,6 +110,19 @@ class _ScreenLogger:
         self.has_continuous_rewards = self.has_continuous_rewards or not evaluation.has_verdicts
         return replace(evaluation, has_verdicts=not self.has_continuous_rewards)
 
+    def format_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> str:
+        """Return a line for the metrics of a step, as `adapt_metrics` returns them."""
+        return "  ".join(
+            [f"step {step:{len(str(self.total_steps))}}/{self.total_steps}", *_format_step_cells(metrics, len(groups))]
+        )
+
+    def list_warnings(self) -> Iterator[str]:
+        """Yield a line for each warning of the steps so far."""
+        for name, count in self.warning_counts.items():
+            if count:
+                error = f", the first with {self.first_error}" if name == "reward/failed" and self.first_error else ""
+                yield f"! {_WARNING_LABELS[name]}: {count}{error}"
+
 
 class PlainLogger(_ScreenLogger):
     """Prints a line for each step and each evaluation."""
@@ -109,17 +130,19 @@ class PlainLogger(_ScreenLogger):
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         had_error = bool(self.first_error)
         metrics = self.adapt_metrics(metrics, groups)
-        width = len(str(self.total_steps))
-        cells = [f"step {step:{width}}/{self.total_steps}", *_format_step_cells(metrics, len(groups))]
+        cells = [self.format_step(step, metrics, groups)]
         cells += [f"! {what}: {metrics[name]:.0f}" for name, what in _WARNING_LABELS.items() if metrics.get(name)]
-        cells += [f"({format_failed_terms(metrics)})"] if format_failed_terms(metrics) else []
+        cells += [f"({failed})"] if (failed := format_failed_terms(metrics)) else []
         print("  ".join(cells), flush=True)
         if self.first_error and not had_error:
             print(f"! the first failed reward says {self.first_error}", flush=True)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         evaluation = self.adapt_evaluation(evaluation)
-        estimates = (format_estimate(name, estimate) for name, estimate in _label_measures(evaluation).items())
+        estimates = (
+            f"{name} {estimate.value:.2f} {format_interval(estimate)}".rstrip()
+            for name, estimate in _label_measures(evaluation).items()
+        )
         few = [f"({TOO_FEW_PROMPTS})"] if describe_intervals(evaluation) == TOO_FEW_PROMPTS else []
         print("  ".join([f"eval step {step}", *estimates, *few, *_describe_uncounted(evaluation)]), flush=True)
 
@@ -187,10 +210,6 @@ def format_interval(estimate: Estimate) -> str:
     return f"[{estimate.low:.2f}, {estimate.high:.2f}]" if estimate.has_interval else ""
 
 
-def format_estimate(name: str, estimate: Estimate) -> str:
-    return f"{name} {estimate.value:.2f} {format_interval(estimate)}".rstrip()
-
-
 class ConsoleLogger(_ScreenLogger):
     """A live display, until `close`.
 
@@ -237,52 +256,32 @@ class ConsoleLogger(_ScreenLogger):
         table = Table.grid(padding=(0, 2))
         for name, value, detail in self.make_rows():
             table.add_row(Text(name, "dim"), value, detail)
-        return rich.console.Group(self.progress, Padding(table, (1, 0, 0, 0)), *self.make_warning_lines())
+        warnings = list(self.list_warnings())
+        if failed := format_failed_terms(self.metrics):
+            warnings.append(f"! failed in the last step: {failed}")
+        lines = (Text(line, "bold yellow", no_wrap=True, overflow="ellipsis") for line in warnings)
+        return rich.console.Group(self.progress, Padding(table, (1, 0, 0, 0)), *lines)
 
     def make_rows(self) -> Iterator[tuple[str, str | Text, str | Text]]:
-        metrics = self.metrics
+        metrics = defaultdict(lambda: math.nan, self.metrics)
         if self.trend:
-            yield "reward", Text(f"{self.trend[-1]:.3f}", "bold"), _format_trend(self.trend)
+            first, last = self.trend[0], self.trend[-1]
+            change = f"  {last - first:+.3f} over {len(self.trend)} steps" if len(self.trend) > 1 else ""
+            trend = Text.assemble((format_sparkline(self.trend), "cyan"), (change, "dim"))
+            yield "reward", Text(f"{last:.3f}", "bold"), trend
         yield from make_evaluation_rows(self.evaluations)
-        if (dead := get_zero_variance_share(metrics)) is not None:
-            right, wrong = (metrics.get(f"groups/dead_all_{name}") for name in ("right", "wrong"))
-            kinds = "have equal rewards" if right is None else f"{right:.0%} all right, {wrong or 0.0:.0%} all wrong"
-            yield "dead groups", f"{dead:.0%}", kinds
-        if "groups/drawn" in metrics:
-            yield "groups drawn", f"{metrics['groups/drawn']:.0f}", f"{metrics['groups/drawn_dead']:.0%} of them dead"
-        if "completion/length_mean" in metrics:
-            finished = f"tokens a completion, {metrics.get('completion/finished', math.nan):.0%} finished"
-            yield "length", f"{metrics['completion/length_mean']:.1f}", finished
-        if "turns/mean" in metrics:
-            yield "turns", f"{metrics['turns/mean']:.1f}", "a conversation"
-        if "tools/calls" in metrics:
-            faults = format_fault_shares(metrics)
-            yield "tools", f"{metrics['tools/calls']:.1f}", "calls a conversation" + (f", {faults}" if faults else "")
-        if "sampler/gap_mean" in metrics:
-            yield (
-                "sampler gap",
-                f"{metrics['sampler/gap_mean']:.4f}",
-                f"{metrics.get('sampler/gap_max', math.nan):.3f} at most",
-            )
-        if "kl" in metrics:
-            yield "kl", f"{metrics['kl']:.4f}", "nats a token"
-        if "time/step" in metrics:
-            yield from _make_time_rows(metrics)
-
-    def make_warning_lines(self) -> Iterator[Text]:
-        for name, count in self.warning_counts.items():
-            if count:
-                error = f", the first with {self.first_error}" if name == "reward/failed" and self.first_error else ""
-                yield Text(
-                    f"! {_WARNING_LABELS[name]}: {count}{error}", "bold yellow", no_wrap=True, overflow="ellipsis"
-                )
-        if failed := format_failed_terms(self.metrics):
-            yield Text(f"! failed in the last step: {failed}", "bold yellow", no_wrap=True, overflow="ellipsis")
-
-
-def _format_trend(values: Sequence[float]) -> Text:
-    change = f"  {values[-1] - values[0]:+.3f} over {len(values)} steps" if len(values) > 1 else ""
-    return Text.assemble((format_sparkline(values), "cyan"), (change, "dim"))
+        if (dead := get_zero_variance_share(self.metrics)) is not None:
+            kinds = "{groups/dead_all_right:.0%} all right, {groups/dead_all_wrong:.0%} all wrong"
+            is_split = "groups/dead_all_right" in metrics
+            yield "dead groups", f"{dead:.0%}", kinds.format_map(metrics) if is_split else "have equal rewards"
+        for name, metric, value, detail in _DISPLAY_ROWS:
+            if metric in self.metrics:
+                yield name, value.format(metrics[metric]), detail.format_map(metrics)
+        if "tools/calls" in self.metrics:
+            faults = format_fault_shares(self.metrics)
+            yield "tools", f"{metrics['tools/calls']:.1f}", f"calls a conversation{faults and f', {faults}'}"
+        if "time/step" in self.metrics:
+            yield from _make_time_rows(self.metrics)
 
 
 def format_sparkline(values: Sequence[float]) -> str:
@@ -315,15 +314,15 @@ def _describe_uncounted(evaluation: Evaluation) -> list[str]:
 
 def make_evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:
     """Yield the rows of the last evaluation, with its gain over the first."""
-    if evaluations:
-        step, evaluation = list(evaluations.items())[-1]
-        before = next(iter(evaluations.values()))
-        first = _label_measures(before, evaluation)
-        yield "held out", "", Text(f"after step {step}: {describe_prompts(evaluation)}", "dim")
-        for i, (name, estimate) in enumerate(_label_measures(evaluation, before).items()):
-            gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
-            value = Text(f"{estimate.value:.2f}", "" if i else "bold")
-            yield f"  {name}", value, Text.assemble(format_interval(estimate), (gain, "dim"))
+    if not evaluations:
+        return
+    before, (step, evaluation) = next(iter(evaluations.values())), list(evaluations.items())[-1]
+    first = _label_measures(before, evaluation)
+    yield "held out", "", Text(f"after step {step}: {describe_prompts(evaluation)}", "dim")
+    for i, (name, estimate) in enumerate(_label_measures(evaluation, before).items()):
+        gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
+        value = Text(f"{estimate.value:.2f}", "" if i else "bold")
+        yield f"  {name}", value, Text.assemble(format_interval(estimate), (gain, "dim"))
 
 
 def _make_time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | Text, str | Text]]:
@@ -334,14 +333,10 @@ def _make_time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | T
     shares = {stage: seconds / total for stage, seconds in spent.items()} if total else {}
     rate = _compute_speed(metrics)
     yield "step", f"{total:.1f} s", f"{rate['speed']:,.0f} tokens a second" if rate else ""
-    yield (
-        "",
-        "",
-        Text.assemble(
-            *(("█" * round(share * _BAR_WIDTH_CELLS), _STAGE_COLORS[stage]) for stage, share in shares.items())
-        ),
-    )
-    yield "", "", Text.assemble(*((f"{stage} {share:.0%}  ", _STAGE_COLORS[stage]) for stage, share in shares.items()))
+    bar = [("█" * round(share * _BAR_WIDTH_CELLS), _STAGE_COLORS[stage]) for stage, share in shares.items()]
+    legend = [(f"{stage} {share:.0%}  ", _STAGE_COLORS[stage]) for stage, share in shares.items()]
+    yield "", "", Text.assemble(*bar)
+    yield "", "", Text.assemble(*legend)
 
 
 def _make_titled_table(title: str, *columns: str) -> Table:
@@ -383,21 +378,16 @@ def make_verdict_table(group: Group, has_verdicts: bool = True) -> Table:
         group: A graded group.
         has_verdicts: Whether rewards say which answers are right (`rewards_are_verdicts`).
     """
-    table = Table.grid(padding=(0, 2))
     completion, reward = group.completions[0], group.rewards[0]
-    gold = f", {'right is' if has_verdicts else 'gold answer'} {' or '.join(group.prompt.gold_answers)}"
-    right = gold if group.prompt.answer and not (has_verdicts and reward.is_correct) else ""
-    cut = "" if completion.finished else ", cut off at the limit"
-    tool_use = ", ".join(describe_tool_use(count_turns(completion), get_tool_events(completion)))
-    rows = [
-        ("question", group.prompt.question),
-        *format_completion(completion),
-        (
-            "verdict",
-            f"{_format_grade(reward, has_verdicts)}{right}{cut}{f'; {tool_use}' if completion.messages else ''}",
-        ),
-    ]
-    for name, text in rows:
+    verdict = _format_grade(reward, has_verdicts)
+    if group.prompt.answer and not (has_verdicts and reward.is_correct):
+        verdict += f", {'right is' if has_verdicts else 'gold answer'} {' or '.join(group.prompt.gold_answers)}"
+    if not completion.finished:
+        verdict += ", cut off at the limit"
+    if completion.messages:
+        verdict += f"; {', '.join(describe_tool_use(count_turns(completion), get_tool_events(completion)))}"
+    table = Table.grid(padding=(0, 2))
+    for name, text in (("question", group.prompt.question), *format_completion(completion), ("verdict", verdict)):
         if text:
             table.add_row(Text(escape_controls(name), "dim"), Text(escape_controls(text), overflow="fold"))
     table.add_row()
@@ -453,7 +443,7 @@ class NotebookLogger(_ScreenLogger):
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         metrics = self.adapt_metrics(metrics, groups)
         self.rewards.append({"step": step, "reward/mean": metrics.get("reward/mean")})
-        self.status_line = "  ".join([f"step {step}/{self.total_steps}", *_format_step_cells(metrics, len(groups))])
+        self.status_line = self.format_step(step, metrics, groups)
         if time.monotonic() - self._shown_at > _MIN_REDRAW_SECONDS:
             self.redraw()
 
@@ -478,20 +468,15 @@ class NotebookLogger(_ScreenLogger):
 
     def make_bundle(self) -> dict[str, str]:
         """Return the output as HTML, and as text for frontends without HTML."""
-        warnings = [f"! {_WARNING_LABELS[name]}: {count}" for name, count in self.warning_counts.items() if count]
-        warnings += [f"! the first failed reward says {self.first_error}"] if self.first_error else []
         charts = [draw_chart("Reward", "mean of a step", make_series(self.rewards, {"reward/mean": "reward"}))]
         charts += [chart for key, rows in self.evaluations.items() for chart in draw_evaluation_charts(*key, rows)]
         charts = list(filter(None, charts))
-        image = _make_image_html(join_charts(charts), self.status_line) if charts else ""
-        text = "\n".join([self.status_line, *warnings])
-        return {"text/html": f'{image}<pre style="margin:0">{escape_text(text)}</pre>', "text/plain": text}
-
-
-def _make_image_html(svg: str, label: str) -> str:
-    """Return an image element, so that the styles of the chart and of the notebook do not affect one another."""
-    data = b64encode(svg.encode()).decode()
-    return f'<img alt="{escape_text(label)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
+        text = "\n".join([self.status_line, *self.list_warnings()])
+        html = f'<pre style="margin:0">{escape_text(text)}</pre>'
+        if charts:  # as an image, so that the styles of the chart and of the notebook do not affect one another
+            image = f"data:image/svg+xml;base64,{b64encode(join_charts(charts).encode()).decode()}"
+            html = f'<img alt="{escape_text(self.status_line)}" style="max-width:100%" src="{image}">{html}'
+        return {"text/html": html, "text/plain": text}
 
 
 def display_page(path: Path) -> None:

@@ -38,7 +38,7 @@ def make_conversation_columns(completion: Completion) -> dict[str, Any]:
     if not completion.messages:
         return {}
     outcome = completion.outcome
-    columns: dict[str, Any] = {"messages": _copy_messages(completion), "turns": count_turns(completion)}
+    columns: dict[str, Any] = {"messages": list(map(dict, completion.messages)), "turns": count_turns(completion)}
     if outcome and outcome.events:
         columns["events"] = dict(outcome.events)
     if outcome and outcome.reward is not None:
@@ -59,12 +59,10 @@ def make_token_columns(completion: Completion) -> dict[str, Any]:
 
 def make_branch_columns(completion: Completion) -> dict[str, Any]:
     """Return the earlier sequences of a conversation whose history was rewritten, as a column."""
-    branches = [{"messages": _copy_messages(each), **make_token_columns(each)} for each in completion.branches]
+    branches = [
+        {"messages": list(map(dict, each.messages)), **make_token_columns(each)} for each in completion.branches
+    ]
     return {"branches": branches} if branches else {}
-
-
-def _copy_messages(completion: Completion) -> list[dict[str, Any]]:
-    return [dict(message) for message in completion.messages]
 
 
 def get_speaker(message: Message) -> str:
@@ -105,7 +103,8 @@ def list_turn_names(completion: Completion) -> list[list[str]]:
         if is_policy or not turns or turns[-1][0]:
             turns.append((is_policy, []))
         turns[-1][1].extend(_list_called_tools(message) if is_policy else [get_speaker(message)])
-    sampled = _list_sampled_stretches(completion)
+    given = {t for start, end in completion.given_spans for t in range(start, end)}
+    sampled = [is_policy for is_policy, _ in groupby(t not in given for t in range(len(completion.token_ids)))]
     if sampled and turns and not sampled[0] and turns[0][0]:
         turns.insert(0, (False, []))  # a prefix is given, but is no message
     if len(turns) > len(sampled) and not turns[-1][0]:
@@ -117,13 +116,6 @@ def _list_called_tools(message: Message) -> list[str]:
     """Return the names of the tools that a message calls."""
     names = (str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ())
     return [_shorten_tool_name(name) for name in names]
-
-
-def _list_sampled_stretches(completion: Completion) -> list[bool]:
-    """Return for each span of the tokens whether it was sampled and not given."""
-    given = {t for start, end in completion.given_spans for t in range(start, end)}
-    kinds = [t not in given for t in range(len(completion.token_ids))]
-    return [kind for kind, _ in groupby(kinds)]
 
 
 def is_failed_call(message: Message) -> bool:

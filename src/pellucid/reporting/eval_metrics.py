@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from pellucid.types import Estimate, Evaluation
@@ -54,6 +55,12 @@ def drop_correctness(metrics: Mapping[str, Any]) -> dict[str, Any]:
     remaining = {name: value for name, value in metrics.items() if name not in dropped}
     dead = get_zero_variance_share(metrics)
     return remaining if dead is None else {**remaining, "groups/dead_equal": dead}
+
+
+def compute_known_mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None if there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def get_zero_variance_share(metrics: Mapping[str, Any]) -> float | None:

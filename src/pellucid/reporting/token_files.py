@@ -86,14 +86,13 @@ def write_tokens(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], me
         metadata: Facts of the step, for the metadata of the file.
     """
     length = len(next(iter(rows.values())))
-    table = pa.table(
-        [_make_column(rows.get(field.name), length, field.type) for field in TOKEN_SCHEMA], schema=TOKEN_SCHEMA
-    )
+    columns = [_make_column(rows.get(field.name), length, field.type) for field in TOKEN_SCHEMA]
     facts = json.dumps({"version": _FORMAT_VERSION, "step": step, **metadata})
+    table = pa.table(columns, schema=TOKEN_SCHEMA.with_metadata({METADATA_KEY: facts}))
     path = get_tokens_path(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # readers of the folder ignore names with a dot
-    pq.write_table(table.replace_schema_metadata({METADATA_KEY: facts}), partial, compression="zstd")
+    pq.write_table(table, partial, compression="zstd")
     partial.replace(path)
 
 
@@ -104,16 +103,13 @@ def make_group_metadata(groups: Mapping[int, Group]) -> dict[str, Any]:
     turns, silent = {}, {}
     for i, group in groups.items():
         for number, completion in enumerate(group.completions):
+            if not completion.token_ids:
+                silent.setdefault(str(i), []).append(number)
             for branch, sequence in enumerate((completion, *completion.branches)):
                 if names := list_turn_names(sequence):
                     turns[f"{i}/{number}/{branch}"] = names
-        if empty := [number for number, completion in enumerate(group.completions) if not completion.token_ids]:
-            silent[str(i)] = empty
-    return {
-        "questions": {str(i): group.prompt.question for i, group in groups.items()},
-        "turns": turns,
-        "silent": silent,
-    }
+    questions = {str(i): group.prompt.question for i, group in groups.items()}
+    return {"questions": questions, "turns": turns, "silent": silent}
 
 
 def _make_column(values: Sequence[Any] | None, length: int, kind: pa.DataType) -> pa.Array:

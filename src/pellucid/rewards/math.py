@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import regex  # as in answers.py
@@ -128,22 +130,18 @@ def _replace_body(side: NormalizedFormula, body: str) -> NormalizedFormula:
 
 
 def _are_equal_without_units(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
-    """Return whether two formulas without their units are equal."""
     one, other = found.body, expected.body
     if one.split() == other.split():
         return True
-    quick = _get_first_verdict(check(one, other) for check in (_compare_numbers, _compare_in_base))
-    if quick is not None or not is_computable(one, allowed=other):
-        return bool(quick)
-    structured = _get_first_verdict(
-        check(found, expected) for check in (_compare_approximation, _compare_ranges, _compare_structures)
-    )
-    return _compare_formulas(one, other) if structured is None else structured
-
-
-def _get_first_verdict(verdicts: Iterable[bool | None]) -> bool | None:
-    """Return the first verdict that is not None; None if there is none."""
-    return next((verdict for verdict in verdicts if verdict is not None), None)
+    for check in (_compare_numbers, _compare_in_base):
+        if (verdict := check(one, other)) is not None:
+            return verdict
+    if not is_computable(one, allowed=other):
+        return False
+    for check_sides in (_compare_approximation, _compare_ranges, _compare_structures):
+        if (verdict := check_sides(found, expected)) is not None:
+            return verdict
+    return _compare_formulas(one, other)
 
 
 def _compare_numbers(found: str, expected: str) -> bool | None:
@@ -151,23 +149,26 @@ def _compare_numbers(found: str, expected: str) -> bool | None:
     x, y = parse_plain_number(found), parse_plain_number(expected)
     if x is None or y is None:
         return None
-    return x == y or _is_rounded_ratio(found, x, expected, y) or _is_rounded_ratio(expected, y, found, x)
-
-
-def _compare_approximation(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
-    """Return whether an answer with an approximation sign states the gold answer; None if there is no such sign."""
-    if not _APPROXIMATELY.search(found.body) or _APPROXIMATELY.search(expected.body):
-        return None
-    return _approximates(found.body, expected)
+    if x == y:
+        return True
+    sides = (found, y, expected), (expected, x, found)
+    return any("." not in ratio and _is_rounded(decimal, exact) for decimal, exact, ratio in sides)
 
 
 def _compare_structures(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
-    """Return whether two lists or sets are equal; False for formulas of different kinds, None for other formulas."""
-    return _compare_pieces(found.body, expected.body) if are_same_kind(found.body, expected.body) else False
+    """Return whether two lists or sets are equal; False for formulas of different kinds, None for other formulas.
+
+    math-verify drops relations such as != and joins adjacent numbers, so these are different kinds.
+    """
+    one, other = found.body, expected.body
+    if bool(_RELATION.search(one)) != bool(_RELATION.search(other)) or re.search(r"\d\s+\.?\d", one):
+        return False
+    return _compare_pieces(one, other)
 
 
 def _compare_formulas(found: str, expected: str) -> bool:
-    sides = _split_sides(found) if "=" not in expected else [found]
+    has_sides = "=" not in expected and "," not in found
+    sides = re.split(r"(?<![<>!:])=(?!=)", found) if has_sides else [found]
     # The last side of a chain of equations is the answer; a false chain, such as 4 = 3, is none.
     constant = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
     if not all(_verify_formula(side, constant[-1]) for side in constant[:-1]):
@@ -198,38 +199,34 @@ def _count_compared_digits(*bodies: str) -> int:
 
 
 def _compare_constants(found: str, one: Sequence[Any], expected: str, other: Sequence[Any], digits: int) -> bool | None:
-    """Return whether two constants are equal; None if either is no constant.
-
-    A plain decimal of `MIN_ROUNDED_PLACES` places equals the number that it is rounded from.
-    """
+    """Return whether two constants are equal, or one is the other rounded; None if either is no constant."""
     x, y = (_evaluate_constant(side) for side in (one, other))
     if x is None or y is None:
         return None
     if x.is_Rational and y.is_Rational:
         return bool(x == y)
-    for decimal, exact in ((found, y), (expected, x)):
-        value = parse_plain_number(decimal)
-        if value is not None and (places := decimal.partition(".")[2]).isdigit() and len(places) >= _MIN_ROUNDED_PLACES:
-            return _is_rounded_constant(value, exact, len(places))
     if x.is_infinite or y.is_infinite:
         return bool(x == y)
     sympy = import_extra("sympy", "data", 'reward "math"')
     try:
         near, far = (sympy.N(side, digits, maxn=2 * digits) for side in (x, y))
+        if near.is_Float and far.is_Float:
+            exact = Fraction(str(near)), Fraction(str(far))
+            if _is_rounded(found, exact[1]) or _is_rounded(expected, exact[0]):
+                return True
         size, difference = max(abs(near), abs(far)), abs(near - far)
         return bool(difference <= size * sympy.Float(10, digits) ** (10 - digits))
     except _SYMPY_ERRORS:
         return None
 
 
-def _is_rounded_constant(decimal: Fraction, exact: Any, places: int) -> bool:
-    """Return whether a decimal is a constant of sympy rounded at so many places."""
-    sympy = import_extra("sympy", "data", 'reward "math"')
-    value = sympy.N(exact, places + 30)
-    if not value.is_Float:
+def _is_rounded(decimal: str, exact: Fraction) -> bool:
+    """Return whether a decimal of at least `_MIN_ROUNDED_PLACES` places is a number rounded at its last place."""
+    places, value = decimal.partition(".")[2], parse_plain_number(decimal)
+    if value is None or not places.isdigit() or len(places) < _MIN_ROUNDED_PLACES:
         return False
-    error = abs(Fraction(str(value)) - decimal)
-    return 2 * error <= Fraction(1, 10**places) and error <= _MAX_ROUNDING_ERROR * abs(decimal)
+    error = abs(value - exact)
+    return 2 * error <= Fraction(1, 10 ** len(places)) and error <= _MAX_ROUNDING_ERROR * abs(exact)
 
 
 def _evaluate_constant(formula: Sequence[Any]) -> Any:
@@ -264,9 +261,11 @@ def _compare_in_base(found: str, expected: str) -> bool | None:
     return None
 
 
-def _approximates(found: str, expected: NormalizedFormula) -> bool:
-    """Return whether "x \\approx 3.14" or "\\pi \\approx 3.14" states the gold answer by a side; both must agree."""
-    sides = [side.strip() for side in _APPROXIMATELY.split(found)]
+def _compare_approximation(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
+    """Return whether a side of "\\pi \\approx 3.14" is the gold answer; both must agree. None without such a sign."""
+    sides = [side.strip() for side in _APPROXIMATELY.split(found.body)]
+    if len(sides) == 1 or _APPROXIMATELY.search(expected.body):
+        return None
     if len(sides) != 2 or not all(sides):
         return False
     exact, decimal = sides[0].rpartition("=")[2].strip(), parse_plain_number(sides[1])
@@ -323,10 +322,7 @@ class _Piece(NamedTuple):
 
 
 def _split_pieces(body: str) -> tuple[str, list[_Piece]] | None:
-    """Return the pieces of a union of intervals, "cup", or of a list, "list"; None if it is neither.
-
-    Example: split_pieces("[0,1) \\cup \\{3\\}") == ("cup", [Piece("[)", ("0", "1")), Piece("{}", ("3",))])
-    """
+    """Return the pieces of a union of intervals, "cup", or of a list, "list"; None if it is neither."""
     body = body.strip()
     if r"\cup" in body or body.startswith(("(", "[", r"\{")):
         found = [_parse_bracketed(part.strip()) for part in re.split(r"\\cup(?![A-Za-z])", body)]
@@ -348,27 +344,24 @@ def _parse_bracketed(part: str) -> _Piece | None:
     return _Piece(brackets, tuple(parts)) if all(parts) and _has_no_stray_bracket(inside) else None
 
 
+def _count_open_brackets(body: str) -> list[int]:
+    """Return how many brackets, of any kind, are open after each character."""
+    return list(accumulate((c in "([{") - (c in ")]}") for c in body))
+
+
 def _has_no_stray_bracket(body: str) -> bool:
     """Return whether every bracket is closed by one of any kind."""
-    level = 0
-    for c in body:
-        level += (c in "([{") - (c in ")]}")
-        if level < 0:
-            return False
-    return level == 0
+    open_counts = _count_open_brackets(body)
+    return min(open_counts, default=0) >= 0 and not sum(open_counts[-1:])
 
 
 def _split_at_commas(body: str) -> list[str]:
     """Split at commas outside of brackets. If there are commas with a space, those in 1,000 group thousands."""
     if ", " in body:
         body = _THOUSANDS_COMMA.sub("\0", body)
-    parts, level, start = list[str](), 0, 0
-    for i, c in enumerate(body):
-        level += (c in "([{") - (c in ")]}")
-        if c in ",;" and level <= 0:
-            parts.append(body[start:i])
-            start = i + 1
-    return [part.replace("\0", ",").strip() for part in (*parts, body[start:])]
+    separated = zip(body, _count_open_brackets(body), strict=True)
+    parts = "".join("\n" if c in ",;" and level <= 0 else c for c, level in separated).split("\n")
+    return [part.replace("\0", ",").strip() for part in parts]
 
 
 def _expand_plus_minus(body: str) -> str:
@@ -437,32 +430,10 @@ def _have_perfect_matching(one: Sequence[Any], other: Sequence[Any], alike: Call
     return not rest
 
 
-def are_same_kind(found: str, expected: str) -> bool:
-    """Return whether both or neither hold a relation such as != or ~, and `found` holds no adjacent numbers.
-
-    math-verify drops such relations and joins such numbers.
-    """
-    alike = bool(_RELATION.search(found)) == bool(_RELATION.search(expected))
-    return alike and not re.search(r"\d\s+\.?\d", found)
-
-
-def _is_rounded_ratio(decimal: str, value: Fraction, ratio: str, exact: Fraction) -> bool:
-    """Return whether a decimal of at least `MIN_ROUNDED_PLACES` places is the ratio rounded at its last place."""
-    places = decimal.partition(".")[2]
-    if not places.isdigit() or len(places) < _MIN_ROUNDED_PLACES or "." in ratio:
-        return False
-    error = abs(value - exact)
-    return 2 * error <= Fraction(1, 10 ** len(places)) and error <= _MAX_ROUNDING_ERROR * abs(exact)
-
-
 def parse_plain_number(body: str) -> Fraction | None:
     """Return the value of a formula that is a number alone; None if letters, brackets or signs make it more."""
     letters = re.sub(r"\\(?:[dtc]?frac|times|cdot)(?![A-Za-z])", "", body)
     return None if re.search(r"[A-Za-z()\[\]|]", letters) else parse_only_number(body)
-
-
-def _split_sides(body: str) -> list[str]:
-    return [body] if "," in body else re.split(r"(?<![<>!:])=(?!=)", body)
 
 
 def _divide_by_hundred(body: str) -> str:
@@ -511,15 +482,12 @@ def _find_last_delimited(text: str) -> tuple[int, int, str]:
 
 def _find_last_span(text: str, begin: int) -> tuple[int, int] | None:
     """Return start and end of the last stretch between words that has a digit, else a letter, in it; or None."""
-    spans, start = [], begin
-    for word in _WORD.finditer(text, begin):
-        spans.append((start, word.start()))
-        start = word.end()
-    spans.append((start, len(text)))
+    words = list(_WORD.finditer(text, begin))
+    starts, ends = [begin, *(word.end() for word in words)], [*(word.start() for word in words), len(text)]
     for wanted in (r"\d", r"[A-Za-z]"):
-        for span in reversed(spans):
-            if re.search(wanted, text[span[0] : span[1]]):
-                return span
+        for start, end in zip(reversed(starts), reversed(ends), strict=True):
+            if re.search(wanted, text[start:end]):
+                return start, end
     return None
 
 
@@ -568,36 +536,18 @@ def load_math_verify() -> tuple[Callable[[str], list[Any]], Callable[..., bool]]
 # ---------------------------------------------------------------- formulas in the LaTeX that math-verify reads
 
 
-_SIGNS = {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u00d7": r"\times ", "\u00f7": r"\div ", "\u00b7": r"\cdot "}
-_SIGNS |= {"\u22c5": r"\cdot ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b0": r"^\circ "}
-_SIGNS |= {"\u00b1": r"\pm ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset "}
-_SIGNS |= {
-    "\u03b1": r"\alpha ",
-    "\u03b2": r"\beta ",
-    "\u03b8": r"\theta ",
-    "\u03bb": r"\lambda ",
-    "\u2248": r"\approx ",
-}
-_SIGNS |= {"\u00a3": r"\$", "\u20ac": r"\$", "\u00a5": r"\$"}
-_LATEX_FORMS = str.maketrans(_SIGNS)
+_SIGNS = {"π": "pi", "∞": "infty", "\u00d7": "times", "÷": "div", "·": "cdot", "\u22c5": "cdot", "≤": "le", "≥": "ge"}
+_SIGNS |= {"≠": "ne", "±": "pm", "\u222a": "cup", "∩": "cap", "∈": "in", "∅": "emptyset", "≈": "approx"}
+_SIGNS |= {"\u03b1": "alpha", "β": "beta", "θ": "theta", "λ": "lambda"}
+_LATEX_FORMS = {ord(sign): rf"\{command} " for sign, command in _SIGNS.items()}
+_LATEX_FORMS |= {ord("°"): r"^\circ "} | {ord(sign): r"\$" for sign in "£€¥"}
 _FULL_STOP = "\u3002"
-_SUPERSCRIPT_DIGITS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
-_SUPERSCRIPT = re.compile(f"[{_SUPERSCRIPT_DIGITS}]+")
+_SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
 _DELIMITED = re.compile(
     r"\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*|__(.*)__|`(.*)`|\\displaystyle\s*(.*)", re.DOTALL
 )
-_SQRT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
 _CURRENCY = re.compile(r"(?:\bUS\s*)?(?:\\\$|\$)\s*(?=-?\.?\d)|(?<=\d)\s*(?:\\\$|\$)\s*\Z|\b(?:USD|EUR|GBP)\s*(?=\d)")
-_SEPARATOR = r"(?:\\[,:; ]|\{,\}|\{\\,\}|[ '_]|~)"
-_GROUPED = re.compile(rf"(?<![\d.,])(?<!\d[ ])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d|{_SEPARATOR}\d)")
-_EXPONENT = re.compile(r"(?<=\d)[eE]([+-]?\d+)(?![\dA-Za-z])")
-_SCALED = re.compile(r"(?<=\d)\s*(thousand|million|billion)\b")
-_SCALE_EXPONENTS = {"thousand": 3, "million": 6, "billion": 9}
-_IMAGINARY = re.compile(r"(?<=\d)i(?![A-Za-z])")
-_MIXED = re.compile(
-    r"(?<![\d.,/^{_])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.,/])|(?<![\d.,/^{_])(\d+)\s*\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)"
-)
 _GROUP = r"\{((?:[^{}]++|\{(?1)\})*+)\}"
 _STYLE_COMMAND = regex.compile(
     r"\\(?:mathbf|textbf|boldsymbol|pmb|bm|bf|mathit|textit|mathsf|textsf|mathtt|texttt|mathnormal|emph|underline|ensuremath"
@@ -627,21 +577,63 @@ _CODE_SPELLINGS = [
     (re.compile(r"!="), r"\\ne "),
 ]
 """Spellings of programming languages, and the LaTeX that they stand for."""
-_CODE_CALL = regex.compile(r"(?<![A-Za-z\\])(sqrt|abs)\s*(\(((?:[^()]++|(?2))*+)\))")
-_POWER_IN_BRACKETS = regex.compile(r"\^\s*(\(((?:[^()]++|(?1))*+)\))")
+_CODE_CALLS = [
+    (regex.compile(r"(?<![A-Za-z\\])sqrt\s*(\(((?:[^()]++|(?1))*+)\))"), r"\\sqrt{\2}"),
+    (regex.compile(r"(?<![A-Za-z\\])abs\s*(\(((?:[^()]++|(?1))*+)\))"), r"|\2|"),
+    (regex.compile(r"\^\s*(\(((?:[^()]++|(?1))*+)\))"), r"^{\2}"),
+]
+"""Calls in programming languages, whose arguments may be calls."""
+_MAX_NESTED_CALLS = 3
+"""How deep calls and commands may be nested."""
 _APPROXIMATION_PREFIX = re.compile(
     r"\A\s*(?:\\(?:approx(?:eq)?|thickapprox|sim(?:eq)?|cong|doteq)(?![A-Za-z])|~|=)\s*"
     r"|\A\s*(?:approximately|approx\.?|roughly|about|around)\s+(?=[-\\$\d.])",
     re.IGNORECASE,
 )
-_LOGARITHM = re.compile(
-    r"\\log\s*_\s*(?:\{\s*([^{}]+?)\s*\}|([A-Za-z0-9]))\s*(?:\{([^{}]+)\}|(\d+(?:\.\d+)?|[A-Za-z]))(?![A-Za-z0-9{])"
-)
-_SHORT_FRACTION = re.compile(r"(\\[dtc]?frac)\s*(\d)\s*(\d)(?!\d)|(\\[dt]?binom)\s*(\d)\s*(\d)(?!\d)")
-_ANGLE = re.compile(
-    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?)\s*[({]?\s*(-?\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?\s*[)}]?"
-)
 _CONJUNCTION = re.compile(r"\s*,?\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*,?\s*(?:or|and)\s*\}|\b(?:or|and)\b)\s*")
+_SEPARATOR = r"(?:\\[,:; ]|\{,\}|\{\\,\}|[ '_]|~)"
+_SCALES: list[tuple[re.Pattern[str], str]] = [
+    (re.compile(r"(?<=\d)\s*thousand\b"), r" \\times 10^{3}"),
+    (re.compile(r"(?<=\d)\s*million\b"), r" \\times 10^{6}"),
+    (re.compile(r"(?<=\d)\s*billion\b"), r" \\times 10^{9}"),
+    (
+        re.compile(
+            r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?)\s*[({]?\s*(-?\d+(?:\.\d+)?)"
+            r"\s*\^\s*\{?\s*\\circ\s*\}?\s*[)}]?"
+        ),
+        r"\1(\\frac{\2\\pi}{180})",
+    ),
+]
+"""What would be read as a unit: words of numbers, and degrees of angles; and the LaTeX that it stands for."""
+_NUMBER_SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (
+        re.compile(rf"(?<![\d.,])(?<!\d[ ])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d|{_SEPARATOR}\d)"),
+        lambda grouped: re.sub(r"\D", "", grouped[0]),
+    ),
+    (
+        re.compile(r"(\\[dtc]?frac)\s*(\d)\s*(\d)(?!\d)|(\\[dt]?binom)\s*(\d)\s*(\d)(?!\d)"),
+        r"\1\4{\2\5}{\3\6}",
+    ),
+    (
+        re.compile(
+            r"\\log\s*_\s*(?:\{\s*([^{}]+?)\s*\}|([A-Za-z0-9]))"
+            r"\s*(?:\{([^{}]+)\}|(\d+(?:\.\d+)?|[A-Za-z]))(?![A-Za-z0-9{])"
+        ),
+        r"\\log_{\1\2}{\3\4}",
+    ),
+    (
+        re.compile(
+            r"(?<![\d.,/^{_])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.,/])"
+            r"|(?<![\d.,/^{_])(\d+)\s*\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)"
+        ),
+        r"\1\4\\frac{\2\5}{\3\6}",
+    ),
+    (re.compile(r"(?<=\d)[eE]([+-]?\d+)(?![\dA-Za-z])"), r" \\times 10^{\1}"),
+    # math-verify reads an i that stands alone as the imaginary unit, but the i of 3i as an unknown.
+    (re.compile(r"(?<=\d)i(?![A-Za-z])"), " i"),
+    (re.compile(r"\\varnothing"), r"\\emptyset"),
+]
+"""Other spellings of numbers, and the one that math-verify reads."""
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNIT = re.compile(
     r"""(?<=[\d})])(?:\s|~|\\[,;:!\ ])*
@@ -653,24 +645,7 @@ _UNIT = re.compile(
         (?:\s*\^\s*\{?(?P<power>\d)\}?)? )\s*\Z""",
     re.VERBOSE,
 )
-_NON_UNIT_WORDS = {
-    "pi",
-    "sin",
-    "cos",
-    "tan",
-    "log",
-    "ln",
-    "exp",
-    "sqrt",
-    "or",
-    "and",
-    "not",
-    "to",
-    "is",
-    "in",
-    "mod",
-    "times",
-}
+_NON_UNIT_WORD = re.compile(r"(?<!\S)(?:pi|sin|cos|tan|log|ln|exp|sqrt|or|and|not|to|is|in|mod|times)(?!\S)")
 _UNIT_NAMES = {"cm": "centimeter", "mm": "millimeter", "km": "kilometer", "m": "meter", "g": "gram", "kg": "kilogram"}
 _UNIT_NAMES |= {"ft": "foot", "feet": "foot", "inches": "inch", "s": "second", "sec": "second", "min": "minute"}
 _UNIT_NAMES |= {"h": "hour", "hr": "hour", "mph": "mile per hour", "sq": "square", "dollar": "", "buck": ""}
@@ -695,28 +670,21 @@ def normalize_formula(text: str) -> NormalizedFormula:
 
     Example: normalize_formula("US$1,000").body == "1,000"; normalize_formula("90\u00b0")[:2] == ("90", "degrees")
     """
-    raised = _SUPERSCRIPT.sub(
-        lambda match: "^{" + "".join(str(_SUPERSCRIPT_DIGITS.index(c)) for c in match[0]) + "}",
-        normalize_to_ascii(text),
-    )
+    raised = _SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", normalize_to_ascii(text))
     body = _remove_styles(_strip_formatting(" ".join(_TAG.sub("", raised).translate(_LATEX_FORMS).split())))
-    spoken = _SQRT.sub(
-        lambda m: rf"\sqrt{{{m[1] or m[2]}}}",
-        _convert_code_spelling(_APPROXIMATION_PREFIX.sub("", _strip_formatting(body))),
-    )
-    body = _CURRENCY.sub("", spoken)
-    in_currency = body != spoken
-    body = _SCALED.sub(lambda m: rf" \times 10^{{{_SCALE_EXPONENTS[m[1]]}}}", body)
-    body = _ANGLE.sub(r"\1(\\frac{\2\\pi}{180})", body)
+    spelled = _convert_code_spelling(_APPROXIMATION_PREFIX.sub("", _strip_formatting(body)))
+    body = _replace_all(_SCALES, _CURRENCY.sub("", spelled))
+    has_currency = _CURRENCY.search(spelled) is not None
     unknown, range_ = _parse_condition(body)
     body, unit = _split_unit(_CONJUNCTION.sub(", ", body).strip())
-    body = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), body)
-    body = _SHORT_FRACTION.sub(lambda m: rf"{m[1] or m[4]}{{{m[2] or m[5]}}}{{{m[3] or m[6]}}}", body)
-    body = _LOGARITHM.sub(lambda m: rf"\log_{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", body)
-    body = _MIXED.sub(lambda m: rf"{m[1] or m[4]}\frac{{{m[2] or m[5]}}}{{{m[3] or m[6]}}}", body)
-    # math-verify reads an i that stands alone as the imaginary unit, but the i of 3i as an unknown.
-    body = _IMAGINARY.sub(" i", _EXPONENT.sub(r" \\times 10^{\1}", body))
-    return NormalizedFormula(body.replace(r"\varnothing", r"\emptyset").strip(), unit, in_currency, range_, unknown)
+    return NormalizedFormula(_replace_all(_NUMBER_SPELLINGS, body).strip(), unit, has_currency, range_, unknown)
+
+
+def _replace_all(table: Iterable[tuple[Any, Any]], text: str) -> str:
+    """Replace each pattern of a table by what stands beside it, one after the other."""
+    for pattern, replacement in table:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _remove_styles(body: str) -> str:
@@ -724,27 +692,19 @@ def _remove_styles(body: str) -> str:
     if "\\" not in body:
         return body
     body = _SIZE_COMMAND.sub("", body)
-    for _ in range(3):
-        before = body
+    for _ in range(_MAX_NESTED_CALLS):
         body = _STYLE_COMMAND.sub(r"\1", body)
         body = _TEXT_COMMAND.sub(lambda m: m[1] if any(c.isdigit() or c == "\\" for c in m[1]) else m[0], body)
         body = re.sub(r"\\mathrm\s*\{\s*i\s*\}|\\[ij]math(?![A-Za-z])", "i", body)
-        if body == before:
-            break
     return body
 
 
 def _convert_code_spelling(body: str) -> str:
     """Replace the spelling of programming languages, such as pi/2, x**2 and sqrt(3), by LaTeX."""
-    for pattern, latex in _CODE_SPELLINGS:
-        body = pattern.sub(latex, body)
-    for _ in range(3):
-        before = body
-        body = _CODE_CALL.sub(lambda m: rf"\sqrt{{{m[3]}}}" if m[1] == "sqrt" else f"|{m[3]}|", body)
-        body = _POWER_IN_BRACKETS.sub(r"^{\2}", body)
-        if body == before:
-            break
-    return body
+    body = _replace_all(_CODE_SPELLINGS, body)
+    for _ in range(_MAX_NESTED_CALLS if "(" in body else 0):
+        body = _replace_all(_CODE_CALLS, body)
+    return re.sub(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))", r"\\sqrt{\1\2}", body)
 
 
 _SIGN = re.compile(r"\\(?:leqslant|geqslant|leq?|geq?|lt|gt|ne|neq)(?![A-Za-z])|[<>]")
@@ -760,10 +720,7 @@ _SET_BUILDER = re.compile(
 
 
 def _parse_condition(body: str) -> tuple[str, str]:
-    """Return the unknown of a condition such as -5 < x < 3 and its intervals; empty if it is none.
-
-    Example: parse_condition(r"x < 1 \\text{ or } x \\ge 2") == ("x", r"(-\\infty,1)\\cup[2,\\infty)")
-    """
+    """Return the unknown of a condition such as -5 < x < 3 and its intervals; empty if it is none."""
     if not _SIGN.search(body) or "=" in body:
         return "", ""
     if inside := _SET_BUILDER.fullmatch(body.strip()):
@@ -790,36 +747,25 @@ def _parse_simple_condition(text: str) -> _ConditionIntervals | None:
     signs = [_DIRECTIONS[sign[0].lstrip("\\")] for sign in _SIGN.finditer(text)]
     if not all(sides) or "," in text or not 2 <= len(sides) <= 3:
         return None
-    return _parse_chain(sides, signs) if len(sides) == 3 else _parse_inequality(sides[0], signs[0], sides[1])
+    if len(sides) == 3:
+        low = _parse_inequality(sides[1], _MIRRORED_SIGNS[signs[0]], sides[0])
+        return _intersect_bounds([low, _parse_inequality(sides[1], signs[1], sides[2])])
+    left, right = sides
+    if _is_unknown(left):
+        return _parse_inequality(left, signs[0], right)
+    return _parse_inequality(right, _MIRRORED_SIGNS[signs[0]], left)
 
 
-def _parse_chain(sides: list[str], signs: list[str]) -> _ConditionIntervals | None:
-    """Return unknown and interval of a < x < b or a > x > b; None for another chain."""
-    low, unknown, high = sides
-    if (
-        not _UNKNOWN.fullmatch(unknown)
-        or not signs[0][0] == signs[1][0] != "!"
-        or _contains_unknown(unknown, low + high)
-    ):
+def _parse_inequality(unknown: str, sign: str, limit: str) -> _ConditionIntervals | None:
+    """Return unknown and intervals of x < a, x != a or |x| < a; None for anything else."""
+    if not _is_unknown(unknown) or _contains_unknown(unknown.strip("|"), limit):
         return None
-    if signs[0][0] == ">":
-        low, high, signs = high, low, signs[::-1]
-    opening, closing = "[" if "=" in signs[0] else "(", "]" if "=" in signs[1] else ")"
-    return unknown, [f"{opening}{low},{high}{closing}"]
-
-
-def _parse_inequality(left: str, sign: str, right: str) -> _ConditionIntervals | None:
-    """Return unknown and intervals of x < a, a < x, x != a or |x| < a; None for anything else."""
-    if not _is_unknown(left):
-        left, right, sign = right, left, _MIRRORED_SIGNS[sign]
-    if not _is_unknown(left) or _contains_unknown(left.strip("|"), right):
-        return None
-    if left.startswith("|"):
-        return _parse_absolute_value(left.strip("| "), sign, right)
-    below, above = rf"(-\infty,{right}{']' if '=' in sign else ')'}", rf"{'[' if '=' in sign else '('}{right},\infty)"
+    if unknown.startswith("|"):
+        return _parse_absolute_value(unknown.strip("| "), sign, limit)
     if sign == "!=":
-        return left, [rf"(-\infty,{right})", rf"({right},\infty)"]
-    return left, [below if sign[0] == "<" else above]
+        return unknown, [rf"(-\infty,{limit})", rf"({limit},\infty)"]
+    opening, closing = ("[", "]") if "=" in sign else ("(", ")")
+    return unknown, [rf"(-\infty,{limit}{closing}" if sign[0] == "<" else rf"{opening}{limit},\infty)"]
 
 
 def _parse_absolute_value(unknown: str, sign: str, limit: str) -> _ConditionIntervals | None:
@@ -869,7 +815,7 @@ def _split_unit(body: str) -> tuple[str, str]:
     if match is None:
         return body, ""
     words = (match["dressed"] or match["words"] or match["glued"] or "").strip(". ").lower()
-    if set(words.split()) & _NON_UNIT_WORDS or (match["words"] and _is_product(words)):
+    if _NON_UNIT_WORD.search(words) or (match["words"] and _is_product(words)):
         return body, ""
     if match["percent"] or match["degrees"]:
         unit = "%" if match["percent"] else "degrees"
@@ -887,36 +833,11 @@ _MONTH = re.compile(
 )
 _NAME_WITH_NUMBERS = re.compile(r"[^\W\d_]{3,}\.?(?:[\s,'-]+[^\W_]+\.?)*")
 """A word and then words and numbers: Route 66, Friday, June 3."""
-_FORMULA_WORDS = {
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "log",
-    "exp",
-    "sqrt",
-    "max",
-    "min",
-    "mod",
-    "gcd",
-    "lcm",
-    "det",
-}
-_FORMULA_WORDS |= {
-    "abs",
-    "approximately",
-    "about",
-    "roughly",
-    "around",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "infinity",
-    "all",
-}
-_FORMULA_WORDS |= {"inf", "answer", "usd", "eur", "gbp", "rs"}
+_FORMULA_WORD = re.compile(
+    r"sin|cos|tan|cot|sec|csc|log|exp|sqrt|max|min|mod|gcd|lcm|det|abs|approximately|about|roughly|around"
+    r"|arcsin|arccos|arctan|infinity|all|inf|answer|usd|eur|gbp|rs",
+    re.IGNORECASE,
+)
 
 
 def _remove_emphasis(text: str) -> str:
@@ -950,9 +871,8 @@ def _is_name_or_date(bare: str) -> bool:
         r"(?:\d+(?:st|nd|rd|th)?|[^\W\d_]+\.?)(?:[\s,-]+(?:\d+(?:st|nd|rd|th)?|[^\W\d_]+\.?))+", bare
     ):
         return True
-    first = re.match(r"[^\W\d_]*", bare)
-    named = bool(_NAME_WITH_NUMBERS.fullmatch(bare)) and not is_sentence(bare)
-    return named and first is not None and first[0].lower() not in _FORMULA_WORDS
+    first = re.split(r"[\W\d_]", bare, maxsplit=1)[0]
+    return not (is_sentence(bare) or _FORMULA_WORD.fullmatch(first)) and bool(_NAME_WITH_NUMBERS.fullmatch(bare))
 
 
 def is_words(gold: str) -> bool:
@@ -1034,11 +954,7 @@ def count_signs(body: str) -> int:
 
 
 def measure_bracket_depth(body: str) -> int:
-    deepest = now = 0
-    for c in body:
-        now += (c in "([{") - (c in ")]}")
-        deepest = max(deepest, now)
-    return deepest
+    return max(0, *_count_open_brackets(body), 0)
 
 
 def _has_balanced_brackets(body: str) -> bool:

@@ -8,17 +8,15 @@ file of the folder that needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -31,7 +29,9 @@ from transformers import (
 )
 
 from pellucid.models.hf_decode import MODEL_ERRORS, format_error_line
+from pellucid.policy.access import ModelAccess
 from pellucid.policy.chat_template import prepare_messages
+from pellucid.policy.load import explain_load_errors
 from pellucid.rewards.parts import PromptCompletion, RewardPart
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX
@@ -63,10 +63,10 @@ class RewardModel:
     def __init__(self, source: str, settings: RewardModelSettings) -> None:
         self._settings = settings
         device = pick_device(settings.device, "reward_model.device")
-        with explain_load_errors(source, settings):
+        with _explain_load_errors(source, settings):
             config = _load_reward_model_config(source, settings)
             self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                _locate_reward_model(source, settings), **_build_load_arguments(settings)
+                _locate_reward_model(source, settings), **_get_access(settings).build_arguments()
             )
             self._max_tokens = _compute_max_tokens(source, settings, config, self._tokenizer)
             self._model = _load_reward_model(source, settings).to(cast(Any, device)).eval()
@@ -167,7 +167,7 @@ def build_part(logit: float) -> RewardPart:
 
 def _load_reward_model(source: str, settings: RewardModelSettings) -> PreTrainedModel:
     """Return the model on the CPU. Raises UserError if it has no weights for a classifier, which would be random."""
-    arguments: Any = {"dtype": settings.dtype, "output_loading_info": True, **_build_load_arguments(settings)}
+    arguments: Any = {"dtype": settings.dtype, "output_loading_info": True, **_get_access(settings).build_arguments()}
     loaded: Any = AutoModelForSequenceClassification.from_pretrained(
         _locate_reward_model(source, settings), **arguments
     )
@@ -182,7 +182,9 @@ def _load_reward_model(source: str, settings: RewardModelSettings) -> PreTrained
 
 def _load_reward_model_config(source: str, settings: RewardModelSettings) -> PreTrainedConfig:
     """Return the configuration. Raises UserError if the model is no classifier, or one without the label."""
-    config = AutoConfig.from_pretrained(_locate_reward_model(source, settings), **_build_load_arguments(settings))
+    config = AutoConfig.from_pretrained(
+        _locate_reward_model(source, settings), **_get_access(settings).build_arguments()
+    )
     is_own = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_own:
         raise UserError(
@@ -211,7 +213,7 @@ def _compute_max_tokens(
 @cache
 def compute_weights_gb(source: str, settings: RewardModelSettings) -> float:
     """Return the size of the weights in GB, from the configuration alone. Raises UserError as loading does."""
-    with explain_load_errors(source, settings), torch.device("meta"):
+    with _explain_load_errors(source, settings), torch.device("meta"):
         config = _load_reward_model_config(source, settings)
         chosen = {} if settings.dtype == "auto" else {"dtype": getattr(torch, settings.dtype)}
         trusted = settings.trust_remote_code
@@ -221,11 +223,6 @@ def compute_weights_gb(source: str, settings: RewardModelSettings) -> float:
 
 def _format_term_name(source: str) -> str:
     return f'reward "{REWARD_MODEL_PREFIX}{source}"'
-
-
-def _build_load_arguments(settings: RewardModelSettings) -> dict[str, Any]:
-    """Return the arguments of each `from_pretrained`, which would ask on the terminal whether code may run."""
-    return {"revision": settings.revision or None, "trust_remote_code": settings.trust_remote_code}
 
 
 def _locate_reward_model(source: str, settings: RewardModelSettings) -> str:
@@ -246,20 +243,13 @@ def _locate_reward_model(source: str, settings: RewardModelSettings) -> str:
     return source
 
 
-@contextmanager
-def explain_load_errors(source: str, settings: RewardModelSettings) -> Iterator[None]:
+def _explain_load_errors(source: str, settings: RewardModelSettings) -> AbstractContextManager[None]:
     """Turn what loading raises into a UserError."""
-    try:
-        yield
-    except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
-        if not settings.trust_remote_code and "trust_remote_code" in str(error):
-            raise UserError(
-                f"{_format_term_name(source)} is computed by Python code in its own folder, which would run as you,"
-                " with all that you may do: read it, then set reward_model.trust_remote_code"
-            ) from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        mend = (
-            suggest_path(Path(source))
-            or "; give a folder with config.json and safetensors, or a Hub id that is reachable"
-        )
-        raise UserError(f"{_format_term_name(source)} cannot be loaded ({reason}){mend}") from error
+    hint = (
+        suggest_path(Path(source)) or "; give a folder with config.json and safetensors, or a Hub id that is reachable"
+    )
+    return explain_load_errors(_format_term_name(source), _get_access(settings), hint)
+
+
+def _get_access(settings: RewardModelSettings) -> ModelAccess:
+    return ModelAccess(settings.revision, settings.trust_remote_code, "set reward_model.trust_remote_code")

@@ -46,7 +46,7 @@ from pellucid.rollout.vllm import (
 )
 from pellucid.rollout.weight_check import WeightCheck
 from pellucid.types import UserError
-from pellucid.utils.files import write_file_atomically
+from pellucid.utils.files import get_cache_folder, write_file_atomically
 from pellucid.utils.text import escape_controls, format_one_line
 
 if TYPE_CHECKING:
@@ -414,8 +414,7 @@ def _is_on_loopback(url: str) -> bool:
 
 def get_secret_path(port: int) -> Path:
     """Return the file in which a server on this machine writes its secret, for runs of the same user."""
-    cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid")
-    return cache / "samplers" / f"{socket.gethostname()}-{port}.secret"
+    return get_cache_folder() / "samplers" / f"{socket.gethostname()}-{port}.secret"
 
 
 @contextmanager

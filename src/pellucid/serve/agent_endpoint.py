@@ -7,9 +7,7 @@ with the turns of the policy.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-import socket
 import threading
 import time
 from collections import Counter, deque
@@ -34,6 +32,7 @@ from pellucid.policy.chat_template import TEMPLATE_ERRORS, encode_bridge
 from pellucid.sandbox.pool import WorkerLimits, WorkerLostError, build_worker_config
 from pellucid.serve.api import STREAM_END, build_response_head, format_event
 from pellucid.serve.command import open_listening_socket
+from pellucid.serve.engine import build_message, build_usage, number_tool_calls
 from pellucid.serve.middleware import (
     ERROR_HANDLERS,
     GuardMiddleware,
@@ -113,41 +112,26 @@ class _AgentRequest(RequestBody, extra="ignore"):
 def _build_response(request: _AgentRequest, turn: PolicyTurn) -> dict[str, Any]:
     """Return a turn of the policy as a chat completion."""
     head = build_response_head("chatcmpl", request.model or _MODEL_NAME)
-    choice = build_choice({"message": _build_message(turn)}, turn)
-    return head | {"object": "chat.completion", "usage": _build_agent_usage(turn), "choices": [choice]}
+    choice = _build_choice(turn, {"message": _build_message(turn)})
+    return head | {"object": "chat.completion", "usage": build_usage(*turn.token_counts), "choices": [choice]}
 
 
 def _stream_response(request: _AgentRequest, turn: PolicyTurn) -> Iterator[str]:
     """Yield a turn of the policy as server-sent events, with all of its text in the first."""
     head = build_response_head("chatcmpl", request.model or _MODEL_NAME) | {"object": "chat.completion.chunk"}
-    delta = _build_message(turn)
-    if calls := delta.get("tool_calls"):
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    yield format_event(head | {"choices": [build_choice({"delta": delta}, turn)]})
+    yield format_event(head | {"choices": [_build_choice(turn, {"delta": number_tool_calls(_build_message(turn))})]})
     if request.stream_options and request.stream_options.include_usage:
-        yield format_event(head | {"choices": [], "usage": _build_agent_usage(turn)})
+        yield format_event(head | {"choices": [], "usage": build_usage(*turn.token_counts)})
     yield STREAM_END
 
 
-def build_choice(body: dict[str, Any], turn: PolicyTurn) -> dict[str, Any]:
+def _build_message(turn: PolicyTurn) -> dict[str, Any]:
+    return build_message(turn.message["content"], turn.message.get("tool_calls", ()))
+
+
+def _build_choice(turn: PolicyTurn, body: dict[str, Any]) -> dict[str, Any]:
     reason = "length" if turn.is_truncated else "tool_calls" if turn.message.get("tool_calls") else "stop"
     return {"index": 0, "finish_reason": reason, "logprobs": None} | body
-
-
-def _build_message(turn: PolicyTurn) -> dict[str, Any]:
-    content = turn.message["content"]
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in turn.message.get("tool_calls", ())
-    ]
-    if not calls:
-        return {"role": "assistant", "content": content}
-    return {"role": "assistant", "content": content or None, "tool_calls": calls}
-
-
-def _build_agent_usage(turn: PolicyTurn) -> dict[str, int]:
-    prompt, completion = turn.token_counts
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 # ---------------------------------------------------------------- the server
@@ -156,8 +140,6 @@ def _build_agent_usage(turn: PolicyTurn) -> dict[str, int]:
 _MAX_BODY_BYTES = 50_000_000
 _TRANSFER_TIMEOUT_SECONDS = 60.0
 """How long a client may take to send a body, and to receive a piece of an answer."""
-_MAX_WAITING_REQUESTS = 64
-"""How many requests of a rollout may wait at a time."""
 _KEEP_ALIVE_SECONDS = 10**8
 """Seconds that the connection of an agent may be silent. It ends with the process of the agent."""
 UNKNOWN_CONNECTION_TIMEOUT_SECONDS = 10.0
@@ -186,7 +168,6 @@ class AgentEndpoint:
         self.wakeup, self._wakeup_sender = Pipe(duplex=False)
         """A connection to wait on. It can be read when there are new requests."""
         self._requests: deque[_PendingRequest] = deque()
-        self._waiting_counts: dict[str, int] = {}
         self._socket = open_listening_socket(LOOPBACK_HOST, 0)
         self._port = int(self._socket.getsockname()[1])
         self._server = make_server(
@@ -196,8 +177,7 @@ class AgentEndpoint:
             keep_alive=_KEEP_ALIVE_SECONDS,
             is_waiting=self._is_unknown,
         )
-        run: dict[str, list[socket.socket]] = {"sockets": [self._socket]}
-        self._thread = threading.Thread(target=self._server.run, kwargs=run, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="rollouts", daemon=True)
         self._thread.start()
 
     def make_rollout_url(self, name: str) -> str:
@@ -217,19 +197,10 @@ class AgentEndpoint:
 
     async def wait_for_answer(self, request: _PendingRequest) -> PolicyTurn:
         """Queue a request, and return the turn of the policy. Raises RequestError if there will be none."""
-        name = request.rollout_name
-        self.check_rollout(name)
-        if self._waiting_counts.get(name, 0) >= _MAX_WAITING_REQUESTS:
-            raise RequestError(400, f"{_MAX_WAITING_REQUESTS} requests of this rollout wait already", "too_many")
-        self._waiting_counts[name] = self._waiting_counts.get(name, 0) + 1
-        try:
-            self._requests.append(request)
-            self._wakeup_sender.send_bytes(b"")
-            return await asyncio.wrap_future(request.response)
-        finally:
-            self._waiting_counts[name] -= 1
-            if not self._waiting_counts[name]:
-                del self._waiting_counts[name]
+        self.check_rollout(request.rollout_name)
+        self._requests.append(request)
+        self._wakeup_sender.send_bytes(b"")
+        return await asyncio.wrap_future(request.response)
 
     def check_rollout(self, name: str) -> None:
         """Raise RequestError if there is no such rollout."""
@@ -356,15 +327,7 @@ class AgentPool:
     def __init__(
         self, spec: AgentSpec, policy: Policy, cfg: WorkerLimits, log: Path | None = None, seed: int = 0
     ) -> None:
-        """Prepare agents.
-
-        Args:
-            spec: The user's agent.
-            policy: The policy that answers them.
-            cfg: Limits of their processes.
-            log: The file for what they print.
-            seed: The seed of their random numbers.
-        """
+        """Prepare agents. `log` is the file for what they print, and `seed` is that of their random numbers."""
         self._spec, self._policy, self._seed = spec, policy, seed
         self._factory = WorkerFactory(spec, build_worker_config(cfg, log))
         self._rollouts: dict[int, _AgentRollout] = {}

@@ -175,7 +175,7 @@ async def create_completion(
         with_usage = request.stream_options is not None and request.stream_options.include_usage
         return StreamingResponse(stream_completion(choices, head, with_usage), media_type="text/event-stream")
     answers = await decoding.collect_completions()
-    usage = build_usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))
+    usage = build_usage(len(decoding.prompt_ids), sum(len(a.tokens) for a in answers))
     body = {"object": "chat.completion" if is_chat else "text_completion", "usage": usage}
     return JSONResponse(
         head | choices.build_head() | body | {"choices": list(starmap(choices.build_choice, enumerate(answers)))}
@@ -204,7 +204,7 @@ async def stream_completion(choices: ChoiceFormatter, head: dict[str, Any], with
         yield format_event(build_error_body(refusal))
     if with_usage:
         yield format_event(
-            head | {"choices": [], "usage": build_usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))}
+            head | {"choices": [], "usage": build_usage(len(decoding.prompt_ids), sum(len(a.tokens) for a in answers))}
         )
     yield STREAM_END
 

@@ -11,9 +11,10 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from functools import partial
+from itertools import chain, groupby, starmap
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,10 +44,6 @@ MAX_PREFILL_SCORES = 2**24
 """The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
 _NO_TOKEN = -1
 """The token id of a row for which no token could be sampled."""
-
-
-class RequestRefusedError(Exception):
-    """The engine takes no more requests, since its queue is full or it is closed."""
 
 
 class ThroughputMeter:
@@ -99,22 +96,21 @@ class ServingEngine:
         """Queue a request.
 
         Raises:
-            RequestRefusedError: the queue is full, or the engine is closed.
-            ValueError: the request has more rows than the engine.
+            RequestError: the queue is full, the engine is closed, or the request has more rows than the engine.
         """
         if request.n > self.max_rows:
-            raise ValueError(f"n = {request.n} is more than the {self.max_rows} rows that are decoded at once")
+            raise RequestError(400, f"n = {request.n} must be at most {self.max_rows}")
         with self.queue_changed:
             self._drop_cancelled()
             if self.closed:
-                raise RequestRefusedError("the service is ending")
+                raise _make_ending_error()
             if len(self.waiting) >= self.max_waiting:
-                raise RequestRefusedError("too many requests are waiting: try again in a moment")
+                raise RequestError(503, "too many requests are waiting: try again in a moment", "overloaded")
             self.waiting.append(request)
             self.queue_changed.notify()
 
     def close(self) -> None:
-        """End `run`, which sends RequestRefusedError to all unfinished requests."""
+        """End `run`, which sends a RequestError to all unfinished requests."""
         with self.queue_changed:
             self.closed = True
             self.queue_changed.notify()
@@ -124,17 +120,19 @@ class ServingEngine:
         try:
             while self._wait_for_work():
                 try:
-                    self._admit()
-                    if self.running.requests:
-                        self._decode_step()
-                        self.heap.trim_after_step()
+                    self.step()
+                    self.heap.trim_after_step()
                 except Exception as error:  # noqa: BLE001 - the service goes on after any error
                     self._reset_batch(error)
         finally:
             self.close()
-            self._notify_all(
-                [*self._get_active_requests(), *self.waiting], RequestRefusedError("the service is ending")
-            )
+            for request in (*self._get_active_requests(), *self.waiting):
+                self._end_request(request, _make_ending_error())
+
+    def step(self) -> None:
+        """Admit waiting requests, and decode one token for each row."""
+        self._admit()
+        self.scheduler.step()
 
     def describe_state(self) -> dict[str, Any]:
         """Return the state of the engine, for `/health`."""
@@ -164,13 +162,12 @@ class ServingEngine:
         return {row.request for row in self.running.requests}
 
     def _admit(self) -> None:
-        """Prefill waiting requests while there are slots and memory, in order of arrival.
-
-        Requests with the same n are prefilled together: four prompts take two and a half times as long as one.
-        """
+        """Prefill waiting requests while there are slots and memory, in order of arrival."""
         while joining := self._take_admissible():
             for request in joining:
-                self.scheduler.add_request(list(request.prompt_ids), make_rows(request))
+                seeds = [(request.seed * 1_000_003 + i) % 2**63 for i in range(request.n)]
+                rows = [GenerationRow(request, i, UniformStream(seed)) for i, seed in enumerate(seeds)]
+                self.scheduler.add_request(list(request.prompt_ids), rows)
             self.scheduler.admit()
 
     def _take_admissible(self) -> list[GenerationRequest]:
@@ -178,101 +175,86 @@ class ServingEngine:
         with self.queue_changed:
             self._drop_cancelled()
             active = [len(request.prompt_ids) for request in self._get_active_requests()]
-            joining: list[GenerationRequest] = []
+            count = 0
             for request in self.waiting:
-                lengths = [len(each.prompt_ids) for each in (*joining, request)]
-                if joining and (
-                    request.n != joining[0].n or _count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES
+                joining = self.waiting[: count + 1]
+                lengths = [len(each.prompt_ids) for each in joining]
+                if (
+                    (count and _count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES)
+                    or ((active or count) and _count_padded_tokens(active + lengths) > MAX_CACHED_PROMPT_TOKENS)
+                    or sum(each.n for each in joining) > self.running.count_free_slots()
                 ):
                     break
-                if (active or joining) and _count_padded_tokens(active + lengths) > MAX_CACHED_PROMPT_TOKENS:
-                    break
-                if request.n * len(lengths) > self.running.count_free_slots():
-                    break
-                joining.append(request)
-            del self.waiting[: len(joining)]
+                count += 1
+            joining, self.waiting = self.waiting[:count], self.waiting[count:]
             return joining
 
-    def _decode_step(self) -> None:
-        """Decode one token for each row."""
-        self.scheduler.step()
-
-    def _sample_tokens(
-        self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor, list[_TopLogprobs]]:
+    def _sample_tokens(self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor) -> _Sampled:
         """Sample a token for each row; adjacent rows with the same settings are sampled together."""
         self.meter.add(len(rows), time.monotonic())
-        sampled: list[tuple[Tensor, Tensor, list[_TopLogprobs]]] = []
-        start = 0
-        for _, group in groupby(rows, lambda row: (row.request.temperature, row.request.truncation)):
-            same = list(group)
-            stretch = slice(start, start + len(same))
-            sampled.append(self._sample_rows(same, logits[stretch], uniforms[stretch]))
-            start += len(same)
-        return _concatenate_samples(sampled)
+        return self._sample_groups(
+            lambda row: (row.request.temperature, row.request.truncation), rows, logits, uniforms
+        )
 
-    def _sample_rows(
-        self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor, list[_TopLogprobs]]:
+    def _sample_groups(
+        self, key: Callable[[GenerationRow], Any], rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor
+    ) -> _Sampled:
+        groups = [list(group) for _, group in groupby(rows, key)]
+        sizes = [len(group) for group in groups]
+        parts = zip(groups, logits.split(sizes), uniforms.split(sizes), strict=True)
+        tokens, logprobs, top_logprobs = zip(*starmap(self._sample_rows, parts), strict=True)
+        return torch.cat(tokens), torch.cat(logprobs), list(chain.from_iterable(top_logprobs))
+
+    def _sample_rows(self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor) -> _Sampled:
         """Sample tokens for rows with the same settings. An error fails only the requests that cause it."""
-        request = rows[0].request
-        try:
-            tokens, logprobs = sample_tokens(logits, uniforms, request.temperature, request.truncation)
-            return tokens, logprobs, _compute_top_logprobs(rows, logits)
-        except Exception as error:  # noqa: BLE001 - as in `run`
-            if all(row.request is request for row in rows):
-                self._fail_requests({request}, error)
-                nothing = torch.zeros(len(rows), device=logits.device)
-                return torch.full_like(nothing, _NO_TOKEN, dtype=torch.long), nothing, [()] * len(rows)
-        sampled: list[tuple[Tensor, Tensor, list[_TopLogprobs]]] = []
-        start = 0
-        for _, group in groupby(rows, lambda row: row.request):
-            own = list(group)
-            stretch = slice(start, start + len(own))
-            sampled.append(self._sample_rows(own, logits[stretch], uniforms[stretch]))
-            start += len(own)
-        return _concatenate_samples(sampled)
+        requests = {row.request for row in rows}
+        if len(requests) > 1:
+            with suppress(Exception):
+                return _sample_alike(rows, logits, uniforms)
+            return self._sample_groups(lambda row: row.request, rows, logits, uniforms)
+        with self._fail_on_error(requests):
+            return _sample_alike(rows, logits, uniforms)
+        nothing = torch.zeros(len(rows), device=logits.device)
+        return torch.full_like(nothing, _NO_TOKEN, dtype=torch.long), nothing, [()] * len(rows)
 
     def _append_tokens(
         self, row: GenerationRow, ids: list[int], logprobs: list[float], top_logprobs: list[_TopLogprobs]
     ) -> RowState:
         """Add a token to a row, and send what can be sent. The row of a canceled request finishes."""
-        request = row.request
-        if not request.cancelled:
-            try:
+        with self._fail_on_error([row.request]):
+            if not row.request.cancelled:
                 chunk = row.append_token(SampledToken(ids[0], logprobs[0], top_logprobs[0]), self.policy)
-            except Exception as error:  # noqa: BLE001 - as in `run`
-                self._fail_requests({request}, error)
-                return RowState.FINISHED
-            if chunk is not None:
-                self._notify(request, chunk)
-            if chunk is None or not chunk.finish_reason:
-                return RowState.DECODING
+                if chunk:
+                    row.request.notify(chunk)
+                if not (chunk and chunk.finish_reason):
+                    return RowState.DECODING
         return RowState.FINISHED
 
     def _finish_rows(self, rows: Sequence[GenerationRow]) -> None:
         """Send the end to requests whose last rows have finished."""
-        self._notify_all({row.request for row in rows} - self._get_active_requests(), None)
+        for request in {row.request for row in rows} - self._get_active_requests():
+            self._end_request(request, None)
 
-    def _notify(self, request: GenerationRequest, news: CompletionChunk | Exception | None) -> None:
-        """Call `notify` of a request. If it raises, the request is canceled."""
-        try:
-            request.notify(news)
-        except Exception as error:  # noqa: BLE001 - as in `run`
+    def _end_request(self, request: GenerationRequest, news: Exception | None) -> None:
+        """Send an error or the end. Slots of the request are free at the end of the step."""
+        if not request.cancelled:
             request.cancelled = True
-            self._record_error(error)
+            with suppress(Exception):  # as from a closed event loop
+                request.notify(news)
 
-    def _notify_all(self, requests: Iterable[GenerationRequest], news: Exception | None) -> None:
-        for request in requests:
-            if not request.cancelled:
-                self._notify(request, news)
+    @contextmanager
+    def _fail_on_error(self, requests: Iterable[GenerationRequest]) -> Iterator[None]:
+        """Send an error of the block to these requests: others go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - as in `run`
+            self._fail_requests(requests, error)
 
     def _fail_requests(self, requests: Iterable[GenerationRequest], error: Exception) -> None:
-        """Send the error to the requests, and cancel them; their slots are free at the end of the step."""
-        self._record_error(error)
-        self._notify_all(requests, error)
+        self.error_count += 1
+        self.last_error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         for request in requests:
-            request.cancelled = True
+            self._end_request(request, error)
 
     def _reset_batch(self, error: Exception) -> None:
         """Fail all requests that are being decoded, since the step is incomplete, and start a new batch."""
@@ -282,22 +264,21 @@ class ServingEngine:
         finally:
             self._fail_requests(requests, error)
 
-    def _record_error(self, error: Exception) -> None:
-        self.error_count += 1
-        self.last_error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
 
 _TopLogprobs = tuple[tuple[int, float], ...]
 """The likeliest tokens and their log-probs."""
+_Sampled = tuple[Tensor, Tensor, list[_TopLogprobs]]
+"""Tokens [n], their log-probs [n], and the likeliest tokens of each row."""
 
 
-def _concatenate_samples(
-    samples: Sequence[tuple[Tensor, Tensor, list[_TopLogprobs]]],
-) -> tuple[Tensor, Tensor, list[_TopLogprobs]]:
-    if len(samples) == 1:
-        return samples[0]
-    tokens, logprobs, top_logprobs = zip(*samples, strict=True)
-    return torch.cat(tokens), torch.cat(logprobs), list(chain.from_iterable(top_logprobs))
+def _make_ending_error() -> RequestError:
+    return RequestError(503, "the service is ending", "overloaded")
+
+
+def _sample_alike(rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor) -> _Sampled:
+    request = rows[0].request
+    tokens, logprobs = sample_tokens(logits, uniforms, request.temperature, request.truncation)
+    return tokens, logprobs, _compute_top_logprobs(rows, logits)
 
 
 def _compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[_TopLogprobs]:
@@ -313,11 +294,6 @@ def _compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list
 def _count_padded_tokens(lengths: Sequence[int]) -> int:
     """Return how many tokens prompts take in the KV cache: each is padded to the longest."""
     return len(lengths) * max(lengths)
-
-
-def make_rows(request: GenerationRequest) -> list[GenerationRow]:
-    seeds = [(request.seed * 1_000_003 + i) % 2**63 for i in range(request.n)]
-    return [GenerationRow(request, i, UniformStream(seed)) for i, seed in enumerate(seeds)]
 
 
 # ---------------------------------------------------------------- requests and rows: tokens to text
@@ -389,10 +365,6 @@ class CompletionChunk(NamedTuple):
     finish_reason: str = ""
     """`stop` or `length` in the last chunk of a row."""
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(sampled.token_id for sampled in self.tokens)
-
 
 @dataclass(eq=False)
 class GenerationRequest:
@@ -413,7 +385,7 @@ class GenerationRequest:
     top_logprob_count: int = 0
     """How many of the likeliest tokens are returned with each token."""
     cancelled: bool = False
-    """Set when the client has left, or after an error."""
+    """Set when all rows have finished, when the client has left, or after an error."""
     stop_prefixes: tuple[str, ...] = field(init=False)
     """All proper prefixes of stop strings, the longest first: text that ends in one may be about to stop."""
 
@@ -500,10 +472,6 @@ _MAX_INLINE_CHARACTERS = 10_000
 """Prompts of up to so many characters are tokenized at once, within milliseconds; longer ones in a thread."""
 
 
-def _make_single_thread_pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1)
-
-
 @dataclass(frozen=True)
 class ServedModel:
     """A served model and the limits of its service."""
@@ -534,8 +502,8 @@ class ServedModel:
     """The token that clients must send; empty for none."""
     instance: str = ""
     """The number by which `serve start` recognizes its service."""
-    tokenizer_pool: ThreadPoolExecutor = field(default_factory=_make_single_thread_pool)
-    grading_pool: ThreadPoolExecutor = field(default_factory=_make_single_thread_pool)
+    tokenizer_pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+    grading_pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     """Grades one group at a time, since the sandbox computes rewards one after the other anyway."""
 
 
@@ -591,25 +559,22 @@ class _GenerationStream:
             seed=SystemRandom().randrange(2**31) if sampling.seed is None else sampling.seed,
             top_logprob_count=sampling.top_logprob_count or 0,
         )
-        try:
-            served.engine.submit(self.request)
-        except RequestRefusedError as error:
-            raise RequestError(503, str(error), "overloaded") from error
+        served.engine.submit(self.request)
 
     async def __aiter__(self) -> AsyncIterator[CompletionChunk]:
         try:
-            while (event := await self._next_event()) is not None:
-                if isinstance(event, RequestRefusedError):
-                    raise RequestError(503, str(event), "overloaded") from event
+            while True:
+                async with enforce_deadline(self.served, self.deadline):
+                    event = await self.events.get()
+                if event is None:
+                    return
+                if isinstance(event, RequestError):
+                    raise event
                 if isinstance(event, Exception):
                     raise RequestError(500, f"decoding failed: {event}", "internal_error") from event
                 yield event
         finally:
             self.cancel()
-
-    async def _next_event(self) -> CompletionChunk | Exception | None:
-        async with enforce_deadline(self.served, self.deadline):
-            return await self.events.get()
 
     async def collect_completions(self) -> list[ServedCompletion]:
         completions = [ServedCompletion() for _ in range(self.request.n)]
@@ -643,8 +608,8 @@ async def start_generation(
         served: the model.
         prompt: a prompt, or its token ids.
         sampling: how to sample.
-        max_tokens: the longest completion of the request, if it has a limit.
-        default_max_tokens: the longest completion if it has none; 0 for that of the service.
+        max_tokens: the longest completion of the request; None for `default_max_tokens`.
+        default_max_tokens: 0 for the limit of the service.
 
     Raises:
         RequestError: the context is too short, the prompt cannot be encoded, or the queue is full.
@@ -694,14 +659,6 @@ async def enforce_deadline(served: ServedModel, deadline: float) -> AsyncIterato
         raise RequestError(504, f"not done within {served.timeout:g} seconds", "timeout") from error
 
 
-def build_usage(prompt_ids: Sequence[int], completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": len(prompt_ids),
-        "completion_tokens": completion_tokens,
-        "total_tokens": len(prompt_ids) + completion_tokens,
-    }
-
-
 # ---------------------------------------------------------------- choices in the format of OpenAI
 
 
@@ -739,9 +696,8 @@ class ChoiceFormatter:
 
     def build_final_chunk(self, index: int, answer: ServedCompletion) -> dict[str, Any]:
         """Return a complete choice as a single chunk, since only at the end it is clear which text is a call."""
-        body, reason = self.build_content(answer)
-        calls = [{"index": i, **call} for i, call in enumerate(body.get("tool_calls", ()))]
-        delta = ({"content": body["content"]} if body["content"] else {}) | ({"tool_calls": calls} if calls else {})
+        message, reason = self.build_content(answer)
+        delta = {name: value for name, value in number_tool_calls(message).items() if name != "role" and value}
         return self.assemble_choice(index, {"delta": delta}, reason, answer.tokens)
 
     def build_content(self, answer: ServedCompletion) -> tuple[dict[str, Any], str]:
@@ -753,13 +709,9 @@ class ChoiceFormatter:
         prompt_ids = self.stream.prompt_ids
         message = tool_calls.parse_turn(policy.tokenizer, ids, prompt_ids, self.tools, policy.eos_ids, cut).message
         if not (calls := message.get("tool_calls")):
-            return {"role": "assistant", "content": answer.text}, answer.finish_reason
-        body = {
-            "role": "assistant",
-            "content": message["content"] or None,
-            "tool_calls": list(map(_build_tool_call, calls)),
-        }
-        return body, "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
+            return build_message(answer.text, ()), answer.finish_reason
+        reason = "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
+        return build_message(message["content"], [{**call, "id": f"call_{uuid.uuid4().hex}"} for call in calls]), reason
 
     def assemble_choice(
         self, index: int, body: dict[str, Any], finish_reason: str, tokens: Sequence[SampledToken]
@@ -819,12 +771,28 @@ class ChoiceFormatter:
         return self.policy.token_bytes.format_token(token)
 
 
-def _build_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call in the format of OpenAI: with a unique id, and its arguments as text."""
-    function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {
-        "id": f"call_{uuid.uuid4().hex}",
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+def build_usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def build_message(content: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a message of the policy, in which the arguments of calls are text."""
+    if not calls:
+        return {"role": "assistant", "content": content}
+    formatted = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in calls
+    ]
+    return {"role": "assistant", "content": content or None, "tool_calls": formatted}
+
+
+def number_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message for a stream, in which each call has its index."""
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else message

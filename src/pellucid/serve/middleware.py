@@ -20,7 +20,7 @@ import h11
 import uvicorn
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -249,24 +249,21 @@ def make_error_response(error: RequestError) -> JSONResponse:
     return JSONResponse(build_error_body(error), error.status, _STATUS_HEADERS.get(error.status))
 
 
-async def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    return make_error_response(_make_request_error(error))
-
-
-def _make_request_error(error: Exception) -> RequestError:
+async def _answer_error(_: Request, error: Exception) -> Response:
     match error:
         case RequestError():
-            return error
+            answer = error
         case RequestValidationError():
-            return RequestError(400, format_validation_errors(error.errors()))
+            answer = RequestError(400, format_validation_errors(error.errors()))
         case HTTPException():
-            return RequestError(error.status_code, error.detail)
+            answer = RequestError(error.status_code, error.detail)
         case _:
-            return RequestError(500, f"{type(error).__name__}: {error}", "internal_error")
+            answer = RequestError(500, f"{type(error).__name__}: {error}", "internal_error")
+    return make_error_response(answer)
 
 
-ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, JSONResponse]]] = (
-    dict.fromkeys((RequestError, RequestValidationError, HTTPException, Exception), _answer_error)
+ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = dict.fromkeys(
+    (RequestError, RequestValidationError, HTTPException, Exception), _answer_error
 )
 """Handlers with which an application answers every error in OpenAI's form."""
 

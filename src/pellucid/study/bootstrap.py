@@ -82,11 +82,6 @@ def _resample_row_means(row: Sequence[float], times: int, rng: np.random.Generat
     return rng.multinomial(len(row), counts / len(row), size=times) @ values / len(row)
 
 
-def compute_answer_differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the differences question by question: 1 if only ours is right, -1 if only theirs is right."""
-    return [float(mine - other) for mine, other in zip(ours, theirs, strict=True)]
-
-
 def classify_difference(difference: Estimate) -> str:
     """Return the conclusion that an interval allows."""
     return "above" if difference.low > 0 else "below" if difference.high < 0 else "cannot tell"

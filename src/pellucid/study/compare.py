@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import rich
 import rich.box
@@ -26,7 +25,6 @@ from pellucid.reporting.run_files import Record
 from pellucid.study.bootstrap import (
     RESAMPLE_COUNT,
     classify_difference,
-    compute_answer_differences,
     compute_false_positive_odds,
     estimate_interval,
 )
@@ -77,33 +75,25 @@ class VariantSummary:
 
     @property
     def compared_estimate(self) -> Estimate | None:
-        """Return the measure that is compared."""
         return self.greedy if self.measure == "greedy" else self.reward
 
 
 def summarize_variants(comparison: Comparison) -> list[VariantSummary]:
     """Return the summaries of all variants, the baseline first."""
-    baseline = comparison.finished[comparison.baseline]
-    return [
-        _summarize_variant(variant, of_seed, {} if variant == comparison.baseline else baseline, comparison.measure)
-        for variant, of_seed in comparison.finished.items()
-    ]
+    return [_summarize_variant(variant, comparison) for variant in comparison.finished]
 
 
-def _summarize_variant(
-    variant: str, runs: Mapping[int, ComparedRun], baseline: Mapping[int, ComparedRun], measure: str = "greedy"
-) -> VariantSummary:
+def _summarize_variant(variant: str, comparison: Comparison) -> VariantSummary:
+    runs, baseline = comparison.finished[variant], comparison.finished[comparison.baseline]
     if not runs:
         return VariantSummary(variant, ())
-    reasons = {seed: _explain_unpaired(run, baseline.get(seed), measure) for seed, run in runs.items()}
-    pairs = {
-        seed: _pair_answers(
-            runs[seed].last_evaluation[_PER_ANSWER_KEYS[measure]],
-            baseline[seed].last_evaluation[_PER_ANSWER_KEYS[measure]],
-        )
-        for seed, reason in reasons.items()
-        if baseline and not reason
-    }
+    pairs, unpaired = dict[int, list[float]](), list[str]()
+    for seed, run in runs.items() if variant != comparison.baseline else ():
+        differences = _pair_answers(run, baseline.get(seed), comparison.measure)
+        if isinstance(differences, str):
+            unpaired.append(f"seed {seed}: {differences}")
+        else:
+            pairs[seed] = differences
     difference = (
         _estimate_over_seeds(list(pairs.values()), [runs[seed].last_evaluation for seed in pairs]) if pairs else None
     )
@@ -115,13 +105,13 @@ def _summarize_variant(
         tuple(runs),
         greedy=_estimate_measure(lasts, "greedy"),
         reward=_estimate_measure(lasts, "reward"),
-        measure=measure,
+        measure=comparison.measure,
         questions=min(last["n"] for last in lasts),
         k=lasts[0]["k"],
         mean_at_k=fmean(means) if len(means) == len(lasts) else None,
         difference=difference,
         pairs={seed: fmean(values) for seed, values in pairs.items()},
-        unpaired=tuple(f"seed {seed}: {reason}" for seed, reason in reasons.items() if baseline and reason),
+        unpaired=tuple(unpaired),
         conclusion=classify_difference(difference) if difference else "",
         tokens={seed: sum_metric(run.metrics, "tokens") for seed, run in runs.items()},
         seconds={seed: sum_metric(run.metrics, "time/step") for seed, run in runs.items()},
@@ -130,27 +120,18 @@ def _summarize_variant(
     )
 
 
-def _pair_answers(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Return the differences question by question, where neither reward failed."""
-    graded = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
-    return compute_answer_differences([a for a, _ in graded], [b for _, b in graded])
-
-
-def _explain_unpaired(run: ComparedRun, baseline: ComparedRun | None, measure: str = "greedy") -> str:
-    """Return why two runs cannot be compared question by question; empty if they can."""
+def _pair_answers(run: ComparedRun, baseline: ComparedRun | None, measure: str) -> list[float] | str:
+    """Return the differences question by question, where neither reward failed; or why there are none."""
     if not baseline:
         return "the baseline has no finished run"
-    if not run.last_evaluation.get(_PER_ANSWER_KEYS[measure]) or not baseline.last_evaluation.get(
-        _PER_ANSWER_KEYS[measure]
-    ):
+    ours, theirs = (each.last_evaluation.get(_PER_ANSWER_KEYS[measure]) for each in (run, baseline))
+    if not ours or not theirs:
         what = "which answers were right" if measure == "greedy" else "the reward of each answer"
         return f"evals.jsonl does not say {what}"
     if run.last_evaluation["questions"] != baseline.last_evaluation["questions"]:
         return "its held-out questions are not the baseline's"
-    graded = _pair_answers(
-        run.last_evaluation[_PER_ANSWER_KEYS[measure]], baseline.last_evaluation[_PER_ANSWER_KEYS[measure]]
-    )
-    return "" if graded else "no question was graded in both"
+    graded = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    return [float(a - b) for a, b in graded] or "no question was graded in both"
 
 
 def _estimate_measure(lasts: Sequence[Record], name: str) -> Estimate | None:
@@ -170,11 +151,7 @@ def _estimate_over_seeds(table: Sequence[Sequence[float]], lasts: Sequence[Recor
     If rewards failed, rows are shorter, and a column is no longer one question.
     """
     is_complete = all(len(row) == len(last.get("right") or row) for row, last in zip(table, lasts, strict=True))
-    return estimate_interval(table, is_complete and _have_same_questions(lasts))
-
-
-def _have_same_questions(lasts: Sequence[Record]) -> bool:
-    return len({last.get("questions") for last in lasts}) == 1
+    return estimate_interval(table, is_complete and len({last.get("questions") for last in lasts}) == 1)
 
 
 def get_drawn_dead_share(step: Record) -> float | None:
@@ -192,43 +169,44 @@ def _average_variant_metrics(rows: Sequence[Record]) -> dict[str, float]:
     return {name: fmean(of_steps) for name, of_steps in values.items() if of_steps}
 
 
-def _build_numbers(comparison: Comparison, rows: Sequence[VariantSummary]) -> dict[str, Any]:
-    """Return all numbers of the page as JSON values, for other programs."""
-    return {
+def write_numbers(path: Path, comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
+    """Write all numbers of the page as JSON, for other programs."""
+    numbers = {
         "baseline": comparison.baseline,
         "measure": comparison.measure,
         "comparisons": sum(bool(row.difference) for row in rows),
         "resamples": RESAMPLE_COUNT,
         "variants": {row.variant: asdict(row) for row in rows},
         "unfinished": [run.name for run in comparison.unfinished],
-        "missing": [f"{variant} seed {seed}" for variant, seed in comparison.missing],
+        "missing": comparison.missing,
         "commands": {run.name: run.command for run in [*comparison.finished_runs, *comparison.unfinished]},
     }
+    path.write_text(json.dumps(replace_non_finite(numbers), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def write_numbers(path: Path, comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
-    values = replace_non_finite(_build_numbers(comparison, rows))
-    path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def list_caveats(rows: Sequence[VariantSummary]) -> list[str]:
-    """Return a caveat for each way in which conclusions rest on little: few questions, few pairs of runs."""
+def list_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> list[str]:
+    """Return what the table does not show: how little conclusions rest on, and which runs are left out."""
     questions = min((row.questions for row in rows if row.seeds), default=MIN_INTERVAL_PROMPTS)
-    few = f"{questions} held-out questions are too few for an interval: those given here may be far too narrow."
-    return [*([few] if questions < MIN_INTERVAL_PROMPTS else []), *_list_seed_caveats(rows)]
-
-
-def _list_seed_caveats(rows: Sequence[VariantSummary]) -> list[str]:
     pairs = min((len(row.pairs) for row in rows if row.pairs), default=_RELIABLE_SEED_COUNT)
+    notes = list[str]()
+    if questions < MIN_INTERVAL_PROMPTS:
+        notes.append(
+            f"{questions} held-out questions are too few for an interval: those given here may be far too narrow."
+        )
     if pairs == 1:
-        return ["One seed to a comparison: the interval is over questions alone, and says nothing of another run."]
-    if pairs < _RELIABLE_SEED_COUNT:
-        return [
+        notes.append("One seed to a comparison: the interval is over questions alone, and says nothing of another run.")
+    elif pairs < _RELIABLE_SEED_COUNT:
+        notes.append(
             f"{pairs} seeds to a comparison make a coarse interval: where runs differ far more from seed to seed than "
             f"their questions account for, one comparison of equals in {compute_false_positive_odds(pairs)} looks"
             " apart."
-        ]
-    return []
+        )
+    return [
+        *notes,
+        *(f"not paired: {row.variant} {reason}" for row in rows for reason in row.unpaired),
+        *(f"unfinished, left out: {run.run_dir}" for run in comparison.unfinished),
+        *(f"missing: {name}" for name in comparison.missing),
+    ]
 
 
 # ---------------------------------------------------------------- the table in the terminal
@@ -244,38 +222,24 @@ def print_table(comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
     for row in rows:
         table.add_row(*(escape(escape_controls(cell)) for cell in _format_row(row)))
     rich.print(table)
-    for line in list_caveats(rows):
+    for line in list_notes(comparison, rows):
         print(escape_controls(line))
-    for row in rows:
-        for reason in row.unpaired:
-            print(escape_controls(f"not paired: {row.variant} {reason}"))
-    for run in comparison.unfinished:
-        print(escape_controls(f"unfinished, left out: {run.run_dir}"))
-    for variant, seed in comparison.missing:
-        print(escape_controls(f"missing: {variant} seed {seed}"))
 
 
 def _format_row(row: VariantSummary) -> list[str]:
     if not row.seeds:
         return [row.variant, "0", "", "", ""]
-    return [
-        row.variant,
-        str(len(row.seeds)),
-        format_estimate(row.compared_estimate, measure=row.measure),
+    estimates = (
+        format_estimate(row.compared_estimate, "", row.measure),
         format_estimate(row.difference, "+", row.measure),
-        row.conclusion,
-    ]
+    )
+    return [row.variant, str(len(row.seeds)), *estimates, row.conclusion]
 
 
-def format_estimate(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -> str:
+def format_estimate(estimate: Estimate | None, sign: str, measure: str) -> str:
     """Return an accuracy in percent, or a reward, as "VALUE [LOW, HIGH]"."""
     if estimate is None:
         return "-"
     scale, digits = (1, 3) if measure == "reward" else (100, 1)
     value, low, high = (f"{scale * x:{sign}.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
     return f"{value} [{low}, {high}]" if estimate.has_interval else value
-
-
-def format_cost_ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> str:
-    """Return the mean over seeds as a multiple of the baseline's."""
-    return f"{fmean(values.values()) / fmean(baseline.values()):.2f}x" if any(baseline.values()) else "-"

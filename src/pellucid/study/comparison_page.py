@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from string import Template
 
 from pellucid.reporting.charts import (
@@ -21,10 +22,9 @@ from pellucid.reporting.report import format_duration, read_asset, render_fact_l
 from pellucid.study.bootstrap import RESAMPLE_COUNT
 from pellucid.study.compare import (
     VariantSummary,
-    format_cost_ratio,
     format_estimate,
     get_drawn_dead_share,
-    list_caveats,
+    list_notes,
     print_table,
     summarize_variants,
     write_numbers,
@@ -84,27 +84,20 @@ def write_lede(rows: Sequence[VariantSummary]) -> str:
     clear = [f"{_join_names(by_conclusion[name])} {name}" for name in ("above", "below") if by_conclusion[name]]
     measure = HEADLINE_LABELS[baseline.measure]
     conclusions = f"{'; '.join(clear)} {escape_text(baseline.variant)} in held-out {measure}." if clear else ""
-    unclear = _describe_unclear(
-        len(by_conclusion["cannot tell"]), len(others), escape_text(baseline.variant), has_conclusions=bool(clear)
-    )
-    count = len(by_conclusion[""])
-    unpaired = f"{format_count(count, 'variant')} could not be paired with it." if count else ""
-    return " ".join(part for part in (conclusions, unclear, unpaired) if part)
-
-
-def _describe_unclear(unclear: int, others: int, baseline: str, has_conclusions: bool) -> str:
-    """Return a sentence on the variants of which one cannot tell; without conclusions, the rest could not be paired."""
-    if not unclear:
-        return ""
-    if has_conclusions:
-        return f"For {format_count(unclear, 'other variant')} the runs cannot tell."
-    if unclear == others:
-        subject = "The other variant is not" if unclear == 1 else f"None of {unclear} variants is"
-    else:
-        subject = "The one variant that could be paired is not"
-        if unclear > 1:
-            subject = f"None of the {unclear} variants that could be paired is"
-    return f"{subject} shown to be above or below {baseline}."
+    unclear, unpaired = len(by_conclusion["cannot tell"]), len(by_conclusion[""])
+    sentences = [conclusions]
+    if unclear and clear:
+        sentences.append(f"For {format_count(unclear, 'other variant')} the runs cannot tell.")
+    elif unclear:
+        if unpaired:
+            subject = "The one variant" if unclear == 1 else f"None of the {unclear} variants"
+            subject += " that could be paired is" + (" not" if unclear == 1 else "")
+        else:
+            subject = "The other variant is not" if unclear == 1 else f"None of {unclear} variants is"
+        sentences.append(f"{subject} shown to be above or below {escape_text(baseline.variant)}.")
+    if unpaired:
+        sentences.append(f"{format_count(unpaired, 'variant')} could not be paired with it.")
+    return " ".join(filter(None, sentences))
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -132,55 +125,46 @@ def _build_facts(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
 
 
 def _build_result_table(rows: Sequence[VariantSummary]) -> str:
-    ks, is_reward = sorted({row.k for row in rows if row.k}), rows[0].measure == "reward"
+    is_reward = rows[0].measure == "reward"
     measure = "reward after training" if is_reward else "accuracy after training in percent"
     caption = f"Held-out {measure}, and its difference from the baseline on the same questions"
-    mean_at_k = escape_text(f"mean@{' or '.join(map(str, ks))}") if ks and not is_reward else ""
-    heads = ["Variant", "Conclusion", "Difference", "", "By seed", "Greedy", mean_at_k, "Runs"]
-    if is_reward or _rewards_differ(rows):
-        heads[5:7] = ["Reward", ""] if is_reward else ["Greedy", mean_at_k, "Reward"]
-    reach = (
-        max((abs(end) for row in rows if row.difference for end in _get_interval_ends(row.difference)), default=0)
-        or 1.0
-    )
-    return render_table(heads, [_build_result_row(row, reach, "Reward" in heads) for row in rows], caption, "results")
+    if is_reward:
+        measures = ["Reward"]
+    else:
+        ks = " or ".join(map(str, sorted({row.k for row in rows if row.k})))
+        rewards_differ = any(
+            row.greedy and row.reward and abs(row.reward.value - row.greedy.value) > 1e-9 for row in rows
+        )
+        measures = ["Greedy", escape_text(f"mean@{ks}") if ks else "", *(["Reward"] if rewards_differ else [])]
+    heads = ["Variant", "Conclusion", "Difference", "", "By seed", *measures, "Runs"]
+    differences = [row.difference for row in rows if row.difference]
+    reach = max((max(abs(each.low), abs(each.high)) for each in differences), default=0) or 1.0
+    return render_table(heads, [_build_result_row(row, reach, len(measures)) for row in rows], caption, "results")
 
 
-def _rewards_differ(rows: Sequence[VariantSummary]) -> bool:
-    """Whether rewards differ from accuracies."""
-    return any(row.greedy and row.reward and abs(row.reward.value - row.greedy.value) > 1e-9 for row in rows)
-
-
-def _build_result_row(row: VariantSummary, reach: float, with_reward: bool = False) -> list[str]:
+def _build_result_row(row: VariantSummary, reach: float, measure_count: int) -> list[str]:
     is_reward = row.measure == "reward"
-    mean_at_k = "" if row.mean_at_k is None or is_reward else f"{100 * row.mean_at_k:.1f}"
-    by_seed = ", ".join(f"{x:+.3f}" if is_reward else f"{100 * x:+.1f}" for x in row.pairs.values())
-    reward = [_format_with_interval(row.reward, measure="reward")] if with_reward and not is_reward else []
+    reward = _format_with_interval(row.reward, "", "reward")
+    mean_at_k = "" if row.mean_at_k is None else f"{100 * row.mean_at_k:.1f}"
+    measures = [reward] if is_reward else [_format_with_interval(row.greedy, "", row.measure), mean_at_k, reward]
     return [
         escape_text(row.variant),
         f'<span class="{_CONCLUSION_CSS_CLASSES[row.conclusion]}">{row.conclusion}</span>',
         _format_with_interval(row.difference, "+", row.measure),
-        _draw_interval(row, reach) if row.difference else "",
-        by_seed,
-        _format_with_interval(row.compared_estimate, measure=row.measure),
-        mean_at_k,
-        *reward,
+        _draw_interval(row, row.difference, reach) if row.difference else "",
+        ", ".join(f"{x:+.3f}" if is_reward else f"{100 * x:+.1f}" for x in row.pairs.values()),
+        *measures[:measure_count],
         str(len(row.seeds)),
     ]
 
 
-def _format_with_interval(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -> str:
+def _format_with_interval(estimate: Estimate | None, sign: str, measure: str) -> str:
     value, _, bounds = format_estimate(estimate, sign, measure).partition(" ")
     return f"{value} <small>{bounds}</small>" if estimate else ""
 
 
-def _get_interval_ends(estimate: Estimate) -> tuple[float, float]:
-    return estimate.low, estimate.high
-
-
-def _draw_interval(row: VariantSummary, reach: float) -> str:
+def _draw_interval(row: VariantSummary, difference: Estimate, reach: float) -> str:
     """Return the interval of a difference as an SVG bar with 0 in the middle, on a scale that all variants share."""
-    difference = row.difference or Estimate()
     low, value, high = (100 + 94 * x / reach for x in (difference.low, difference.value, difference.high))
     about = format_estimate(difference, "+", row.measure)
     return (
@@ -200,23 +184,23 @@ def _build_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
         f" for all seeds where these asked the same. A variant is above or below only where the interval excludes 0.",
         f"{format_count(comparisons, 'comparison')} {'was' if comparisons == 1 else 'were'} made. Of comparisons"
         f" between equals, one in twenty is expected to look apart by chance.",
-        *list_caveats(rows),
+        *list_notes(comparison, rows),
     ]
-    notes += [f"{escape_text(row.variant)}, {reason}: not paired." for row in rows for reason in row.unpaired]
-    notes += [f"{escape_text(run.name)} is unfinished and left out." for run in comparison.unfinished]
-    notes += [f"{escape_text(variant)} seed {seed} is missing." for variant, seed in comparison.missing]
-    return f'\n<ul class="notes">{"".join(f"<li>{note}</li>" for note in notes)}</ul>'
+    return f'\n<ul class="notes">{"".join(f"<li>{escape_text(note)}</li>" for note in notes)}</ul>'
 
 
 def _build_cost_table(rows: Sequence[VariantSummary]) -> str:
+    def format_ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> str:
+        return f"{fmean(values.values()) / fmean(baseline.values()):.2f}x" if any(baseline.values()) else "-"
+
     base = rows[0]
     cells = [
         [
             escape_text(row.variant),
             " · ".join(f"{tokens:,.0f}" for tokens in row.tokens.values()),
-            format_cost_ratio(row.tokens, base.tokens),
+            format_ratio(row.tokens, base.tokens),
             " · ".join(format_duration(seconds) for seconds in row.seconds.values()),
-            format_cost_ratio(row.seconds, base.seconds),
+            format_ratio(row.seconds, base.seconds),
             "" if row.dead is None else f"{row.dead:.0%}",
         ]
         for row in rows
@@ -256,53 +240,34 @@ def _draw_variant_curves(variant: str, comparison: Comparison) -> str:
     """Return a row of charts that show the variant in front of the baseline, on scales that all rows share."""
     seeds = len(comparison.finished[variant])
     around = f"mean of {format_count(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
+    rewards = [point.y for run in comparison.finished_runs for point in _get_reward_points(run)]
+
+    def draw(title: str, subtitle: str, get_points: Callable[[ComparedRun], list[Point]], *include: float) -> str:
+        styles = {comparison.baseline: "third", variant: "first"}  # a single entry for the baseline itself
+        series = [
+            make_seed_series(name, map(get_points, comparison.finished[name].values()), style)
+            for name, style in styles.items()
+        ]
+        return draw_chart(title, subtitle, series if series[-1].points else [], include)
+
     charts = [
-        _draw_comparison_chart(
+        draw(
             f"Held-out {HEADLINE_LABELS[comparison.measure]}",
             around,
-            variant,
-            comparison,
-            *_get_held_out_curve(comparison.measure),
+            lambda run: make_estimate_points(run.evaluations, comparison.measure),
+            *((0, 1) if comparison.measure == "greedy" else ()),
         ),
-        _draw_comparison_chart(
+        draw(
             "Training reward",
             f"of what is trained on; {around}",
-            variant,
-            comparison,
             _get_reward_points,
-            _compute_reward_range(comparison),
+            *((min(rewards), max(rewards)) if rewards else ()),
         ),
-        _draw_comparison_chart(
-            "Dead groups", f"share of those drawn; {around}", variant, comparison, _get_dead_share_points, (0, 1)
-        ),
+        draw("Dead groups", f"share of those drawn; {around}", _get_dead_share_points, 0, 1),
     ]
     pictures = "\n".join(svg for svg in charts if svg)
     note = "" if pictures else '<p class="soft">No finished run yet.</p>'
     return f'<h3>{escape_text(variant)}</h3>\n{note}<div class="row">\n{pictures}\n</div>'
-
-
-_PointsFunction = Callable[[ComparedRun], list[Point]]
-
-
-def _draw_comparison_chart(
-    title: str,
-    subtitle: str,
-    variant: str,
-    comparison: Comparison,
-    get_points: _PointsFunction,
-    include: Sequence[float],
-) -> str:
-    styles = {comparison.baseline: "third", variant: "first"}  # a single entry for the baseline itself
-    series = [
-        make_seed_series(name, map(get_points, comparison.finished[name].values()), style)
-        for name, style in styles.items()
-    ]
-    return draw_chart(title, subtitle, series if series[-1].points else [], include)
-
-
-def _get_held_out_curve(measure: str) -> tuple[_PointsFunction, Sequence[float]]:
-    """Return the line of the measure that is compared, and what its axis must reach."""
-    return lambda run: make_estimate_points(run.evaluations, measure), (0, 1) if measure == "greedy" else ()
 
 
 def _get_reward_points(run: ComparedRun) -> list[Point]:
@@ -311,8 +276,3 @@ def _get_reward_points(run: ComparedRun) -> list[Point]:
 
 def _get_dead_share_points(run: ComparedRun) -> list[Point]:
     return [Point(row["step"], share) for row in run.metrics if (share := get_drawn_dead_share(row)) is not None]
-
-
-def _compute_reward_range(comparison: Comparison) -> list[float]:
-    values = [point.y for run in comparison.finished_runs for point in _get_reward_points(run)]
-    return [min(values), max(values)] if values else []

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pellucid import config
@@ -94,7 +93,12 @@ def read_study(path: Path) -> Study:
         if not _VARIANT_NAME_PATTERN.fullmatch(name):
             raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
     recipe = _read_base_recipe(config.find_recipe(base, path.parent))
-    settings = {name: _build_variant_settings(path, name, recipe, [common, table]) for name, table in variants.items()}
+    settings = dict[str, Record]()
+    for name, table in variants.items():
+        try:
+            settings[name] = config.merge_settings(config.merge_settings(recipe, common), table)
+        except UserError as error:
+            raise UserError(f"{path}: variants.{name}: {error}") from error
     return Study(path, _parse_seeds(path, values.get("seeds")), settings)
 
 
@@ -105,8 +109,8 @@ def _read_base_recipe(recipe_path: Path) -> Record:
 
 
 def _parse_seeds(path: Path, value: Any) -> tuple[int, ...]:
-    is_integer_list = isinstance(value, list) and all(type(seed) is int for seed in value)
-    if not is_integer_list or not value or len(set(value)) < len(value):
+    is_valid = isinstance(value, list) and value and all(type(seed) is int for seed in value)
+    if not is_valid or len(set(value)) < len(value):
         raise UserError(f"{path}: seeds must be a list of different whole numbers: seeds = [0, 1, 2]")
     return tuple(value)
 
@@ -118,37 +122,17 @@ def _check_settings_table(path: Path, name: str, table: Any) -> None:
         raise UserError(f"{path}: {name} sets algorithm.seed: name the seeds of all variants in seeds = [...]")
 
 
-# ---------------------------------------------------------------- the settings of a variant
-
-
-def _build_variant_settings(path: Path, name: str, recipe: Record, tables: Sequence[Record]) -> Record:
-    try:
-        for table in tables:
-            recipe = config.merge_settings(recipe, table)
-    except UserError as error:
-        raise UserError(f"{path}: variants.{name}: {error}") from error
-    return recipe
-
-
 def load_variant_configs(study: Study) -> dict[str, Config]:
     """Return the complete settings of each variant, as a run has them. UserError names a variant with a mistake."""
-    with TemporaryDirectory() as folder:
-        return {name: _load_variant_config(study, name, Path(folder) / "recipe.json") for name in study.variants}
-
-
-def _load_variant_config(study: Study, name: str, path: Path) -> Config:
-    for key in study.variants[name]:
-        if key not in config.SECTIONS:  # config.load would ignore it in a JSON file
-            close = did_you_mean(key, config.SECTIONS)
-            raise UserError(f"{study.path}: variants.{name}: {key}: no such section{close}")
-    write_variant_recipe(path, study.variants[name])
-    try:
-        cfg = config.load_config(path)
-        with_split(cfg.task, "train")  # finds a missing file of prefixes before hours of other runs
-        return cfg
-    except UserError as error:
-        complaint = str(error).removeprefix(f"{path}: ")
-        raise UserError(f"{study.path}: variants.{name}: {complaint}") from error
+    configs = dict[str, Config]()
+    for name, settings in study.variants.items():
+        source = f"{study.path}: variants.{name}"
+        configs[name] = config.build_config(settings, source)
+        try:
+            with_split(configs[name].task, "train")  # finds a missing file of prefixes before hours of other runs
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from error
+    return configs
 
 
 def write_variant_recipe(path: Path, settings: Record) -> None:

@@ -57,9 +57,10 @@ class Progress:
     failures: dict[StudyRun, int] = field(default_factory=dict)
     """Runs that failed, with their exit statuses."""
 
-    def format_time_left(self) -> str:
+    def format(self) -> str:
         seconds = (time.monotonic() - self.start_time) / self.ended * (self.total - self.ended)
-        return f"about {format_duration(seconds)} left" if self.ended < self.total else "none left"
+        left = f"about {format_duration(seconds)}" if self.ended < self.total else "none"
+        return f"{self.ended}/{self.total}, {left} left"
 
 
 def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
@@ -83,35 +84,30 @@ def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] 
     with lock_file as lock, collect_stop_requests() as requests:
         for run in runs:
             check_run_dir(run, recipes[run.variant])
-        for name in dict.fromkeys(run.variant for run in runs):
-            write_variant_recipe(study_dir / name / "recipe.json", study.variants[name])
-        write_study_plan(study_dir, list(study.variants), study.seeds)
-        waiting = [run for run in runs if not is_run_finished(run.run_dir)]
         for run in runs:
-            if run not in waiting:
+            write_variant_recipe(run.recipe_path, study.variants[run.variant])
+        write_study_plan(study_dir, list(study.variants), study.seeds)
+        waiting = deque[StudyRun]()
+        for run in runs:
+            if is_run_finished(run.run_dir):
                 prune_finished_run(run.run_dir, keep_model=True)  # the user may have kept it on purpose
-        _print_line(
-            f"{format_count(len(runs), 'run')} in {study_dir}: {len(runs) - len(waiting)} done, {len(waiting)} to go"
-        )
-        progress = Progress(len(waiting))
-        _run_jobs(waiting, jobs, keep_models, lock, requests, progress)
-    if requests:
-        report_failures(progress.failures)
-        _print_line(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
-        return INTERRUPTED_EXIT_STATUS
-    return report_failures(progress.failures)
+            else:
+                waiting.append(run)
+        done = len(runs) - len(waiting)
+        _print_line(f"{format_count(len(runs), 'run')} in {study_dir}: {done} done, {len(waiting)} to go")
+        progress = _run_jobs(waiting, jobs, keep_models, lock, requests)
+    status = report_failures(progress.failures)
+    if not requests:
+        return status
+    _print_line(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
+    return INTERRUPTED_EXIT_STATUS
 
 
 def _run_jobs(
-    runs: Sequence[StudyRun],
-    jobs: int,
-    keep_models: bool,
-    lock: TextIOWrapper,
-    requests: Sequence[int],
-    progress: Progress,
-) -> None:
+    waiting: deque[StudyRun], jobs: int, keep_models: bool, lock: TextIOWrapper, requests: Sequence[int]
+) -> Progress:
     """Make the runs, up to `jobs` at once. After a request to stop, start no others and wait for those in progress."""
-    waiting, running, interrupted = deque(runs), list[Job](), False
+    running, interrupted, progress = list[Job](), False, Progress(len(waiting))
     try:
         while running or (waiting and not requests):
             while waiting and not requests and len(running) < jobs:
@@ -127,6 +123,7 @@ def _run_jobs(
         _interrupt_jobs(running)
         for job in running:
             job.process.wait()
+    return progress
 
 
 def start_job(run: StudyRun, jobs: int, lock: TextIOWrapper) -> Job:
@@ -162,35 +159,31 @@ def _finish_job(job: Job, keep_models: bool, progress: Progress, stopping: bool)
         _print_line(f"{run.name}: stopped after {duration}")
         return
     progress.ended += 1
-    left = f"{progress.ended}/{progress.total}, {progress.format_time_left()}"
     if status or not is_run_finished(run.run_dir):
         progress.failures[run] = status
-        _print_line(f"{run.name}: FAILED after {duration}; {left}")
+        _print_line(f"{run.name}: FAILED after {duration}; {progress.format()}")
         return
     prune_finished_run(run.run_dir, keep_models)
-    _print_line(f"{run.name}: done in {duration}, {format_accuracy_change(run.run_dir)}; {left}")
+    _print_line(f"{run.name}: done in {duration}, {format_accuracy_change(run.run_dir)}; {progress.format()}")
 
 
 def report_failures(failures: dict[StudyRun, int]) -> int:
     """Print the failed runs. Return the exit status: 0 without any, 2 if all are mistakes of the user, else 1."""
     for run, status in failures.items():
-        lines = run.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-            "it printed nothing"
-        ]
-        _print_line(f"failed (exit {status}): {run.name}: {lines[-1]}")
+        lines = run.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        _print_line(f"failed (exit {status}): {run.name}: {lines[-1] if lines else 'it printed nothing'}")
         _print_line(f"  again: {format_command(build_resume_arguments(run) or run.arguments)}")
-    if not failures:
-        return 0
-    return 2 if set(failures.values()) == {2} else 1
+    return 0 if not failures else 2 if set(failures.values()) == {2} else 1
 
 
 def format_accuracy_change(run_dir: Path) -> str:
     found = [parse_evaluation(row) for row in read_records(run_dir / "evals.jsonl")]
-    ends = [found[0], found[-1]] if found else []
-    name = select_headline(ends)
+    if not found:
+        return "not evaluated"
+    name = select_headline([found[0], found[-1]])
     if not name:
-        return "not evaluated" if not found else "evaluated without grades of greedy answers"
-    first, last = (get_measures(evaluation)[name].value for evaluation in ends)
+        return "evaluated without grades of greedy answers"
+    first, last = (get_measures(evaluation)[name].value for evaluation in (found[0], found[-1]))
     return f"{HEADLINE_LABELS[name]} {first:.3f} -> {last:.3f}"
 
 
@@ -215,8 +208,8 @@ def check_run_dir(run: StudyRun, recipe: Config) -> None:
         return  # the run crashed in its first moment
     for key, (theirs, ours) in find_relevant_changes(run_dir, get_expected_settings(run, recipe)).items():
         raise UserError(
-            f"{run_dir} was made with {key} = {theirs!r}, the study says {ours!r}: "
-            f"choose another --into, or delete that run"
+            f"{run_dir} was made with {key} = {theirs!r}, the study says {ours!r}: choose another --into, or delete"
+            " that run"
         )
 
 
@@ -232,10 +225,7 @@ def build_resume_arguments(run: StudyRun) -> list[str]:
 
 
 def clear_unresumable_run(run_dir: Path) -> None:
-    """Empty the folder of a run without a checkpoint. UserError if that run is in progress.
-
-    `check_run_dir` has made sure that the folder holds a run.
-    """
+    """Empty the folder of a run without a checkpoint. UserError if that run is in progress."""
     refuse_locked_run_dir(run_dir)
     if run_dir.exists():
         clear_run_dir(run_dir)

@@ -34,10 +34,6 @@ class ComparedRun:
         return f"{self.variant} seed {self.seed}"
 
     @property
-    def normalized_path(self) -> Path:
-        return _normalize_path(self.run_dir)
-
-    @property
     def last_evaluation(self) -> Record:
         """Return the evaluation at the end of the run."""
         return self.evaluations[-1]
@@ -60,8 +56,8 @@ class Comparison:
     finished: Mapping[str, Mapping[int, ComparedRun]]
     """Runs by variant, the baseline first, and by seed; a variant may have none yet."""
     unfinished: Sequence[ComparedRun]
-    missing: Sequence[tuple[str, int]]
-    """Variants and seeds that are missing although other variants, or the study, have them."""
+    missing: Sequence[str]
+    """The names of runs that are missing although other variants, or the study, have their seed."""
 
     @property
     def measure(self) -> str:
@@ -80,7 +76,7 @@ def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
     by_name: dict[tuple[str, int], ComparedRun] = {}
     for run in runs:
         other = by_name.setdefault((run.variant, run.seed), run)
-        if other.normalized_path != run.normalized_path:
+        if _normalize_path(other.run_dir) != _normalize_path(run.run_dir):
             raise UserError(f"{other.run_dir} and {run.run_dir} are both {run.name}: rename one, or leave it out")
     plans = [plan for folder in folders if (plan := _read_study_plan(folder))]
     planned = [(variant, seed) for plan in plans for variant in plan["variants"] for seed in plan["seeds"]]
@@ -94,7 +90,7 @@ def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
         baseline,
         {v: {s: run for s, run in of_seed.items() if run.is_finished} for v, of_seed in found.items()},
         [run for of_seed in found.values() for run in of_seed.values() if not run.is_finished],
-        [(v, s) for v in variants for s in seeds if s not in found[v]],
+        [StudyRun(Path(), v, s).name for v in variants for s in seeds if s not in found[v]],
     )
 
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from pellucid.environments.agents import AgentSpec
 from pellucid.rewards.terms import ENVIRONMENT_TERM, RewardTerm
-from pellucid.tasks.data_files import DataSource
 from pellucid.tasks.dataset import DatasetTask
 
 
@@ -22,37 +21,15 @@ class Agent(DatasetTask):
 
     name: Literal["agent"] = "agent"
     """This task."""
-    seed: int = 0
-    """The seed of the order of the rows, and of the random numbers of the agent."""
-    split: Literal["train", "test"] = "train"
-    """`train` or `test`."""
     run: str = ""
     """"path/to/file.py:name": a function solve(row, client) that returns the reward, or None where `rewards` grade. Or
     a command, which finds the row as JSON in its standard input and the address in OPENAI_BASE_URL; the number in its
     last line is the reward."""
     timeout: float = 120.0
     """Seconds that the agent may take for a row; while it waits for the policy no time is counted."""
-    data: DataSource = ""
-    """Files of rows, or the id of a data set on the Hub."""
-    subset: str = ""
-    """The configuration of the Hub data set."""
-    test_data: DataSource = ""
-    """The held-out rows: files, or a split of the Hub data set. Empty: a share of `data`."""
-    test_share: float = 0.1
-    """The share of rows that is held out where there is no `test_data`."""
-    question: str = "question"
-    """The column by which rows are told apart and shown; the agent asks what it likes."""
-    messages: str = ""
-    """A column of chat messages in place of it."""
-    answer: str = "answer"
-    """The column of the gold answer, which the agent finds in row["answer"]."""
-    answer_pattern: str = ""
-    """A regular expression whose first group is the gold answer within its column."""
     rewards: tuple[RewardTerm, ...] = ()
     """The terms of the reward. One of them is `environment`, what the agent returns, whether it is named or not: where
     the agent has failed there is no grade."""
-    correct: str = ""
-    """The reward term by which evaluation counts an answer as correct. Empty: the first."""
 
     def __post_init__(self) -> None:
         if not self.run.strip():

@@ -1,7 +1,7 @@
 """Rows of data: mappings from column names to values, from files in one of the formats in READERS or from the Hub.
 
-For a large file only the positions of its rows are in memory, and a row is read when it is accessed. Arrow would take
-more memory: its library alone needs more bytes than most files have (docs/lab-book.md).
+The rows of files are in memory as pickled bytes, which take about as much of it as the files take on the disk; dicts
+would take five times as much (docs/lab-book.md).
 """
 
 from __future__ import annotations
@@ -10,122 +10,78 @@ import codecs
 import csv
 import glob
 import importlib
-import io
 import json
 import os
+import pickle
 import re
-import weakref
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pellucid.types import DataError, Message, UserError
+from pellucid.types import Message, UserError
 from pellucid.utils.plugins import check_hub_online, did_you_mean, import_extra
 from pellucid.utils.text import describe_searched_folders, find_nearby_files, suggest_file, suggest_path_quoting
 
 DataRow = Mapping[str, Any]
 DataRows = Sequence[tuple[str, DataRow]]
 """Rows, each with its location, such as "train.jsonl, line 3", for error messages."""
+_Records = Iterator[tuple[int, DataRow]]
+"""The rows of a file, each with the number of its line or its row, counted from 1."""
 
-LARGE_FILE_BYTES = 8 * 2**20
-"""Rows of files of this size and above stay on disk."""
-_MAX_JSON_DEPTH = 100
-"""The deepest nesting of JSON that is accepted. No data is deeper, and some libraries overflow the stack."""
 _MAX_CSV_FIELD_CHARS = 2**31 - 1
 """The longest field of a CSV file, in characters. It is the largest limit that Python takes on every platform."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape sequence of a surrogate. Two of them are one character."""
+_TOO_DEEP = "lists or objects are nested too deeply"
 _CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 
-class _RowRecord(NamedTuple):
-    """A row and its position in a file: bytes `start` to `end`, and the number of its last line, counted from 1."""
+class _FileRows(Sequence[tuple[str, DataRow]]):
+    """The rows of one or more files, one file after the other."""
 
-    start: int
-    end: int
-    line: int
-    row: DataRow
-
-
-class DiskRows(Sequence[tuple[str, DataRow]]):
-    """Rows that stay in their file. Each takes 24 bytes of memory.
-
-    Args:
-        path: The file.
-        records: The rows of the file, by which their positions are found.
-        parse: Makes a row from its text and its location.
-    """
-
-    def __init__(self, path: Path, records: Iterable[_RowRecord], parse: Callable[[str, str], DataRow]) -> None:
-        self._path, self._parse = path, parse
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        weakref.finalize(self, os.close, self._file)
-        self._stamp = self._read_stamp()
-        self._offsets = array("q", (number for record in records for number in record[:3]))
-
-    def __len__(self) -> int:
-        return len(self._offsets) // 3
-
-    def __getitem__(self, index: int) -> tuple[str, DataRow]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start, end, line = self._offsets[3 * index : 3 * index + 3]
-        location = f"{self._path}, line {line}"
-        if self._read_stamp() != self._stamp:
-            raise DataError(f"{self._path} was changed while it was read: restore it, or start anew")
-        os.lseek(self._file, start, os.SEEK_SET)
-        return location, self._parse(os.read(self._file, end - start).decode(), location)
-
-    def _read_stamp(self) -> tuple[int, int]:
-        """Return the size in bytes and the modification time in ns of the open file, which show a change."""
-        status = os.fstat(self._file)
-        return status.st_size, status.st_mtime_ns
-
-
-class _ArrowRows(Sequence[tuple[str, DataRow]]):
-    """Rows that stay in the columns of an Arrow table. `get_row` makes the row of an index."""
-
-    def __init__(self, source_name: str, table: Any, get_row: Callable[[Any, int], DataRow]) -> None:
-        self._source_name, self._table, self._get_row = source_name, table, get_row
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> tuple[str, DataRow]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        location = f"{self._source_name} row {index + 1}"
-        try:
-            return location, self._get_row(self._table, index)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{location}: not UTF-8 text: {error.reason}") from error
-
-
-def _open_rows(path: Path, records: Iterator[_RowRecord], parse: Callable[[str, str], DataRow]) -> DataRows:
-    """Return the rows of a file: those of a small file are in memory, those of a large one stay on disk."""
-    if path.stat().st_size >= LARGE_FILE_BYTES:
-        return DiskRows(path, records, parse)
-    return [(f"{path}, line {record.line}", record.row) for record in records]
-
-
-def _iter_lines(path: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield start byte, end byte and text of each line of a UTF-8 file, with the \\n, \\r or \\r\\n that ends it."""
-    start, number = 0, 0
-    with path.open("rb") as file:
-        for lines in file:
-            for line in lines.splitlines(keepends=True):
-                number, end = number + 1, start + len(line)
-                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._units = [f"{path}, {'line' if path.suffix.lower() in _LINE_FORMATS else 'row'}" for path in paths]
+        self._file_indices, self._numbers, self._rows = array("l"), array("q"), list[bytes]()
+        for file_index, path in enumerate(paths):
+            for number, row in _read_data_file(path):
                 try:
-                    yield end - len(text), end, text.decode()
-                except UnicodeDecodeError as error:
-                    raise UserError(f"{path}, line {number}: {_describe_encoding_error(line, error)}") from error
-                start = end
+                    self._rows.append(pickle.dumps(row))
+                except RecursionError as error:
+                    raise UserError(f"{self._units[file_index]} {number}: {_TOO_DEEP}") from error
+                self._file_indices.append(file_index)
+                self._numbers.append(number)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[str, DataRow]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"{self._units[self._file_indices[index]]} {self._numbers[index]}", pickle.loads(self._rows[index])
+
+
+class _HubRows(Sequence[tuple[str, DataRow]]):
+    """The rows of a split of a Hub data set, which stay on the disk."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self._name, self._dataset = name, dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[str, DataRow]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"{self._name} row {index + 1}", dict(self._dataset[index])
+
+
+def _iter_lines(path: Path) -> Iterator[str]:
+    """Yield each line of a UTF-8 file, with the \\n, \\r or \\r\\n that ends it."""
+    with path.open("rb") as file:
+        lines = (line for chunk in file for line in chunk.splitlines(keepends=True))
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, line {number}: {_describe_encoding_error(line, error)}") from error
 
 
 def _describe_encoding_error(line: bytes, error: UnicodeDecodeError) -> str:
@@ -138,151 +94,88 @@ def _describe_encoding_error(line: bytes, error: UnicodeDecodeError) -> str:
     )
 
 
-def read_jsonl(path: Path) -> DataRows:
-    return _open_rows(path, _iter_jsonl_records(path), _parse_json_row)
-
-
-def _iter_jsonl_records(path: Path) -> Iterator[_RowRecord]:
-    for number, (start, end, line) in enumerate(_iter_lines(path), start=1):
+def read_jsonl(path: Path) -> _Records:
+    for number, line in enumerate(_iter_lines(path), start=1):
         if line.strip():
-            yield _RowRecord(start, end, number, _parse_json_row(line, f"{path}, line {number}"))
+            location = f"{path}, line {number}"
+            yield number, _check_json_row(_parse_json(line, location), location, _SURROGATE_ESCAPE.search(line))
 
 
-def _parse_json_row(line: str, location: str) -> DataRow:
+def read_json(path: Path) -> _Records:
+    text = "".join(_iter_lines(path))
+    if not text.lstrip().startswith("["):
+        hint = "a file with an object a line is named .jsonl"
+        raise UserError(f'{path}: no list [{{"column": value}}, ...]; {hint}')
+    has_surrogates = _SURROGATE_ESCAPE.search(text)
+    for number, row in enumerate(_parse_json(text, str(path)), start=1):
+        yield number, _check_json_row(row, f"{path}, row {number}", has_surrogates)
+
+
+def _parse_json(text: str, location: str) -> Any:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{location}: not JSON: {error}") from error
+        return json.loads(text)
+    except ValueError as error:  # not JSON, or a number with thousands of digits
+        raise UserError(f"{location}: not JSON: {format_error_line(error)}") from error
     except RecursionError as error:
-        raise UserError(f"{location}: lists or objects more than {_MAX_JSON_DEPTH} deep in one another") from error
-    return _check_row(row, line, location)
+        raise UserError(f"{location}: {_TOO_DEEP}") from error
 
 
-def _check_row(row: Any, line: str, location: str) -> DataRow:
-    """Return a value that was read from `line`. UserError if it is no row."""
+def _check_json_row(row: Any, location: str, has_surrogates: object) -> DataRow:
+    """Return the row. UserError if it is no object, or holds half a surrogate pair, which no tokenizer takes."""
     if not isinstance(row, dict):
         raise UserError(f'{location}: of type {type(row).__name__}, where an object {{"column": value}} is needed')
-    if line.count("[") + line.count("{") > _MAX_JSON_DEPTH and _measure_depth(row) > _MAX_JSON_DEPTH:
-        raise UserError(f"{location}: lists or objects more than {_MAX_JSON_DEPTH} deep in one another")
-    for column, value in row.items() if _SURROGATE_ESCAPE.search(line) else ():
-        _reject_lone_surrogates(column, value, location)
+    for column, value in row.items() if has_surrogates else ():
+        try:
+            json.dumps({column: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # mostly of an emoji that was cut
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise UserError(f'{location}: column "{column}" holds {half}, half of a character') from error
     return row
 
 
-def _measure_depth(value: Any) -> int:
-    """Return how deep lists and objects are nested."""
-    depth, values = 0, [value]
-    while containers := [each for each in values if isinstance(each, dict | list)]:
-        depth += 1
-        values = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
-    return depth
-
-
-def _reject_lone_surrogates(column: str, value: Any, location: str) -> None:
-    """Raise UserError if a text holds half a surrogate pair, mostly of a cut emoji, which no tokenizer takes."""
-    try:
-        json.dumps({column: value}, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise UserError(f'{location}: column "{column}" holds {half}, half of a character') from error
-
-
-def read_json(path: Path) -> DataRows:
-    return _open_rows(path, _iter_json_records(path), _parse_json_row)
-
-
-def _iter_json_records(path: Path) -> Iterator[_RowRecord]:
-    """Yield the elements of a file that is one JSON array. Its whole text is in memory until all are read."""
-    lines = list(_iter_lines(path))
-    text, byte = "".join(line for *_, line in lines), lines[0][0] if lines else 0
-    position, line, end = _WHITESPACE.match(text, 0).end(), 1, 0  # pyright: ignore[reportOptionalMemberAccess]
-    if text[position : position + 1] != "[":
-        found = "an object" if text[position : position + 1] == "{" else "no list"
-        hint = "a file with an object a line is named .jsonl"
-        raise UserError(f'{path}: {found}, where a list [{{"column": value}}, ...] is needed; {hint}')
-    while (position := _skip_separator(text, position)) < len(text) and text[position] != "]":
-        # Between two elements there are only characters of one byte.
-        byte, line = byte + position - end, line + text.count("\n", end, position)
-        location = f"{path}, line {line}"
-        value, end = _parse_element(text, position, location)
-        size = len(text[position:end].encode())
-        yield _RowRecord(byte, byte + size, line, _check_row(value, text[position:end], location))
-        byte, line = byte + size, line + text.count("\n", position, end)
-        position = _WHITESPACE.match(text, end).end()  # pyright: ignore[reportOptionalMemberAccess]
-        if text[position : position + 1] not in (",", "]"):
-            raise UserError(f"{path}, line {line}: a comma or ] must follow this row")
-        if text[position] == "]":
-            break
-    if text[position : position + 1] != "]" or text[position + 1 :].strip():
-        raise UserError(f"{path}: the list must end with ], and the file with it")
-
-
-def _skip_separator(text: str, position: int) -> int:
-    """Return the position of what follows a bracket or a comma."""
-    return _WHITESPACE.match(text, position + 1).end()  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def _parse_element(text: str, position: int, location: str) -> tuple[Any, int]:
-    try:
-        return json.JSONDecoder().raw_decode(text, position)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{location}: not JSON in the row that begins here: {error.msg}") from error
-    except ValueError as error:  # a number with thousands of digits
-        raise UserError(f"{location}: not JSON: {format_error_line(error)}") from error
-    except RecursionError as error:
-        raise UserError(f"{location}: lists or objects more than {_MAX_JSON_DEPTH} deep in one another") from error
-
-
-def read_csv(path: Path) -> DataRows:
-    fields: list[str] = []
+def read_csv(path: Path) -> _Records:
     separator = _CSV_SEPARATORS[path.suffix.lower()]
-
-    def parse(text: str, _: str) -> DataRow:
-        return next(csv.DictReader(io.StringIO(text, ""), fields, delimiter=separator))
-
-    return _open_rows(path, _iter_csv_records(path, fields, separator), parse)
-
-
-def _iter_csv_records(path: Path, fields: list[str], separator: str) -> Iterator[_RowRecord]:
-    """Yield the records of a CSV or TSV file. The names in its header are added to `fields`."""
-    end = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal end
-        for _, line_end, line in _iter_lines(path):
-            end = line_end
-            yield line
-
     csv.field_size_limit(_MAX_CSV_FIELD_CHARS)
-    reader = csv.DictReader(lines(), strict=True, delimiter=separator)
+    reader = csv.DictReader(_iter_lines(path), strict=True, delimiter=separator)
     try:
-        fields += reader.fieldnames or ()
-        if separator == "," and len(fields) == 1 and "\t" in fields[0]:
+        names = reader.fieldnames or ()
+        if separator == "," and len(names) == 1 and "\t" in names[0]:
             raise UserError(f"{path}, line 1: the header has tabs and no commas: name the file .tsv")
-        if len(fields) == 1 and ";" in fields[0]:
+        if len(names) == 1 and ";" in names[0]:
             wanted = "commas" if separator == "," else "tabs"
             raise UserError(f"{path}, line 1: the header has semicolons and no {wanted}: save it with {wanted} instead")
-        start = end
         for row in reader:
-            location = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
-                raise UserError(f"{location}: not as many fields as the {len(fields)} of the header")
-            yield _RowRecord(start, end, reader.line_num, row)
-            start = end
+                location = f"{path}, line {reader.line_num}"
+                raise UserError(f"{location}: not as many fields as the {len(names)} of the header")
+            yield reader.line_num, row
     except csv.Error as error:
         raise UserError(f"{path}, after line {reader.line_num}: not {path.suffix[1:].upper()}: {error}") from error
 
 
-def read_parquet(path: Path) -> DataRows:
+def read_parquet(path: Path) -> _Records:
     pyarrow, parquet = (importlib.import_module(module) for module in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not Parquet: {format_error_line(error)}") from error
-    return _ArrowRows(f"{path},", table, lambda table, index: table.slice(index, 1).to_pylist()[0])
+    for index in range(len(table)):
+        try:
+            [row] = table.slice(index, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}, row {index + 1}: not UTF-8 text: {error.reason}") from error
+        yield index + 1, row
 
 
-READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
+READERS: dict[str, Callable[[Path], _Records]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+}
+_LINE_FORMATS = (".jsonl", ".csv", ".tsv")
+"""The formats whose rows are located by line; those of the others are counted."""
 
 
 def format_error_line(error: BaseException) -> str:
@@ -333,15 +226,8 @@ def _get_nested_value(row: DataRow, column: str) -> Any:
 
 def _list_column_names(row: DataRow) -> list[str]:
     """Return the names of the columns. A column that holds an object is replaced by the dotted names of its fields."""
-
-    def names() -> Iterator[str]:
-        for name, value in row.items():
-            if isinstance(value, Mapping) and value:
-                yield from (f"{name}.{inner}" for inner in value)
-            else:
-                yield name
-
-    return list(names())
+    nested = ([f"{name}.{key}" for key in value] if isinstance(value, Mapping) else [] for name, value in row.items())
+    return [each for name, inner in zip(row, nested, strict=True) for each in inner or [name]]
 
 
 def parse_chat(value: Any, column: str, location: str) -> tuple[Message, ...]:
@@ -352,32 +238,26 @@ def parse_chat(value: Any, column: str, location: str) -> tuple[Message, ...]:
     Raises:
         UserError: The value is no chat, or does not end with a message of the user.
     """
-    messages = [_parse_message(each, column, location) for each in value] if isinstance(value, list) else []
-    if not messages or None in messages or messages[-1] is None or messages[-1]["role"] != "user":
-        form = '[{"role": "user", "content": "..."}], with the user\'s message last'
-        raise UserError(f'{location}: column "{column}" must look like {form}')
-    return tuple(message for message in messages if message is not None)
+    try:
+        messages = [_parse_message(message, f'{location}: column "{column}"') for message in value]
+        if messages[-1]["role"] == "user":
+            return tuple(messages)
+    except (AttributeError, IndexError, KeyError, TypeError):  # no chat
+        pass
+    form = '[{"role": "user", "content": "..."}], with the user\'s message last'
+    raise UserError(f'{location}: column "{column}" must look like {form}')
 
 
-def _parse_message(value: Any, column: str, location: str) -> Message | None:
-    """Return a message in its plain form; None if the value is no message."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
-        return None
-    content = value.get("content")
-    if isinstance(content, list):
-        content = _join_text_parts(content, column, location)
-    return {"role": value["role"], "content": content} if isinstance(content, str) else None
-
-
-def _join_text_parts(parts: list[Any], column: str, location: str) -> str | None:
-    for part in parts:
-        if isinstance(part, Mapping) and part.get("type", "text") != "text":
-            raise UserError(
-                f'{location}: column "{column}" holds a part of type "{part["type"]}": only text can be read'
-            )
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    known = [text for text in texts if isinstance(text, str)]
-    return "".join(known) if known and len(known) == len(texts) else None
+def _parse_message(message: Any, column: str) -> Message:
+    role, content = message["role"], message["content"]
+    if isinstance(content, list) and content:
+        for part in content:
+            if part.get("type", "text") != "text":
+                raise UserError(f'{column} holds a part of type "{part["type"]}": only text can be read')
+        content = "".join(part["text"] for part in content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise TypeError
+    return {"role": role, "content": content}
 
 
 # ---------------------------------------------------------------- sources: files, patterns and Hub data sets
@@ -393,8 +273,7 @@ def load_rows(source: DataSource, subset: str, hub_split: str) -> DataRows:
     if isinstance(source, str) and not is_file_source(source):
         rows = read_hub_dataset(source, subset, hub_split)
     else:
-        parts = [_read_data_file(path) for path in _list_source_files(source)]
-        rows = parts[0] if len(parts) == 1 else _ConcatenatedRows(parts)
+        rows = _FileRows(_list_source_files(source))
     if not rows:
         raise UserError(f"{format_source(source)}: there are no rows")
     return rows
@@ -434,32 +313,18 @@ def _list_source_files(source: DataSource) -> list[Path]:
     return list(found.values())
 
 
-def _read_data_file(path: Path) -> DataRows:
+def _read_data_file(path: Path) -> _Records:
+    """Yield the rows of a file. UserError if it is missing, or cannot be read."""
     if path.suffix.lower() not in READERS:
         raise UserError(f"{path}: unknown format; {', '.join(READERS)} can be read{suggest_path_quoting(str(path))}")
     if not path.is_file():
-        hint = suggest_path_quoting(str(path)) or _suggest_data_files(path)
+        found = find_nearby_files(path, READERS)
+        hint = suggest_path_quoting(str(path)) or suggest_file(path, found) or _format_suggestions(found)
         raise UserError(f"{path!s}: there is no such file{hint}{describe_searched_folders(path)}".replace("\n", "\\n"))
     try:
-        return READERS[path.suffix.lower()](path)
+        yield from READERS[path.suffix.lower()](path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-class _ConcatenatedRows(Sequence[tuple[str, DataRow]]):
-    """The rows of several files, one after the other."""
-
-    def __init__(self, parts: Sequence[DataRows]) -> None:
-        self._parts, self._ends = parts, list(accumulate(map(len, parts)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> tuple[str, DataRow]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        part = bisect_right(self._ends, index)
-        return self._parts[part][index - (self._ends[part - 1] if part else 0)]
 
 
 def read_hub_dataset(source: str, subset: str, split: str) -> DataRows:
@@ -474,13 +339,7 @@ def read_hub_dataset(source: str, subset: str, split: str) -> DataRows:
             f'data = "{source}" is no local file ({", ".join(READERS)}){close}, and the Hugging Face Hub {verb}:'
             f" {format_error_line(error)}"
         ) from error
-    return _ArrowRows(f"{source}, {split}", rows, lambda rows, index: dict(rows[index]))
-
-
-def _suggest_data_files(path: Path) -> str:
-    """Return a hint for a path without a file: the data file that was probably meant, or some that are nearby."""
-    found = find_nearby_files(path, READERS)
-    return suggest_file(path, found) or _format_suggestions(found)
+    return _HubRows(f"{source}, {split}", rows)
 
 
 def _format_suggestions(paths: Sequence[Path]) -> str:

@@ -42,23 +42,18 @@ from pellucid.tasks.prompts import build_chat
 from pellucid.types import ROUND_STRIDE, Completion, DataError, Message, Progress, Prompt, Reward, UserError
 from pellucid.utils.text import fill_placeholders, find_placeholders
 
-_MAX_CACHED_SCANS = 8
-"""The most sources whose scans are cached."""
 _MAX_LISTED_BAD_ROWS = 5
 """The most bad rows that a message names with their reasons."""
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Prompts made from data rows; the reward is the weighted sum of the reward terms that apply to the row.
+class DataSettings:
+    """The settings of every task whose prompts are made from rows of data."""
 
-    Example: Dataset(data="openai/gsm8k", subset="main", test_data="test", answer_pattern="#### (.+)")
-    """
-
-    name: Literal["dataset"] = "dataset"
+    name: str = ""
     """This task."""
     seed: int = 0
-    """The seed of the order of the rows."""
+    """The seed of the order of the rows, and of the random numbers of an environment or an agent."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     data: DataSource = ""
@@ -72,28 +67,42 @@ class Dataset:
     """The share of questions that is held out where there is no `test_data`, whatever the seed. 0 holds none out, for a
     run without evaluations (evaluate.every = 0)."""
     question: str = "question"
-    """The column that {question} stands for in the template. Any column may be nested: "extra_info.question"."""
+    """The column of the question. Any column may be nested: "extra_info.question"."""
     messages: str = ""
     """A column of chat messages ({"role": ..., "content": ...}), in place of question, system and template. A content
     may be a list of texts, [{"type": "text", "text": ...}]."""
-    system: str = ""
-    """The system message, if any."""
-    template: str = "{question}"
-    """The user's message: {column} is replaced by the text of that column, and {{...}} by {...}."""
-    chat: bool = True
-    """False: the filled-in template reaches the model as it stands, without a chat template."""
     answer: str = "answer"
     """The column of the gold answer, such as "answer", or "reward_model.ground_truth" where it is nested."""
     answer_pattern: str = ""
     """A regular expression whose first group is the gold answer within its column, such as "#### (.+)"."""
+    rewards: tuple[RewardTerm, ...] = ()
+    """The terms of the reward; on the command line their names, with --task.rewards.0.weight 0.5 for a weight."""
+    correct: str = ""
+    """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first; where that is a
+    function of your own which gives other numbers than 0 and 1, evaluation speaks of the mean reward instead."""
+
+
+@dataclass(frozen=True)
+class Dataset(DataSettings):
+    """Prompts made from data rows; the reward is the weighted sum of the reward terms that apply to the row.
+
+    Example: Dataset(data="openai/gsm8k", subset="main", test_data="test", answer_pattern="#### (.+)")
+    """
+
+    name: Literal["dataset"] = "dataset"
+    """This task."""
+    system: str = ""
+    """The system message, if any."""
+    template: str = "{question}"
+    """The user's message: {question} is replaced by the question, {column} by the text of that column, and {{...}} by
+    {...}."""
+    chat: bool = True
+    """False: the filled-in template reaches the model as it stands, without a chat template."""
     rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
     """The terms of the reward; on the command line their names, with --task.rewards.0.weight 0.5 for a weight."""
     skip_bad_rows: bool = False
     """Leave out the rows that the model cannot be asked or whose answer cannot be read, and say which. False: such rows
     end the run before it begins."""
-    correct: str = ""
-    """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first; where that is a
-    function of your own which gives other numbers than 0 and 1, evaluation speaks of the mean reward instead."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -139,9 +148,7 @@ class Dataset:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the prompts of the next n rows, in the order of `iter_shuffled_indices`."""
-        rows = load_split_prompts(self)
-        indices = iter_shuffled_indices(f"{self.seed}/{self.split}", step, n, len(rows))
-        return [replace(rows[index], id=f"{self.split}/{step}/{i}") for i, index in enumerate(indices)]
+        return sample_prompts(self, load_split_prompts(self), step, n)
 
     def format_question(self, question: str) -> str | tuple[Message, ...]:
         """Return the text of a prompt with this question. The template is used if it needs no other column."""
@@ -151,9 +158,7 @@ class Dataset:
             return (*system, {"role": "user", "content": question})
         if set(find_placeholders(self.template)) <= {"question", self.question}:
             question = fill_placeholders(self.template, lambda _: question)
-        if not self.chat:
-            return question
-        return build_chat(self.system, question)
+        return build_chat(self.system, question) if self.chat else question
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
@@ -211,7 +216,8 @@ class Dataset:
         return prompt.answer if self.correctness_term.name == "exact" else worked
 
 
-class DatasetTask:
+@dataclass(frozen=True)
+class DatasetTask(DataSettings):
     """A task whose prompts and rewards are those of a Dataset with the same settings."""
 
     def build_dataset(self) -> Dataset:
@@ -228,18 +234,16 @@ class DatasetTask:
         return self.build_dataset().sample(step, n)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        """Grade a completion alone, in this process."""
         return self.build_dataset().reward(prompt, completion)
 
     def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
-        """Add up what each term says of a completion, as Dataset does."""
         return self.build_dataset().combine_parts(parts)
 
 
 def build_dataset(task: Any, **settings: Any) -> Dataset:
     """Return a Dataset with the settings that a task has in common with it, and with those that are given."""
     names = {field.name for field in fields(Dataset)} & {field.name for field in fields(task)} - {"name"}
-    return Dataset(**{**{name: getattr(task, name) for name in names}, **settings})
+    return Dataset(**{name: getattr(task, name) for name in names} | settings)
 
 
 def _average_by_name(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -283,29 +287,23 @@ class SourceScan(NamedTuple):
 
 ScanKey = tuple[Dataset, DataSource, str]
 """The task with the seed 0 and the split train, the source, and the split on the Hub."""
-_SCAN_CACHE: dict[ScanKey, SourceScan] = {}
 _MARKED_BAD_ROWS: dict[ScanKey, dict[int, str]] = {}
 """The reasons why rows were marked as bad, by the indices of the rows."""
 
 
+@lru_cache(maxsize=8)
 def scan_source(key: ScanKey) -> SourceScan:
-    """Read every row of a source, or return the scan in the cache if the source has not been loaded anew since."""
+    """Read every row of a source."""
     task, source, hub_split = key
     rows = load_rows(source, task.subset, hub_split)
-    if key in _SCAN_CACHE and _SCAN_CACHE[key].prompts.rows is rows:
-        return _SCAN_CACHE[key]
     fingerprints, bad = array("Q"), dict[int, BadRow]()
-    for index in range(len(rows)):
-        location, row = rows[index]
+    for index, (location, row) in enumerate(rows):
         try:
             fingerprints.append(_hash_prompt(make_prompt(task, location, row)))
         except UserError as error:
             fingerprints.append(0)
             bad[index] = BadRow(location, str(error).removeprefix(f"{location}: "))
-    if len(_SCAN_CACHE) >= _MAX_CACHED_SCANS:
-        del _SCAN_CACHE[next(iter(_SCAN_CACHE))]
-    _SCAN_CACHE[key] = SourceScan(_LazyPrompts(task, rows, range(len(rows))), fingerprints, bad)
-    return _SCAN_CACHE[key]
+    return SourceScan(_LazyPrompts(task, rows, range(len(rows))), fingerprints, bad)
 
 
 def list_scan_keys(task: Dataset) -> list[ScanKey]:
@@ -343,7 +341,7 @@ def clear_dataset_caches() -> None:
     """Clear every cache of rows and prompts, so that files are read again."""
     load_rows.cache_clear()
     load_split_prompts.cache_clear()
-    _SCAN_CACHE.clear()
+    scan_source.cache_clear()
     _MARKED_BAD_ROWS.clear()
 
 
@@ -362,28 +360,27 @@ def load_split_prompts(task: Dataset) -> _LazyPrompts:
     Raises:
         UserError: No row is left, or there are bad rows and the task has no skip_bad_rows.
     """
-    keys = list_scan_keys(task)
+    keys, is_test = list_scan_keys(task), task.split == "test"
     own, *test = map(scan_source, keys)
     if not task.skip_bad_rows and (bad := list_bad_rows(task)):
         raise DataError(format_bad_rows(bad))
-    held_out = set(test[0].fingerprints) if test else select_held_out(own.fingerprints, task.test_share)
-    if test and task.split == "test":
+    if test and is_test:
         scan, bad, indices = test[0], _list_source_bad_rows(keys[1]), range(len(test[0].fingerprints))
     else:
         scan, bad = own, _list_source_bad_rows(keys[0])
-        is_test = task.split == "test"
+        held_out = set(test[0].fingerprints) if test else select_held_out(own.fingerprints, task.test_share)
         indices = (i for i, fingerprint in enumerate(own.fingerprints) if (fingerprint in held_out) == is_test)
     chosen = _LazyPrompts(task, scan.prompts.rows, array("q", (i for i in indices if i not in bad)))
-    if not chosen and task.split == "test" and not task.test_data and not task.test_share:
+    if chosen:
+        return chosen
+    if is_test and not test and not task.test_share:
         raise UserError(
             f"{format_source(task.data)}: test_share = 0 holds no row out for evaluations: set evaluate.every = 0, a"
             " test_share above 0, or test_data"
         )
-    if not chosen:
-        left_out = f", without bad rows ({format_bad_rows(list_bad_rows(task))})" if list_bad_rows(task) else ""
-        problem = f"no row is left for the {task.split} split{left_out}; add rows or name another test_data"
-        raise UserError(f"{format_source(task.data)}: {problem}")
-    return chosen
+    left_out = f", without bad rows ({format_bad_rows(list_bad_rows(task))})" if list_bad_rows(task) else ""
+    problem = f"no row is left for the {task.split} split{left_out}; add rows or name another test_data"
+    raise UserError(f"{format_source(task.data)}: {problem}")
 
 
 def get_held_out_source(task: Dataset) -> tuple[DataSource, str]:
@@ -408,6 +405,12 @@ def select_held_out(fingerprints: Iterable[int], share: float) -> set[int]:
     if not share:
         return set()
     return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
+
+
+def sample_prompts(task: Any, prompts: Sequence[Prompt], step: int, n: int) -> list[Prompt]:
+    """Return the prompts of a step of a task, by its seed and split, in the order of `iter_shuffled_indices`."""
+    indices = iter_shuffled_indices(f"{task.seed}/{task.split}", step, n, len(prompts))
+    return [replace(prompts[index], id=f"{task.split}/{step}/{i}") for i, index in enumerate(indices)]
 
 
 def iter_shuffled_indices(seed: str, step: int, n: int, row_count: int) -> Iterator[int]:
@@ -439,25 +442,14 @@ def make_prompt(task: Dataset, location: str, row: DataRow) -> Prompt:
     if task.messages:
         text = parse_chat(get_column_value(row, task.messages, location), task.messages, location)
     else:
-        text = _render_prompt_text(task, location, row)
+        text = fill_placeholders(
+            task.template, lambda name: get_column_text(row, task.question if name == "question" else name, location)
+        )
+        if not text.strip():
+            raise UserError(f"{location}: the question is empty")
+        text = build_chat(task.system, text) if task.chat else text
     answer, *others = _parse_gold_answers(task, location, row)
     return Prompt("", text, answer, row, alternatives=tuple(others))
-
-
-def _render_prompt_text(task: Dataset, location: str, row: DataRow) -> str | tuple[Message, ...]:
-    question = _fill_columns(task.template, task.question, location, row)
-    if not question.strip():
-        raise UserError(f"{location}: the question is empty")
-    if not task.chat:
-        return question
-    return build_chat(task.system, question)
-
-
-def _fill_columns(template: str, question: str, location: str, row: DataRow) -> str:
-    """Replace each {column} by the text of that column, and {{...}} by {...}; {} and braces in the data are kept."""
-    return fill_placeholders(
-        template, lambda name: get_column_text(row, question if name == "question" else name, location)
-    )
 
 
 def _parse_gold_answers(task: Dataset, location: str, row: DataRow) -> list[str]:

@@ -24,10 +24,6 @@ class Environment(DatasetTask):
 
     name: Literal["environment"] = "environment"
     """This task."""
-    seed: int = 0
-    """The seed of the order of the rows, and of the random numbers of the environment."""
-    split: Literal["train", "test"] = "train"
-    """`train` or `test`."""
     environment: str = ""
     """"path/to/file.py:Class": a class with reset(**row), which may return what is added to the question, with public
     methods as tools, and get_reward(). Or a function reply(messages), which returns what is said next, or None. Or a
@@ -38,29 +34,13 @@ class Environment(DatasetTask):
     """Seconds that one call of a tool or of the environment may take."""
     data: DataSource = ""
     """Files of questions, or the id of a data set on the Hub. Empty: the environment asks by itself."""
-    subset: str = ""
-    """The configuration of the Hub data set."""
-    test_data: DataSource = ""
-    """The held-out rows: files, or a split of the Hub data set. Empty: a share of `data`."""
-    test_share: float = 0.1
-    """The share of questions that is held out where there is no `test_data`."""
-    question: str = "question"
-    """The column that {question} stands for in the template."""
-    messages: str = ""
-    """A column of chat messages, in place of question, system and template."""
     system: str = ""
     """The system message, if any."""
     template: str = "{question}"
     """The user's message: {column} is replaced by the text of that column. Without data it is what stands before the
     question of the environment; "{question}" then is nothing."""
-    answer: str = "answer"
-    """The column of the gold answer, for reward terms that compare with it."""
-    answer_pattern: str = ""
-    """A regular expression whose first group is the gold answer within its column."""
     rewards: tuple[RewardTerm, ...] = ()
     """The terms of the reward. Empty: `environment`, which is what get_reward() returns."""
-    correct: str = ""
-    """The reward term by which evaluation counts an answer as correct. Empty: the first."""
 
     def __post_init__(self) -> None:
         if not self.environment and not self.tools:
@@ -94,8 +74,7 @@ class Environment(DatasetTask):
         """Return the prompts of the next n rows, or n prompts whose questions the environment will ask."""
         if self.data:
             return super().sample(step, n)
-        before = "" if self.template == "{question}" else self.template
-        text = build_chat(self.system, before)
+        text = build_chat(self.system, "" if self.template == "{question}" else self.template)
         return [Prompt(f"{self.split}/{step}/{i}", text) for i in range(n)]
 
     def build_dataset(self) -> Dataset:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
 from pellucid.environments.agents import AgentSpec
-from pellucid.tasks.dataset import iter_shuffled_indices, select_held_out
+from pellucid.tasks.dataset import sample_prompts, select_held_out
 from pellucid.types import Completion, ConversationOutcome, Prompt, Reward, UserError
 from pellucid.utils.plugins import import_extra
 
@@ -57,9 +57,7 @@ class Verifiers:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return n tasks as they are shown in logs; the environment decides what it asks the policy."""
-        prompts = load_split_prompts(json.dumps(self.env), self.split)
-        indices = iter_shuffled_indices(f"{self.seed}/{self.split}", step, n, len(prompts))
-        return [replace(prompts[index], id=f"{self.split}/{step}/{i}") for i, index in enumerate(indices)]
+        return sample_prompts(self, load_split_prompts(json.dumps(self.env), self.split), step, n)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:  # noqa: ARG002
         outcome = completion.outcome or ConversationOutcome(error="no episode was played")

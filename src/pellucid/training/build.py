@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import get_advantage_function
 from pellucid.algorithm.objectives import get_objective_function
+from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
 from pellucid.distributed.process_group import broadcast_decision
 from pellucid.distributed.runtime import Runtime
@@ -38,8 +39,9 @@ from pellucid.training.run_dir import is_first_process
 from pellucid.types import AsyncEnvironments, Progress, Prompt, Sampler, Sampling, Task, UserError, with_split
 from pellucid.utils import files, hardware
 from pellucid.utils.plugins import import_extra
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import print_notes
 
+_ONLY_DDP = '{} = "{}" is for runtime.engine = "ddp": choose another, or that engine'
 _MERGED_IN_FP32 = (
     'sampler.adapter = "merged": vLLM samples in float32, since {} would round most of the adapter\'s update away;'
     ' "request" gives it the adapter by itself'
@@ -137,7 +139,7 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
     sampler = pick_sampler(cfg, learner, environments)
     total_updates = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total_updates, cfg.runtime)
-    _check_step_size(cfg, runtime.world_size)
+    _check_step_size(algorithm, runtime.world_size)
     # After the policy was sharded, so that two unsharded models never exist at the same time.
     reference = _load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
@@ -171,87 +173,81 @@ def make_template(cfg: Config) -> ChatTemplate:
 def check_settings(cfg: Config) -> None:
     """Raise UserError for settings that contradict one another or that this machine cannot compute with.
 
-    A run, its dry run and an evaluation call this before they load a model.
+    A run and its dry run call this before they load a model.
     """
-    device = hardware.pick_device(cfg.policy.device)
-    dtype = hardware.pick_dtype(cfg.policy.dtype, device)
+    p, engine = cfg.policy, cfg.runtime.engine
+    device = hardware.pick_device(p.device)
+    dtype = hardware.pick_dtype(p.dtype, device)
+    is_sharded, offload = engine in ("fsdp2", "deepspeed"), cfg.optimizer.offload
     get_advantage_function(cfg.algorithm.advantage)  # these may be in files of the user
     get_objective_function(cfg.algorithm.objective)
-    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
-        _check_sharding(cfg, dtype)
-    if cfg.policy.load_in_4bit:
-        _check_4bit(cfg)
-    if dtype == torch.float16:
-        check_float16(cfg, device)
-    check_sampler(cfg)
-    if cfg.algorithm.kl_coef and cfg.policy.lora and cfg.algorithm.reference_every:
-        raise UserError(LORA_REFERENCE_ERROR)
-    _check_step_size(cfg, int(os.environ.get("WORLD_SIZE", "1")))
-
-
-def _check_step_size(cfg: Config, world_size: int) -> None:
-    unit = world_size * cfg.algorithm.minibatches
-    if cfg.algorithm.prompts_per_step % unit:
-        raise UserError(
-            f"algorithm.prompts_per_step = {cfg.algorithm.prompts_per_step} must be a multiple of processes *"
-            f" minibatches = {unit}: groups are not split"
-        )
-
-
-def check_float16(cfg: Config, device: torch.device) -> None:
-    if cfg.optimizer.offload and not cfg.policy.lora:
-        raise UserError(
+    _refuse_conflicts(
+        {
+            _ONLY_DDP.format("policy.dtype", "float16"): is_sharded and dtype == torch.float16,
+            _ONLY_DDP.format("policy.engine", "compiled"): is_sharded and p.engine == "compiled",
+            'algorithm.reference_every is not for runtime.engine = "deepspeed": use "fsdp2", or set 0': (
+                engine == "deepspeed" and cfg.algorithm.reference_every > 0
+            ),
+            f'policy.load_in_4bit: runtime.engine = "{engine}" cannot share out 4-bit numbers: use "ddp"': (
+                is_sharded and p.load_in_4bit
+            ),
+            "policy.load_in_4bit: optimizer.offload would gain nothing, an adapter is small: leave it out": (
+                offload and p.load_in_4bit
+            ),
             'optimizer.offload keeps gradients in policy.dtype, and those of "float16" cannot be unscaled: set'
-            ' policy.dtype = "bfloat16", policy.lora, or leave offload out'
-        )
-    hardware.check_float16(device)
-
-
-def _check_4bit(cfg: Config) -> None:
-    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
-        raise UserError(
-            f'policy.load_in_4bit: runtime.engine = "{cfg.runtime.engine}" cannot share out 4-bit numbers: use "ddp"'
-        )
-    if cfg.optimizer.offload:
-        raise UserError("policy.load_in_4bit: optimizer.offload would gain nothing, an adapter is small: leave it out")
-
-
-def _check_sharding(cfg: Config, dtype: torch.dtype) -> None:
-    for setting, value in {
-        "policy.dtype": str(dtype).removeprefix("torch."),
-        "policy.engine": cfg.policy.engine,
-    }.items():
-        if value in ("float16", "compiled"):
-            raise UserError(f'{setting} = "{value}" is for runtime.engine = "ddp": choose another, or that engine')
-    if cfg.runtime.engine == "deepspeed" and cfg.algorithm.reference_every:
-        raise UserError('algorithm.reference_every is not for runtime.engine = "deepspeed": use "fsdp2", or set 0')
+            ' policy.dtype = "bfloat16", policy.lora, or leave offload out': (
+                dtype == torch.float16 and offload and not p.lora
+            ),
+        }
+    )
+    if dtype == torch.float16:
+        hardware.check_float16(device)
+    check_sampler(cfg)
+    if cfg.algorithm.kl_coef and p.lora and cfg.algorithm.reference_every:
+        raise UserError(LORA_REFERENCE_ERROR)
+    _check_step_size(cfg.algorithm, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def check_sampler(cfg: Config) -> None:
     """Raise UserError for settings that the sampler does not support."""
-    s = cfg.sampler
-    if s.name == "vllm":
-        _check_vllm(cfg)
-    if s.ahead and s.name != "vllm":
-        raise UserError('sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"')
-    if s.ahead and cfg.algorithm.correction == "none":
-        raise UserError(
-            'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"'
-        )
+    s, by_vllm = cfg.sampler, cfg.sampler.name == "vllm"
+    is_distributed = cfg.runtime.engine in ("fsdp2", "deepspeed") or os.environ.get("WORLD_SIZE", "1") != "1"
+    truncations = {(section.top_k, section.top_p, section.min_p) for section in (s, cfg.evaluate)}
+    _refuse_conflicts(
+        {
+            'sampler.name = "vllm" is for one process that has the whole model: set "native"': by_vllm
+            and is_distributed,
+            'sampler.name = "vllm" takes no base in 4 bits: set "native", or leave out policy.load_in_4bit': (
+                by_vllm and cfg.policy.load_in_4bit
+            ),
+            'sampler.adapter = "request" is for a LoRA adapter: give policy.lora, its rank, or leave it out': (
+                by_vllm and s.adapter == "request" and not cfg.policy.lora
+            ),
+            TRUNCATION_ERROR: by_vllm and truncations != {(0, 1.0, 0.0)},
+            'sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"': (
+                s.ahead > 0 and not by_vllm
+            ),
+            'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"': (
+                s.ahead > 0 and cfg.algorithm.correction == "none"
+            ),
+        }
+    )
 
 
-def _check_vllm(cfg: Config) -> None:
-    if cfg.runtime.engine in ("fsdp2", "deepspeed") or os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError('sampler.name = "vllm" is for one process that has the whole model: set "native"')
-    if cfg.policy.load_in_4bit:
-        raise UserError('sampler.name = "vllm" takes no base in 4 bits: set "native", or leave out policy.load_in_4bit')
-    if cfg.sampler.adapter == "request" and not cfg.policy.lora:
+def _refuse_conflicts(conflicts: Mapping[str, bool]) -> None:
+    """Raise UserError with the first message that applies."""
+    for message, applies in conflicts.items():
+        if applies:
+            raise UserError(message)
+
+
+def _check_step_size(cfg: GRPOConfig, world_size: int) -> None:
+    unit = world_size * cfg.minibatches
+    if cfg.prompts_per_step % unit:
         raise UserError(
-            'sampler.adapter = "request" is for a LoRA adapter: give policy.lora, its rank, or leave it out'
+            f"algorithm.prompts_per_step = {cfg.prompts_per_step} must be a multiple of processes * minibatches ="
+            f" {unit}: groups are not split"
         )
-    for section in (cfg.sampler, cfg.evaluate):
-        if (section.top_k, section.top_p, section.min_p) != (0, 1.0, 0.0):
-            raise UserError(TRUNCATION_ERROR)
 
 
 def isolate_task_rewards(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
@@ -283,22 +279,17 @@ def make_environments(cfg: Config, learner: Policy, log: Path | None = None) -> 
     Print a warning if the chat template of the policy cannot represent conversations.
     """
     task = get_innermost_task(cfg.task)
-    spec = getattr(task, "environment_spec", None)
-    if isinstance(spec, AgentSpec):
-        environments = _make_agents(spec, learner, cfg.reward, log, task.seed)
+    if isinstance(spec := getattr(task, "environment_spec", None), AgentSpec):
+        for library in ("fastapi", "uvicorn"):
+            import_extra(library, "agents", "an agent")
+        from pellucid.serve.agent_endpoint import AgentPool  # noqa: PLC0415 - it imports the libraries checked above
+
+        environments = AgentPool(spec, learner, cfg.reward, log, task.seed)
     else:
         environments = create_environments(task, cfg.reward, log, in_process=is_process_bound(task))
-    if environments and (note := chat_template.check_bridge(learner.tokenizer, learner.eos_ids)) and is_first_process():
-        print(escape_controls(f"! {note}"), flush=True)
+    if environments and is_first_process():
+        print_notes(chat_template.check_bridge(learner.tokenizer, learner.eos_ids))
     return environments
-
-
-def _make_agents(spec: AgentSpec, learner: Policy, cfg: RewardConfig, log: Path | None, seed: int) -> AsyncEnvironments:
-    for library in ("fastapi", "uvicorn"):
-        import_extra(library, "agents", "an agent")
-    from pellucid.serve.agent_endpoint import AgentPool  # noqa: PLC0415 - it imports the libraries checked above
-
-    return AgentPool(spec, learner, cfg, log, seed)
 
 
 def pick_sampler(
@@ -312,10 +303,8 @@ def pick_sampler(
     if isinstance(sampler, NativeSampler | VLLMSampler):
         sampler.deterministic = cfg.policy.deterministic
     merged = s.name == "vllm" and s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32
-    merge_note = _MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
-    for line in filter(None, (note, merge_note)):
-        if is_first_process():
-            print(escape_controls(f"! {line}"), flush=True)
+    if is_first_process():
+        print_notes(note, _MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else "")
     return sampler
 
 

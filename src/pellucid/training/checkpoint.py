@@ -39,6 +39,7 @@ from pellucid.reporting.token_files import delete_tokens, sync_tokens
 from pellucid.training.build import Components
 from pellucid.types import Group, UserError, as_stateful_task
 from pellucid.utils import files
+from pellucid.utils.text import format_option
 
 T = TypeVar("T")
 _TensorStates = Mapping[str, Mapping[str, Tensor]]
@@ -192,7 +193,7 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         checkpoints = list_checkpoints(run_dir)[-1:]
         is_saved = bool(checkpoints) and get_checkpoint_step(checkpoints[0]) == parts.state.step
         first = "make room" if isinstance(error, OSError) else "mend that"
-        mend = f"the checkpoint is whole: {first}, then --resume {run_dir}"
+        mend = f"the checkpoint is whole: {first}, then {format_option('resume', run_dir)}"
         lost = f"checkpoint.every = 0 has left no checkpoint of it: {first}, then train it again"
         raise UserError(f"{run_dir / 'model'} could not be saved ({error}); {mend if is_saved else lost}") from error
 

@@ -37,7 +37,7 @@ from pellucid.policy import load
 from pellucid.training import memory
 from pellucid.types import UserError
 from pellucid.utils import hardware
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, print_notes
 
 EXTRAS = {
     "lora": ["peft"],
@@ -113,8 +113,8 @@ def _describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
         has_graphs = fused_check.can_use_cuda_graphs(device)
     fault = "; ".join(str(warning.message) for warning in caught)
     yield "decoding", "by CUDA graphs" if has_graphs else f"by torch's operators: {fault}"
-    kernel, fault = attention.choose_flash_kernel(device, torch.bfloat16)
-    yield "attention", "flash attention" if kernel else f"by torch's operators, without flash attention: {fault}"
+    fault = attention.find_flash_fault(device, torch.bfloat16)
+    yield "attention", f"by torch's operators, without flash attention: {fault}" if fault else "flash attention"
 
 
 def print_memory_plan(cfg: Config) -> int:
@@ -127,8 +127,7 @@ def print_memory_plan(cfg: Config) -> int:
     """
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
-    if note := cfg.policy.access.format_warning(cfg.policy.model):
-        print(escape_controls(f"! {note}"), flush=True)
+    print_notes(cfg.policy.access.format_warning(cfg.policy.model))
     model = memory.describe_policy_model(cfg.policy)
     print(
         f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pellucid.reporting.eval_metrics import MIN_INTERVAL_PROMPTS
 from pellucid.types import (
-    ContinuousBatchingSampler,
     Estimate,
     Evaluation,
     Group,
@@ -131,7 +130,7 @@ def sample_and_grade(
     """
     chunk_size = max(1, MAX_GRADED_ROWS // sampling.n)
     seeded = replace(sampling, seed=f"evaluate/{task.seed}")
-    is_continuous = isinstance(sampler, ContinuousBatchingSampler) and sampler.batches_continuously
+    is_continuous = getattr(sampler, "batches_continuously", False)
     return [
         group
         for chunk in split_into_chunks(prompts, len(prompts) if is_continuous else chunk_size)

@@ -17,7 +17,7 @@ from pellucid.training.build import make_template
 from pellucid.training.checkpoint import get_checkpoint_dir, load_newest_checkpoint
 from pellucid.training.run_dir import check_writable
 from pellucid.types import UserError
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, print_notes
 
 
 def export_model(run_dir: Path, output: Path) -> int:
@@ -45,8 +45,7 @@ def export_model(run_dir: Path, output: Path) -> int:
     check_writable(output)
     cfg = load_config(run_dir / "config.json")
     tensors, facts, notes = load_newest_checkpoint(run_dir)
-    for note in notes:
-        print(escape_controls(f"! {note}"), flush=True)
+    print_notes(*notes)
     learner = _load_initial_policy(cfg)
     if "policy" in facts.get("sharded", ()):
         folder = get_checkpoint_dir(run_dir, facts["step"]) / "policy"

@@ -22,9 +22,8 @@ from pellucid.models.decoder import find_fallback_reason
 from pellucid.policy.load import (
     DEFAULT_ACCESS,
     ModelAccess,
-    build_access_arguments,
     check_causal_model,
-    explain_load_errors,
+    explain_policy_errors,
     has_custom_code,
     locate_model,
 )
@@ -68,9 +67,9 @@ def build_meta_model(name: str, access: ModelAccess = DEFAULT_ACCESS) -> tuple[A
 
     Raise UserError if the model cannot be found, or is no language model.
     """
-    with explain_load_errors(name, access):
+    with explain_policy_errors(name, access):
         config = AutoConfig.from_pretrained(
-            locate_model(name, weights=False, revision=access.revision), **build_access_arguments(access)
+            locate_model(name, weights=False, revision=access.revision), **access.build_arguments()
         )
         check_causal_model(name, config)
         with torch.device("meta"):

@@ -6,16 +6,12 @@ zero-variance groups, and a check of all prompts of a data set against the token
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import rich
 from rich.markup import escape
@@ -23,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from pellucid import __version__
 from pellucid.algorithm.metrics import find_inert_settings
-from pellucid.config import Config
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.config import Config, SamplerConfig
 from pellucid.models.decoder import get_context_length
 from pellucid.policy import load
 from pellucid.policy.chat_template import (
@@ -73,13 +69,14 @@ from pellucid.types import (
     NotBegunError,
     Prompt,
     Reward,
+    Task,
     UserError,
     rewards_are_verdicts,
     with_split,
 )
-from pellucid.utils import files, hardware
+from pellucid.utils import hardware
 from pellucid.utils.plugins import import_extra
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, format_option, print_notes
 
 _CUT_OFF_WARNING_SHARE = 0.1
 """The share of cut-off samples from which a warning is printed."""
@@ -100,9 +97,7 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
         DataError: The data set has bad rows that are not to be skipped.
         UserError: Anything else that would end the run.
     """
-    for note in filter(None, (cfg.policy.access.format_warning(cfg.policy.model), *collect_disclosure_notes(cfg))):
-        if is_first_process():
-            print(escape_controls(f"! {note}"), flush=True)
+    print_disclosures(cfg, cfg.policy.access.format_warning(cfg.policy.model))
     check_settings(cfg)
     if cfg.log.tensorboard:
         import_extra("tensorboard", "tensorboard", "log.tensorboard")
@@ -116,32 +111,25 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
         vllm_client.check_servers(cfg.sampler.urls, cfg.sampler.timeout)
     elif cfg.sampler.name == "vllm":
         vllm.check_vllm_installed()
-    model = _find_model_facts(cfg)
+    try:
+        model = memory.describe_policy_model(cfg.policy)
+    except UserError:  # loading the model raises an error that says more
+        model = None
     if model:
-        _check_model_config(cfg, model)
-        _check_configured_prompts(cfg, model.config)
-    prompts = with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
-    check_reward_signatures(cfg, prompts)
+        _check_model_config(cfg, model.config.get_text_config())
+        _check_configured_prompts(cfg, model.config.get_text_config())
+    check_reward_signatures(cfg, with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step))
     if cfg.evaluate.every:  # raises a UserError if nothing is held out
         sample_held_out_prompts(with_split(cfg.task, "test"), cfg.evaluate.n)
     if model:
         _check_disk_space(cfg, model, run_dir)
 
 
-def _find_model_facts(cfg: Config) -> memory.ModelFacts | None:
-    """Return the facts of the model of a run; None if it cannot be found."""
-    try:
-        return memory.describe_policy_model(cfg.policy)
-    except UserError:  # loading the model raises an error that says more
-        return None
-
-
-def collect_disclosure_notes(cfg: Config) -> list[str]:
-    """Return the notes that must be shown before graders are loaded and before data is sent to servers."""
-    return [
-        *collect_grader_notices(cfg.task),
-        *([vllm_client.format_servers_notice(cfg.sampler.urls)] if cfg.sampler.urls else []),
-    ]
+def print_disclosures(cfg: Config, access_warning: str) -> None:
+    """Print what must be known before code of the model runs, graders are loaded and data is sent to servers."""
+    servers = [vllm_client.format_servers_notice(cfg.sampler.urls)] if cfg.sampler.urls else []
+    if is_first_process():
+        print_notes(access_warning, *collect_grader_notices(cfg.task), *servers)
 
 
 def check_reward_signatures(cfg: Config, prompts: Sequence[Prompt]) -> None:
@@ -155,25 +143,18 @@ def check_reward_signatures(cfg: Config, prompts: Sequence[Prompt]) -> None:
                 raise UserError(f"reward {error}") from error
 
 
-def _check_model_config(cfg: Config, model: memory.ModelFacts) -> None:
-    """Raise UserError if the configuration of the model does not fit the settings."""
-    text = model.config.get_text_config()
+def _check_model_config(cfg: Config, text: PreTrainedConfig) -> None:
+    """Raise UserError if the configuration of the text model does not fit the settings."""
     if cfg.sampler.max_tokens >= get_context_length(text):
         raise UserError(
             f"sampler.max_tokens = {cfg.sampler.max_tokens} leaves no room for a prompt: {cfg.policy.model} has a"
             f" context of {get_context_length(text)} tokens"
         )
-    if cfg.algorithm.similarity != "none":
-        _check_similarity_layer(cfg.algorithm.similarity_layer, text)
+    layer, layers = cfg.algorithm.similarity_layer, getattr(text, "num_hidden_layers", None)
+    if cfg.algorithm.similarity != "none" and layers is not None and not -layers <= layer + 1 <= layers + 1:
+        raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
     if cfg.policy.lora_targets:
         check_lora_targets(memory.build_meta_model(cfg.policy.model, cfg.policy.access)[1], cfg.policy.lora_targets)
-
-
-def _check_similarity_layer(layer: int, text: Any) -> None:
-    """Raise UserError if the model does not have this layer."""
-    layers = getattr(text, "num_hidden_layers", None)
-    if layers is not None and not -layers <= layer + 1 <= layers + 1:
-        raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
 
 
 def _check_disk_space(cfg: Config, model: memory.ModelFacts, run_dir: Path) -> None:
@@ -183,7 +164,7 @@ def _check_disk_space(cfg: Config, model: memory.ModelFacts, run_dir: Path) -> N
         checkpoints = format_count(plan.max_checkpoints, "checkpoint")
         raise UserError(
             f"{run_dir} needs {plan.needed_gb:.1f} GB for the model and {checkpoints}, and {plan.free_gb:.1f} GB are"
-            " free: make room, lower checkpoint.keep_last, or choose another folder with --run"
+            f" free: make room, lower checkpoint.keep_last, or choose another folder with {format_option('run')}"
         )
 
 
@@ -198,36 +179,43 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
         run_dir: The run directory.
     """
     a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
-    completions = a.prompts_per_step * a.group_size
-    reason = memory.explain_unknown_memory(model.config)
-    expected, available = memory.estimate_peak(model, cfg, world_size), hardware.get_device_memory_gb(device)
-    note, disk = memory.describe_checkpointing(model, cfg, world_size), memory.plan_disk(cfg, model, run_dir)
-    table = Table.grid(padding=(0, 2))
-    for name, value in {
+    completions, disk = a.prompts_per_step * a.group_size, memory.plan_disk(cfg, model, run_dir)
+    rows = {
         "model": f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters,"
         f" {model.trained_count / 1e6:.1f} M trained",
         "computes": f"in {cfg.policy.dtype} on {device}, {world_size} process{'es' if world_size > 1 else ''}, by"
         + (f" transformers ({fallback})" if fallback else " our decoder"),
         **_describe_rows(cfg),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
-        f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
+        f" {cfg.sampler.max_tokens} tokens each, {format_count(a.inner_steps, 'optimizer step')}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
         + (f", or {a.minutes:g} minutes" if a.minutes else "")
         + f", seed {a.seed}",
-        "memory": ("at least" if reason else "about")
-        + f" {expected:.1f} GB expected"
-        + (f", activations unknown ({reason})" if reason else "")
-        + (f" of {available:.0f} GB: pellucid doctor --plan says what would fit" if expected > available else "")
-        + (f"; {note}" if note and (expected > available or cfg.policy.gradient_checkpointing) else ""),
+        "memory": _describe_memory(cfg, model, world_size),
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.estimate_reward_models(cfg).items()},
         "disk": f"up to {disk.peak_gb:.1f} GB of {disk.free_gb:.0f} GB free",
-    }.items():
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
         table.add_row(f"[dim]{name}", escape(escape_controls(value)))
     rich.print(table)
     slow = {"float32": hardware.describe_missing_bf16, "float16": hardware.describe_slow_float16}.get(cfg.policy.dtype)
     correction_note = _OTHER_ARITHMETIC_NOTE.format(a.correction) if cfg.sampler.name == "vllm" else ""
-    for line in filter(None, (slow(device) if slow else "", correction_note, *find_inert_settings(a))):
-        print(escape_controls(f"! {line}"), flush=True)
+    print_notes(slow(device) if slow else "", correction_note, *find_inert_settings(a))
+
+
+def _describe_memory(cfg: Config, model: memory.ModelFacts, world_size: int) -> str:
+    """Return how much memory the run will need, with advice if that is more than the device has."""
+    unknown = memory.explain_unknown_memory(model.config)
+    expected = memory.estimate_peak(model, cfg, world_size)
+    available = hardware.get_device_memory_gb(hardware.pick_device(cfg.policy.device))
+    text = f"{'at least' if unknown else 'about'} {expected:.1f} GB expected"
+    if unknown:
+        text += f", activations unknown ({unknown})"
+    if expected > available:
+        text += f" of {available:.0f} GB: pellucid doctor --plan says what would fit"
+    note = memory.describe_checkpointing(model, cfg, world_size)
+    return f"{text}; {note}" if note and (expected > available or cfg.policy.gradient_checkpointing) else text
 
 
 def _describe_rows(cfg: Config) -> dict[str, str]:
@@ -318,26 +306,23 @@ def show_signal(groups: Sequence[Group], cfg: Config, eos_ids: Collection[int]) 
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
-    share, prediction = _estimate_zero_variance_share(groups, cfg)
+    share, prediction = _estimate_zero_variance_share(groups, cfg.algorithm)
     few = len(groups) < MIN_INTERVAL_PROMPTS
     print(
         f"{_describe_outcome(graded, len(groups))}; {prediction}",
-        _describe_failures(groups) or _give_advice(share, graded, _can_add_prefixes(cfg), few),
+        _describe_failures(groups) or _give_advice(share, graded, _can_add_prefixes(cfg.task), few),
     )
     completions = [completion for group in groups for completion in group.completions]
-    for warning in find_cut_off_warnings(completions, cfg, eos_ids):
-        print(escape_controls(f"! {warning}"), flush=True)
+    print_notes(*find_cut_off_warnings(completions, cfg.sampler, eos_ids))
 
 
-def _estimate_zero_variance_share(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:
+def _estimate_zero_variance_share(groups: Sequence[Group], cfg: GRPOConfig) -> tuple[float, str]:
     """Return the share of groups that will have equal rewards, and a clause on it for a sentence."""
-    size, min_range = cfg.algorithm.group_size, cfg.algorithm.min_reward_range
     rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
-    dead = estimate_if_enough(
-        estimate_share, [predict_zero_variance_share([values], size, min_range) for values in rewards]
-    )
+    shares = [predict_zero_variance_share([values], cfg.group_size, cfg.min_reward_range) for values in rewards]
+    dead = estimate_if_enough(estimate_share, shares)
     interval = f"95% interval {dead.low:.0%} to {dead.high:.0%}" if dead.has_interval else TOO_FEW_PROMPTS
-    return dead.value, f"judging by them, {dead.value:.0%} of groups of {size} will be dead ({interval})."
+    return dead.value, f"judging by them, {dead.value:.0%} of groups of {cfg.group_size} will be dead ({interval})."
 
 
 def _describe_failures(groups: Sequence[Group]) -> str:
@@ -359,15 +344,13 @@ def _describe_outcome(graded: Sequence[Reward], prompts: int) -> str:
     return f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
 
 
-def _give_advice(
-    zero_variance_share: float, graded: Sequence[Reward], has_workings: bool = False, few: bool = False
-) -> str:
+def _give_advice(zero_variance_share: float, graded: Sequence[Reward], has_workings: bool, few: bool) -> str:
     """Return what to change if many groups will have zero variance, and so no gradient.
 
     Args:
         zero_variance_share: The predicted share of these groups.
         graded: The rewards of the samples.
-        has_workings: Whether the task has workings that could be prefixes, and gives none yet.
+        has_workings: Whether the task could have prefixes, and has none yet.
         few: Whether there are too few prompts for a promise.
     """
     if zero_variance_share < 0.5:
@@ -385,18 +368,20 @@ def _give_advice(
     return f"{subject} will teach little: use {', '.join(changes[:-1])}, or {changes[-1]}."
 
 
-def _can_add_prefixes(cfg: Config) -> bool:
+def _can_add_prefixes(task: Task) -> bool:
     """Whether the task has workings that could be prefixes, and gives none yet."""
-    is_prefixed = any(isinstance(layer, Prefixed) for layer in list_task_layers(cfg.task))
-    return not is_prefixed and hasattr(get_innermost_task(cfg.task), "working")
+    is_prefixed = any(isinstance(layer, Prefixed) for layer in list_task_layers(task))
+    return not is_prefixed and hasattr(get_innermost_task(task), "working")
 
 
-def find_cut_off_warnings(completions: Sequence[Completion], cfg: Config, eos_ids: Collection[int]) -> Iterator[str]:
+def find_cut_off_warnings(
+    completions: Sequence[Completion], cfg: SamplerConfig, eos_ids: Collection[int]
+) -> Iterator[str]:
     """Yield warnings if CUT_OFF_WARNING_SHARE of the samples, or of the conversations by a turn, were cut off.
 
     A conversation that ended with the last of sampler.turns is not cut off.
     """
-    n, turn_limit, limit = len(completions), cfg.sampler.turn_tokens, cfg.sampler.max_tokens
+    n, turn_limit, limit = len(completions), cfg.turn_tokens, cfg.max_tokens
     cut_turns = [_find_cut_turns(completion, turn_limit, eos_ids) for completion in completions]
     with_cut_turn = sum(any(turns) for turns in cut_turns)
     cut_off = sum(not c.finished and not (turns and turns[-1]) for c, turns in zip(completions, cut_turns, strict=True))
@@ -415,12 +400,10 @@ def find_cut_off_warnings(completions: Sequence[Completion], cfg: Config, eos_id
 
 
 def _find_cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection[int]) -> list[bool]:
-    """Return whether each turn of a conversation was cut off at `max_tokens`; an empty list if turns have no limit."""
-    turns = (
-        [ids for ids, is_given in _split_spans(completion) if not is_given]
-        if max_tokens and completion.messages
-        else []
-    )
+    """Return whether each turn of a conversation was cut off at `max_tokens`; empty if turns have no limit."""
+    if not max_tokens or not completion.messages:
+        return []
+    turns = [ids for ids, is_given in _split_spans(completion) if not is_given]
     return [len(ids) == max_tokens and ids[-1] not in eos_ids for ids in turns]
 
 
@@ -442,8 +425,6 @@ def describe_loaded_model(policy: Policy) -> memory.ModelFacts:
 
 _TOKENIZE_BATCH_SIZE = 1024
 """The number of prompts that are tokenized at once, in parallel by a fast tokenizer."""
-MIN_CACHED_ROWS = 2048
-"""The number of rows from which the result is cached on disk."""
 _PROBE_PROMPT_COUNT = 256
 """The number of prompts that are checked of a task that generates them."""
 
@@ -459,20 +440,19 @@ class _PromptLimits(NamedTuple):
     """The number of embeddings of the model."""
 
 
-def _check_configured_prompts(cfg: Config, config: PreTrainedConfig) -> None:
-    """Check the prompts of both splits against the tokenizer and the configuration of the policy, without its weights.
+def _check_configured_prompts(cfg: Config, text: PreTrainedConfig) -> None:
+    """Check the prompts of both splits against the tokenizer and the configuration of the text model.
 
     Raises:
         DataError: Bad rows are not to be skipped.
     """
-    config = config.get_text_config()
     try:
         tokenizer = load.load_tokenizer(cfg.policy.model, cfg.policy.access)
     except UserError:  # loading the policy raises it again
         return
     make_template(cfg).apply_to_tokenizer(tokenizer)
     splits = ("train", "test") if cfg.evaluate.every else ("train",)
-    check_prompts(cfg, tokenizer, get_context_length(config), config.vocab_size, splits)
+    check_prompts(cfg, tokenizer, get_context_length(text), text.vocab_size, splits)
 
 
 def check_prompts(
@@ -515,10 +495,8 @@ def _check_dataset_prompts(
     for split in splits:
         load_split_prompts(replace(task, split=split))
     if (bad := list_bad_rows(task)) and is_first_process():
-        print(
-            f"! task.skip_bad_rows leaves out {len(bad)} of {_count_rows(task)} rows: {format_bad_rows(bad)}",
-            flush=True,
-        )
+        count = sum(len(scan_source(key).prompts) for key in bad_rows)
+        print(f"! task.skip_bad_rows leaves out {len(bad)} of {count} rows: {format_bad_rows(bad)}", flush=True)
 
 
 def _filter_by_split(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits: Sequence[str]) -> dict[int, str]:
@@ -527,10 +505,6 @@ def _filter_by_split(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits
     rows = scan_source(key).prompts.rows
     indices = {index for prompts in prompts_by_split if prompts.rows is rows for index in prompts.indices}
     return {index: reason for index, reason in bad.items() if index in indices}
-
-
-def _count_rows(task: Dataset) -> int:
-    return sum(len(scan_source(key).prompts) for key in list_scan_keys(task))
 
 
 def _check_probe_prompts(
@@ -558,22 +532,7 @@ def _sample_first_prompts(cfg: Config, splits: Sequence[str]) -> Iterator[Prompt
 
 
 def _find_bad_rows(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits) -> dict[int, str]:
-    """Return the faults of bad rows of a source by their indices, from the cache of an earlier run if there is one."""
-    if len(scanned.prompts) < MIN_CACHED_ROWS:
-        return _find_bad_rows_uncached(scanned, tokenizer, limits)
-    path = _get_cache_path(scanned, tokenizer, limits)
-    with suppress(OSError, ValueError, AttributeError):  # a damaged file is replaced
-        return {int(index): str(fault) for index, fault in json.loads(path.read_text(encoding="utf-8")).items()}
-    bad = _find_bad_rows_uncached(scanned, tokenizer, limits)
-    with suppress(OSError):  # the next run tokenizes them again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_file_atomically(path, json.dumps(bad))
-    return bad
-
-
-def _find_bad_rows_uncached(
-    scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits
-) -> dict[int, str]:
+    """Return the faults of bad rows of a source by their indices."""
     indices = [index for index, fingerprint in enumerate(scanned.fingerprints) if fingerprint]
     bad: dict[int, str] = {}
     for start in range(0, len(indices), _TOKENIZE_BATCH_SIZE):
@@ -599,25 +558,6 @@ def find_prompt_faults(
     for i, ids in zip(texts, encode_prompt_texts(tokenizer, list(texts.values())), strict=True):
         faults[i] = find_token_fault(ids, limits.vocabulary_size)
         if not faults[i] and len(ids) > limits.max_prompt_tokens:
-            room = (
-                f"{limits.max_prompt_tokens}, which leave room for sampler.max_tokens = {limits.max_completion_tokens}"
-            )
-            faults[i] = f"its prompt has {len(ids)} tokens, more than {room}"
+            most = f"more than {limits.max_prompt_tokens}, which leave room for"
+            faults[i] = f"its prompt has {len(ids)} tokens, {most} sampler.max_tokens = {limits.max_completion_tokens}"
     return faults
-
-
-def _get_cache_path(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits) -> Path:
-    """Return the path of the cached result for these prompts, this tokenizer and these limits."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    facts = (
-        __version__,
-        type(tokenizer).__name__,
-        str(tokenizer.chat_template),
-        str(tokenizer.special_tokens_map),
-        vocabulary,
-    )
-    digest = hashlib.sha256(scanned.fingerprints.tobytes())
-    digest.update(json.dumps([*facts, *limits]).encode())
-    cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid")
-    return cache / "rows" / f"{digest.hexdigest()[:32]}.json"

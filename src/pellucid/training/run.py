@@ -24,6 +24,7 @@ from pellucid import __version__
 from pellucid.algorithm import async_grpo, grpo
 from pellucid.algorithm.grpo import StepResult
 from pellucid.algorithm.metrics import InertSettingWatcher
+from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config, dump_config, resolve_config
 from pellucid.distributed.process_group import SINGLE_PROCESS, broadcast_decision, detect_lost_processes
 from pellucid.policy.access import ModelAccess
@@ -72,8 +73,8 @@ from pellucid.training.memory import suggest_memory_remedy
 from pellucid.training.preflight import (
     check_prompts,
     check_reward_signatures,
-    collect_disclosure_notes,
     describe_loaded_model,
+    print_disclosures,
     refuse_failed_rewards,
     refuse_inapplicable_rewards,
     run_preflight_checks,
@@ -99,7 +100,7 @@ from pellucid.types import DataError, Evaluation, Group, Logger, UserError, with
 from pellucid.utils import files, hardware
 from pellucid.utils.files import exit_if_forked
 from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS, StopRequests, collect_stop_requests
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import escape_controls, print_notes
 
 _NO_REWARD = "None: no reward applies to its rows"
 _MIN_PROBE_ANSWERS = 8
@@ -156,11 +157,8 @@ class TrainingRun:
         profile: bool = False,
     ) -> None:
         self.cfg, self.run_dir, self.resume_changes, self.stop_requests = cfg, run_dir, resume_changes, stop_requests
-        self.resume_hint, self.prepare, self.profile = (
-            resume_hint or f"pellucid train --resume {run_dir}",
-            prepare,
-            profile,
-        )
+        self.resume_hint = resume_hint or f"pellucid train --resume {run_dir}"
+        self.prepare, self.profile = prepare, profile
         self.policy: Policy | None = None
         """The model that is trained, also after the run has ended; None before it starts."""
         self.stopped_step = 0
@@ -170,7 +168,7 @@ class TrainingRun:
         """The error in the data that ended the run, if one did."""
 
     def __iter__(self) -> Generator[StepResult]:
-        self.stopped_step, self._data_error = 0, None
+        self.stopped_step, self._saved_step, self._data_error = 0, 0, None
         with ExitStack() as stack:
             with self.stop_requests.interrupt_immediately():
                 parts = self._build(stack)
@@ -185,7 +183,9 @@ class TrainingRun:
                     try:
                         yield result
                     except GeneratorExit:
-                        self._stop_early(parts)
+                        if not _is_last_step(self.cfg.algorithm, parts):
+                            self.stopped_step = parts.state.step
+                            self._save_checkpoint(parts)
                         break
                 if not self.stopped_step:
                     save_model(self.run_dir, self.cfg, parts)
@@ -197,7 +197,7 @@ class TrainingRun:
             raise UserError(
                 f"{self._data_error}; saved after step {self.stopped_step}: mend the data, then {self.resume_hint}"
             )
-        if _is_out_of_patience(self.cfg, parts):
+        if _is_out_of_patience(self.cfg.reward.patience, parts):
             raise UserError(
                 f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]};"
                 " nothing is lost, and reward.patience is how many such steps a run bears with"
@@ -211,8 +211,7 @@ class TrainingRun:
             if not parts.state.step:
                 raise
             self.stopped_step, self._data_error = parts.state.step, error
-            if self._saved_step != self.stopped_step:
-                self._save_checkpoint(parts)
+            self._save_checkpoint(parts)
             if parts.runtime.is_main:
                 record_bad_data(self.run_dir, str(error))
 
@@ -230,7 +229,8 @@ class TrainingRun:
             if self.resume_changes is None:
                 check_free_run_dir(self.run_dir)  # before `prepare` writes rows over those of another run
         if self.prepare is not None:
-            _run_in_first_process(self.prepare, self.cfg)
+            prepare, device = self.prepare, hardware.pick_device(self.cfg.policy.device)
+            broadcast_decision(lambda: prepare() or "", device, self.cfg.runtime.timeout)  # the others wait
             self._check_preflight()
         set_seed(self.cfg.algorithm.seed)  # the initial weights of adapters are random
         parts = build_components(self.cfg, self.run_dir / "rewards.log")
@@ -254,41 +254,36 @@ class TrainingRun:
         """Take the steps; log, save and evaluate. Set `stopped_step` if a stop request ends the run."""
         cfg = self.cfg
         watcher, heap, is_new = InertSettingWatcher(cfg.algorithm), hardware.HeapTrimmer(), parts.state.step == 0
-        if (
-            not is_new
-            and _is_evaluation_missing(cfg, self.run_dir, parts)
-            and not _evaluate_and_log(cfg, parts, log, self.stop_requests)
-        ):
+        if not is_new and _is_evaluation_missing(cfg, self.run_dir, parts) and not self._evaluate(parts, log):
             self.stopped_step = parts.state.step
             return
-        if is_out_of_time(cfg, parts):  # the run was stopped or killed when only the model was missing
+        if is_out_of_time(cfg.algorithm, parts):  # the run was stopped or killed when only the model was missing
             return
         for step, measured, groups in self._make_step_iterator(parts):
             parts.elapsed_seconds += measured["time/step"]
             metrics = {
                 **compute_group_metrics(groups, cfg.algorithm.min_reward_range),
                 **measured,
-                **_measure_memory(parts),
+                "memory/peak_gb": hardware.get_peak_memory_gb(parts.policy.device),
+                "memory/resident_gb": hardware.get_resident_gb(),
             }
             if "reward/kl" in metrics:
                 metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
             log.log(step, metrics, groups)
             heap.trim_after_step()
-            for note in watcher.observe_step(metrics) if parts.runtime.is_main and is_new else []:
-                print(escape_controls(f"! {note}"), flush=True)
-            is_last, is_due = _is_last_step(cfg, parts), _is_evaluation_due(cfg, parts)
-            is_saved = cfg.checkpoint.every > 0 and (is_last or step % cfg.checkpoint.every == 0)
+            if parts.runtime.is_main and is_new:
+                print_notes(*watcher.observe_step(metrics))
+            is_last, is_due = _is_last_step(cfg.algorithm, parts), _is_evaluation_due(cfg, parts)
             parts.failures = (
                 [*parts.failures, find_first_error(groups) or _NO_REWARD] if have_all_failed(groups) else []
             )
-            stop = parts.runtime.any_rank(bool(self.stop_requests)) or _is_out_of_patience(cfg, parts)
+            stop = parts.runtime.any_rank(bool(self.stop_requests)) or _is_out_of_patience(cfg.reward.patience, parts)
             # The checkpoint comes before the evaluation: a supervisor waits only seconds between SIGTERM and SIGKILL.
-            if is_saved or stop:
+            if stop or (cfg.checkpoint.every and (is_last or step % cfg.checkpoint.every == 0)):
                 self._save_checkpoint(parts)
-            if is_due and not stop and not _evaluate_and_log(cfg, parts, log, self.stop_requests):
+            if is_due and not stop and not self._evaluate(parts, log):
                 stop = True
-                if not is_saved:
-                    self._save_checkpoint(parts)
+                self._save_checkpoint(parts)
             is_stopped = stop and (is_due or not is_last)
             self.stopped_step = step if is_stopped else 0
             yield StepResult(step, metrics, groups)
@@ -308,16 +303,25 @@ class TrainingRun:
             return steps
         return profile_steps(steps, self.run_dir / "profile.txt", parts.policy.dtype)
 
-    def _stop_early(self, parts: Components) -> None:
-        """Save the run if the caller leaves the iteration before the last step."""
-        if not _is_last_step(self.cfg, parts):
-            self.stopped_step = parts.state.step
-            if self._saved_step != self.stopped_step:
-                self._save_checkpoint(parts)
-
     def _save_checkpoint(self, parts: Components) -> None:
-        save_checkpoint(self.run_dir, self.cfg, parts)
-        self._saved_step = parts.state.step
+        """Save the run, unless this step is saved already."""
+        if self._saved_step != parts.state.step:
+            save_checkpoint(self.run_dir, self.cfg, parts)
+            self._saved_step = parts.state.step
+
+    def _evaluate(self, parts: Components, log: Logger) -> bool:
+        """Evaluate the policy. Return False if a stop request came: the resumed run then makes the evaluation.
+
+        A single process interrupts the evaluation; several, which wait for one another, finish it.
+        """
+        is_alone = parts.runtime.world_size == 1
+        try:
+            with self.stop_requests.interrupt_immediately() if is_alone else nullcontext():
+                evaluation = evaluate_policy(self.cfg, parts)[0]
+        except KeyboardInterrupt:
+            return False
+        log.log_evaluation(parts.state.step, evaluation)
+        return not parts.runtime.any_rank(bool(self.stop_requests))
 
 
 def end_forked_copies(steps: Iterator[StepResult]) -> Iterator[StepResult]:
@@ -345,8 +349,7 @@ def _begin_run(
     notes = restore_run(run_dir, parts) if resume_changes is not None and list_checkpoints(run_dir) else []
     if parts.runtime.is_main:
         start_run_dir(run_dir, cfg, parts.state.step, resume_changes)
-        for note in notes:
-            print(escape_controls(f"! {note}"), flush=True)
+        print_notes(*notes)
         with guard_display("the settings"):
             model, fallback_reason = describe_loaded_model(parts.policy), parts.policy.find_fallback_reason()
             show_plan(cfg, model, fallback_reason, parts.runtime.world_size, run_dir)
@@ -355,33 +358,18 @@ def _begin_run(
     return _evaluate_before_training(cfg, parts) if parts.state.step == 0 else None
 
 
-def _run_in_first_process(action: Callable[[], None], cfg: Config) -> None:
-    """Run an action in the first process while the others wait."""
-
-    def decide() -> str:
-        action()
-        return ""
-
-    broadcast_decision(decide, hardware.pick_device(cfg.policy.device), cfg.runtime.timeout)
-
-
-def _measure_memory(parts: Components) -> dict[str, float]:
-    """Return the memory of this process in GB: its peak, on the GPU if there is one, and its resident size."""
-    return {"memory/peak_gb": parts.runtime.get_peak_memory_gb(), "memory/resident_gb": hardware.get_resident_gb()}
-
-
-def _is_out_of_patience(cfg: Config, parts: Components) -> bool:
+def _is_out_of_patience(patience: int, parts: Components) -> bool:
     """Whether the run must end because too many steps in a row had no reward. All processes agree."""
-    return 0 < cfg.reward.patience <= len(parts.failures)
+    return 0 < patience <= len(parts.failures)
 
 
-def _is_last_step(cfg: Config, parts: Components) -> bool:
-    return parts.state.step == cfg.algorithm.steps or is_out_of_time(cfg, parts)
+def _is_last_step(cfg: GRPOConfig, parts: Components) -> bool:
+    return parts.state.step == cfg.steps or is_out_of_time(cfg, parts)
 
 
-def is_out_of_time(cfg: Config, parts: Components) -> bool:
+def is_out_of_time(cfg: GRPOConfig, parts: Components) -> bool:
     """Whether algorithm.minutes are used up. All processes agree."""
-    return parts.runtime.any_rank(0 < cfg.algorithm.minutes * 60 <= parts.elapsed_seconds)
+    return parts.runtime.any_rank(0 < cfg.minutes * 60 <= parts.elapsed_seconds)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -390,7 +378,7 @@ def is_out_of_time(cfg: Config, parts: Components) -> bool:
 def _is_evaluation_due(cfg: Config, parts: Components) -> bool:
     """Whether the policy is evaluated after this step."""
     every = cfg.evaluate.every
-    return every > 0 and (parts.state.step % every == 0 or _is_last_step(cfg, parts))
+    return every > 0 and (parts.state.step % every == 0 or _is_last_step(cfg.algorithm, parts))
 
 
 def _is_evaluation_missing(cfg: Config, run_dir: Path, parts: Components) -> bool:
@@ -399,26 +387,19 @@ def _is_evaluation_missing(cfg: Config, run_dir: Path, parts: Components) -> boo
     return _is_evaluation_due(cfg, parts) and not parts.runtime.any_rank(is_logged)
 
 
-def _evaluate_and_log(cfg: Config, parts: Components, log: Logger, stop_requests: StopRequests) -> bool:
-    """Evaluate the policy. Return False if a stop request came: the resumed run then makes the evaluation.
-
-    A single process interrupts the evaluation; several, which wait for one another, finish it.
-    """
-    try:
-        with stop_requests.interrupt_immediately() if parts.runtime.world_size == 1 else nullcontext():
-            evaluation = evaluate_policy(cfg, parts)[0]
-    except KeyboardInterrupt:
-        return False
-    log.log_evaluation(parts.state.step, evaluation)
-    return not parts.runtime.any_rank(bool(stop_requests))
-
-
 def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
     """Return the evaluation of the policy, and the graded samples."""
     parts.sampler.sync(parts.policy, parts.state.step)
-    task, prompts, sampling = parts.test_task, parts.test_prompts, make_evaluation_sampling(cfg)
-    k, progress = cfg.evaluate.k, make_progress(cfg, parts.state.step)
-    evaluation, groups, _ = evaluate(cfg.task_name, task, prompts, parts.sampler, sampling, k, parts.runtime, progress)
+    evaluation, groups, _ = evaluate(
+        cfg.task_name,
+        parts.test_task,
+        parts.test_prompts,
+        parts.sampler,
+        make_evaluation_sampling(cfg),
+        cfg.evaluate.k,
+        parts.runtime,
+        make_progress(cfg, parts.state.step),
+    )
     return evaluation, groups
 
 
@@ -451,15 +432,16 @@ def _try_rewards(cfg: Config, parts: Components) -> None:
     Without this, an evaluation whose rewards all hang would take hours. The answers are greedy, to held-out prompts.
     If there are too few of these, prompts of the first step are added, and then several answers to each prompt.
     """
-    if isinstance(parts.task, GradedTask):
-        prompts = list(parts.test_prompts[:_MIN_PROBE_ANSWERS])
-        if len(prompts) < _MIN_PROBE_ANSWERS:
-            prompts = [*prompts, *parts.task.sample(0, cfg.algorithm.prompts_per_step)][:_MIN_PROBE_ANSWERS]
-        sampling, progress = make_training_sampling(cfg), make_progress(cfg, 0)
-        n = -(-_MIN_PROBE_ANSWERS // len(prompts))
-        sampling = make_greedy_sampling(sampling) if n == 1 else replace(sampling, n=n)
-        groups = sample_and_grade(parts.task, parts.sampler, parts.runtime.shard(prompts), sampling, progress)
-        refuse_failed_rewards(parts.runtime.gather(groups))
+    if not isinstance(parts.task, GradedTask):
+        return
+    prompts = list(parts.test_prompts[:_MIN_PROBE_ANSWERS])
+    if len(prompts) < _MIN_PROBE_ANSWERS:
+        prompts = [*prompts, *parts.task.sample(0, cfg.algorithm.prompts_per_step)][:_MIN_PROBE_ANSWERS]
+    n, sampling = -(-_MIN_PROBE_ANSWERS // len(prompts)), make_training_sampling(cfg)
+    sampling = make_greedy_sampling(sampling) if n == 1 else replace(sampling, n=n)
+    own_prompts, progress = parts.runtime.shard(prompts), make_progress(cfg, 0)
+    groups = sample_and_grade(parts.task, parts.sampler, own_prompts, sampling, progress)
+    refuse_failed_rewards(parts.runtime.gather(groups))
 
 
 # ---------------------------------------------------------------- files of the run directory
@@ -510,17 +492,17 @@ def print_results(run_dir: Path, stopped_step: int, resume_hint: str) -> None:
     """
     if stopped_step and resume_hint:
         print(escape_controls(f"stopped after step {stopped_step}, nothing is lost; go on with: {resume_hint}"))
-    outputs = {"model": "model", "metrics": "metrics.jsonl"}
+    outputs = {"model": "model"}
     with guard_display("report.html"):
         write_report(run_dir)
-        outputs = {"model": "model", "report": "report.html", "metrics": "metrics.jsonl"}
+        outputs["report"] = "report.html"
     if stopped_step:
         return
     with guard_display("the table"):
         evaluations = list(read_evaluations(run_dir).values())
         if evaluations:
             rich.print(make_comparison_table(evaluations[0], evaluations[-1]))
-    for label, name in outputs.items():
+    for label, name in {**outputs, "metrics": "metrics.jsonl"}.items():
         print(escape_controls(f"{label:8} {run_dir / name}"))
 
 
@@ -566,8 +548,7 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     if os.path.isdir(model):
         access = access._replace(revision="")  # the revision of the base from which this model was trained
-    for note in filter(None, (access.format_warning(model), *collect_disclosure_notes(cfg))):
-        print(escape_controls(f"! {note}"), flush=True)
+    print_disclosures(cfg, access.format_warning(model))
     check_sampler(cfg)
     task = with_split(cfg.task, "test")
     check_reward_signatures(cfg, sample_held_out_prompts(task, cfg.evaluate.n))
@@ -594,14 +575,13 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
             SINGLE_PROCESS,
             make_progress(cfg, cfg.algorithm.steps),
         )
+    verdicts = evaluation.has_verdicts
     for group in greedy_groups[:show]:
-        rich.print(make_verdict_table(group, evaluation.has_verdicts))
+        rich.print(make_verdict_table(group, verdicts))
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
-        answers = [
-            *make_answer_records(greedy_groups, "greedy", evaluation.has_verdicts),
-            *make_answer_records(groups, "sample", evaluation.has_verdicts),
-        ]
+        greedy_answers = make_answer_records(greedy_groups, "greedy", verdicts)
+        answers = [*greedy_answers, *make_answer_records(groups, "sample", verdicts)]
         files.write_file_atomically(output, "".join(map(format_json_line, answers)))
         print(escape_controls(f"answers {output}"))
     refuse_failed_rewards([*greedy_groups, *groups])

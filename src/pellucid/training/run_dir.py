@@ -36,7 +36,9 @@ from pellucid.types import NotBegunError, UserError
 from pellucid.utils import files
 from pellucid.utils.files import check_unlocked, hold_lock
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, load_object, suggest_path
+from pellucid.utils.text import format_option
 
+_ANOTHER_FOLDER = "choose another folder with"
 _LOCK_FILE = ".lock"
 DATA_FILE = "data.jsonl"
 """The rows that `pellucid.train` was given in memory."""
@@ -61,7 +63,7 @@ def hold_run_dir(run_dir: Path) -> Iterator[None]:
     """
     new_folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
-    with hold_lock(run_dir / _LOCK_FILE, _format_lock_owner(run_dir)):
+    with hold_lock(run_dir / _LOCK_FILE, f"trains in {run_dir}"):
         had_rows = (run_dir / DATA_FILE).exists()
         try:
             yield
@@ -90,11 +92,7 @@ def clear_run_dir(run_dir: Path) -> None:
 
 def refuse_locked_run_dir(run_dir: Path) -> None:
     """Raise UserError if another process trains in the directory."""
-    check_unlocked(run_dir / _LOCK_FILE, _format_lock_owner(run_dir))
-
-
-def _format_lock_owner(run_dir: Path) -> str:
-    return f"trains in {run_dir}"
+    check_unlocked(run_dir / _LOCK_FILE, f"trains in {run_dir}")
 
 
 def list_foreign_files(run_dir: Path) -> list[str]:
@@ -106,7 +104,7 @@ def list_foreign_files(run_dir: Path) -> list[str]:
 
 
 def check_new_run_dir(run_dir: Path) -> None:
-    """Raise UserError if no run can start in the directory. Nothing is loaded or written."""
+    """Raise UserError if no run can start in the directory."""
     check_writable(run_dir)
     refuse_locked_run_dir(run_dir)
     check_free_run_dir(run_dir)
@@ -118,9 +116,10 @@ def check_free_run_dir(run_dir: Path) -> None:
     if not names and (run_dir / "config.json").is_file() and "algorithm" not in read_config(run_dir):
         names = ["config.json"]  # of a model, or damaged
     if names:
-        raise UserError(f"{run_dir} holds {names[0]}, which is no run's: choose another folder with --run")
+        raise UserError(f"{run_dir} holds {names[0]}, which is no run's: {_ANOTHER_FOLDER} {format_option('run')}")
     if list_checkpoints(run_dir) or is_run_finished(run_dir) or (run_dir / "model").exists():
-        raise UserError(f"{run_dir} holds a run: go on with --resume {run_dir}, or choose another folder with --run")
+        resume = format_option("resume", run_dir)
+        raise UserError(f"{run_dir} holds a run: go on with {resume}, or {_ANOTHER_FOLDER} {format_option('run')}")
 
 
 def check_begun_run_dir(run_dir: Path, cfg: Config) -> None:
@@ -128,45 +127,51 @@ def check_begun_run_dir(run_dir: Path, cfg: Config) -> None:
     if any(read_records(run_dir / "metrics.jsonl")):
         for key in find_relevant_changes(run_dir, dump_settings(resolve_config(cfg))):
             raise UserError(
-                f"{run_dir} holds steps of a run with another {key}: begin again with --resume {run_dir}, or choose"
-                " another folder with --run"
+                f"{run_dir} holds steps of a run with another {key}: begin again with"
+                f" {format_option('resume', run_dir)}, or {_ANOTHER_FOLDER} {format_option('run')}"
             )
 
 
 def check_resumable_run_dir(run_dir: Path) -> None:
-    """Raise UserError if no run can be resumed in the directory. Nothing is loaded or written."""
+    """Raise UserError if no run can be resumed in the directory."""
     path = run_dir / "config.json"
     if not path.is_file():
-        raise UserError(f"--resume {run_dir}: there is no run in that folder (no config.json){suggest_path(run_dir)}")
-    if "algorithm" not in read_config(run_dir):
-        raise UserError(f"{path} is no run's, or damaged: bring it back from a copy, or start in another folder")
+        option, near = format_option("resume", run_dir), suggest_path(run_dir)
+        raise UserError(f"{option}: there is no run in that folder (no config.json){near}")
+    _read_run_config(run_dir)
     check_writable(run_dir)
     refuse_locked_run_dir(run_dir)
     if is_run_finished(run_dir) and not list_checkpoints(run_dir):
-        model = f" with --policy.model {run_dir / 'model'}" if (run_dir / "model").is_dir() else ""
+        model = run_dir / "model"
+        advice = f" with {format_option('policy.model', model)}" if model.is_dir() else ""
         raise UserError(
             f"{run_dir} is finished and has no checkpoint to go on from, which checkpoint.every above 0 and"
-            f' checkpoint.keep_finished = "newest" would have left: start a new run{model}'
+            f' checkpoint.keep_finished = "newest" would have left: start a new run{advice}'
         )
+
+
+def _read_run_config(run_dir: Path) -> Record:
+    """Return config.json. Raise UserError if it is not what `pellucid train` wrote."""
+    config = read_config(run_dir)
+    if "algorithm" not in config or "digests" not in config:
+        path = run_dir / "config.json"
+        raise UserError(f"{path} is no run's, or damaged: bring it back from a copy, or start in another folder")
+    return config
 
 
 def describe_finished_run(run_dir: Path, resume_changes: SettingChanges, steps: int) -> str:
     """Return a message if a resume with these settings has nothing to do; else an empty string."""
-    if resume_changes or not is_run_finished(run_dir) or not _has_last_model(run_dir):
+    if resume_changes or not is_run_finished(run_dir):
         return ""
     done = max((row["step"] for row in read_records(run_dir / "metrics.jsonl")), default=0)
-    checkpoints = list_checkpoints(run_dir)
+    saved = max((path.stat().st_mtime_ns for path in (run_dir / "model").glob("*")), default=0)
+    is_last_model = saved >= (run_dir / "metrics.jsonl").stat().st_mtime_ns  # an older one is of fewer steps
     # The steps after the newest checkpoint can be taken again.
-    if checkpoints and get_checkpoint_step(checkpoints[-1]) < done:
+    if not is_last_model or any(get_checkpoint_step(path) < done for path in list_checkpoints(run_dir)[-1:]):
         return ""
     reason = "nothing is left to do" if done >= steps else "its minutes are used up"
-    return f"{run_dir} is finished after step {done}: {reason}; --algorithm.steps {2 * steps} would take more steps"
-
-
-def _has_last_model(run_dir: Path) -> bool:
-    """Whether the model was saved after the last step was logged. An older one is the model of fewer steps."""
-    times = [path.stat().st_mtime_ns for path in (run_dir / "model").glob("*")]
-    return max(times, default=0) >= (run_dir / "metrics.jsonl").stat().st_mtime_ns
+    more = format_option("algorithm.steps", 2 * steps)
+    return f"{run_dir} is finished after step {done}: {reason}; {more} would take more steps"
 
 
 def check_writable(run_dir: Path) -> None:
@@ -262,17 +267,16 @@ def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
         raise UserError(f"{run_dir} has taken {done} steps already: algorithm.steps = {steps} must be at least {done}")
     data_may_change = get_bad_data_path(run_dir).is_file()
     for key, (old, new) in changed.items():
-        if data_may_change and _DATA_KEY_PATTERN.fullmatch(key):
-            continue
-        if (
-            not key.startswith(CHANGEABLE_SETTINGS)
-            and not _SKIP_BAD_ROWS_PATTERN.fullmatch(key)
-            and not (key.endswith(".rewards") and _is_same_grading(old, new))
+        if not (
+            key.startswith(CHANGEABLE_SETTINGS)
+            or _SKIP_BAD_ROWS_PATTERN.fullmatch(key)
+            or (data_may_change and _DATA_KEY_PATTERN.fullmatch(key))
+            or (key.endswith(".rewards") and _strip_execution_settings(old) == _strip_execution_settings(new))
         ):
             when = "" if (run_dir / "model").is_dir() else "when it is finished, "
             raise UserError(
                 f"{run_dir} was trained with {key} = {old}, now {new}: resume it with what it was, or {when}start"
-                f" a new run from its model with --policy.model {run_dir / 'model'}"
+                f" a new run from its model with {format_option('policy.model', run_dir / 'model')}"
             )
     return changed
 
@@ -282,17 +286,10 @@ def get_bad_data_path(run_dir: Path) -> Path:
     return run_dir / "bad_data.txt"
 
 
-def _is_same_grading(old: Any, new: Any) -> bool:
-    """Whether two lists of reward terms differ only in how the terms are computed."""
-    return (
-        isinstance(old, list)
-        and isinstance(new, list)
-        and list(map(_strip_execution_settings, old)) == list(map(_strip_execution_settings, new))
-    )
-
-
 def _strip_execution_settings(term: Any) -> Any:
-    """Return a reward term without the settings of where and how fast it is computed."""
+    """Return a reward term, or a list of them, without the settings of where and how fast terms are computed."""
+    if isinstance(term, list):
+        return list(map(_strip_execution_settings, term))
     if not isinstance(term, Mapping):
         return term
     tables = {
@@ -309,10 +306,10 @@ def _find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
     A file counts as changed if its content is different, wherever it is. The dtype "auto" is that of the run. A branch
     or a tag is the commit to which it leads in the cache of the Hub.
     """
+    old_digests, new_digests = _read_run_config(run_dir)["digests"], digest_named_files(settings)
     old, new = (
         dict(flatten_config(values)) for values in (dump_settings(load_config(run_dir / "config.json")), settings)
     )
-    old_digests, new_digests = read_config(run_dir)["digests"], digest_named_files(settings)
     if new["policy.dtype"] == "auto":
         new["policy.dtype"] = old["policy.dtype"]
     if commit := _find_cached_commit(new["policy.model"], new["policy.revision"], old["policy.revision"]):
@@ -323,7 +320,7 @@ def _find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
         if old.get(key) != new.get(key) and not (key in old_digests and old_digests[key] == new_digests.get(key))
     }
     edited = {
-        key: (_format_file_digest(digest), _format_file_digest(new_digests.get(key, "none")))
+        key: tuple(f"a file of sha256 {value[:12]}" for value in (digest, new_digests.get(key, "none")))
         for key, digest in old_digests.items()
         if digest != new_digests.get(key)
     }
@@ -350,10 +347,6 @@ def find_relevant_changes(run_dir: Path, settings: Record) -> SettingChanges:
         for key, change in _find_setting_changes(run_dir, settings).items()
         if not key.startswith(_NUMERICALLY_NEUTRAL_SETTINGS)
     }
-
-
-def _format_file_digest(digest: str) -> str:
-    return f"a file of sha256 {digest[:12]}"
 
 
 def add_resume_record(run_dir: Path, step: int, changed: SettingChanges, facts: Record) -> Record:
@@ -394,7 +387,7 @@ def dump_settings(cfg: Config) -> dict[str, Any]:
 
 
 def _resolve_paths(value: Any) -> Any:
-    """Return the section of a task, or a value in it, with absolute paths."""
+    """Return a setting, or all values in a table, with the absolute paths of the files and reward models it names."""
     if isinstance(value, Mapping):
         return {key: _resolve_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -403,7 +396,6 @@ def _resolve_paths(value: Any) -> Any:
 
 
 def _resolve_path(value: str) -> str:
-    """Return a text with the absolute path of the files or the reward model that it names; any other unchanged."""
     if is_file_pattern(value):
         return _make_absolute(value)
     if value.startswith(REWARD_MODEL_PREFIX):
@@ -442,11 +434,7 @@ def digest_code_files(settings: Record) -> dict[str, str]:
 
 
 def _digest_source(source: Path | Sequence[Path] | str) -> str:
-    """Return the sha256 of a file, of several files, or of a text.
-
-    That of several is the sha256 of what `sha256sum` prints of them, so it changes if a file is added, removed or
-    edited.
-    """
+    """Return the sha256 of a file, of a text, or of what `sha256sum` prints of several files."""
     if isinstance(source, Path):
         return files.compute_file_digest(source)
     if not isinstance(source, str):

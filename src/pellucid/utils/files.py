@@ -27,6 +27,11 @@ WORKING_DIRECTORY_GONE = "the working directory is gone, and with it what relati
 _LOCKS_UNSUPPORTED_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
+def get_cache_folder() -> Path:
+    """Return the folder of this user for what can be computed again."""
+    return Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid")
+
+
 # ---------------------------------------------------------------- durable files
 
 

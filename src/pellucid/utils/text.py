@@ -6,7 +6,8 @@ import ast
 import importlib.util
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -85,6 +86,12 @@ _ESCAPES = {
 }
 
 
+def print_notes(*notes: str) -> None:
+    """Print each note that is not empty on a line of its own that begins with "! "."""
+    for note in filter(None, notes):
+        print(escape_controls(f"! {note}"), flush=True)
+
+
 def escape_controls(text: str) -> str:
     """Replace characters that a terminal would act on by their escapes.
 
@@ -96,6 +103,29 @@ def escape_controls(text: str) -> str:
 def format_one_line(value: object, limit: int = 300) -> str:
     """Return a text, such as an error, in one line of at most so many characters."""
     return " ".join(str(value).split())[:limit]
+
+
+# ---------------------------------------------------------------- options of `train` in messages
+
+_caller_is_python: ContextVar[bool] = ContextVar("caller_is_python", default=False)
+
+
+@contextmanager
+def write_options_as_keywords() -> Iterator[None]:
+    """Within this block, messages name options as keywords of `pellucid.train`."""
+    token = _caller_is_python.set(True)
+    try:
+        yield
+    finally:
+        _caller_is_python.reset(token)
+
+
+def format_option(name: str, value: Path | int | None = None) -> str:
+    """Return an option as the caller writes it: `--policy.model DIR`, or `model="DIR"` for a caller from Python."""
+    if not _caller_is_python.get():
+        return f"--{name}" if value is None else f"--{name} {value}"
+    quoted = f'"{value}"' if isinstance(value, Path) else "" if value is None else str(value)
+    return f"{name.rpartition('.')[2]}={quoted}"
 
 
 # ---------------------------------------------------------------- placeholders
