@@ -226,8 +226,8 @@ def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
     task = _find_inner_task(settings["task"])
     name, data = task["name"], task.get("data") or []
     is_packaged = name in TASKS
-    names: list[str] = [data] if isinstance(data, str) else data
-    datasets = [data for data in names if is_packaged and data.count("/") == 1 and not is_file_source(data)][:1]
+    is_hub_dataset = is_packaged and isinstance(data, str) and data.count("/") == 1 and not is_file_source(data)
+    datasets: list[str] = [data] if is_hub_dataset else []
     evaluations = list(read_evaluations(run_dir).values())
     metadata = ModelCardData(
         base_model=find_base_model(read_config(run_dir)["policy"]["model"]),
@@ -250,7 +250,7 @@ def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
         task=task,
         task_summary=text.get_module_summary(TASKS[name].partition(":")[0]) if is_packaged else None,
         reward_summary=text.extract_first_sentence(inspect.getdoc(load_task_class(name)) or "") if is_packaged else "",
-        data=names,
+        data=[data] if isinstance(data, str) else data,
         terms=[f"{term['weight']} x `{term['name']}`" for term in task.get("rewards") or ()] if is_packaged else [],
         algorithm=settings["algorithm"],
         steps=len(steps),
@@ -290,7 +290,7 @@ def _make_eval_results(evaluation: Evaluation, datasets: Sequence[str]) -> Itera
         interval = {"low": estimate.low, "high": estimate.high}
         yield EvalResult(
             task_type="text-generation",
-            dataset_type=", ".join(datasets) or task,
+            dataset_type=next(iter(datasets), task),
             dataset_name=task,
             dataset_split=evaluation.split,
             metric_type="accuracy" if name in _ACCURACY_NAMES else format_measure_name(name, evaluation.k),

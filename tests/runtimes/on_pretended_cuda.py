@@ -82,9 +82,8 @@ def test_a_gpu_that_refuses_flash_attention_goes_another_way(gpu, monkeypatch):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
     monkeypatch.setitem(pretended_cuda.BY_HAND, forward, refusing)
-    attention.choose_flash_kernel.cache_clear()
-    assert attention.choose_flash_kernel(torch.device(WHERE), torch.float16)[0] is left
+    attention.find_flash_fault.cache_clear()
+    assert not attention.uses_flash(torch.device(WHERE), torch.float16)
     said = dict(doctor.collect_findings())["attention"]
-    attention.choose_flash_kernel.cache_clear()
-    reason = "by torch's operators, without flash attention: FlashAttention only supports Ampere GPUs or newer."
-    assert said == ("flash attention" if left else reason)
+    attention.find_flash_fault.cache_clear()
+    assert said == "by torch's operators, without flash attention: FlashAttention only supports Ampere GPUs or newer."

@@ -287,8 +287,9 @@ def make_environments(cfg: Config, learner: Policy, log: Path | None = None) -> 
         environments = AgentPool(spec, learner, cfg.reward, log, task.seed)
     else:
         environments = create_environments(task, cfg.reward, log, in_process=is_process_bound(task))
-    if environments and is_first_process():
-        print_notes(chat_template.check_bridge(learner.tokenizer, learner.eos_ids))
+    note = chat_template.check_bridge(learner.tokenizer, learner.eos_ids) if environments else ""
+    if is_first_process():
+        print_notes(note)
     return environments
 
 
