@@ -17,7 +17,8 @@ from transformers import (
 
 from conftest import EOS, VOCAB, character_tokenizer, kernel_llama, kernel_qwen
 from pellucid.algorithm.batch import Batch, collate
-from pellucid.policy.policy import Policy, add_adapter
+from pellucid.policy.load import add_adapter
+from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Group, Prompt
 
 SMALL = {

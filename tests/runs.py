@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from conftest import records
 from forked import ran
 from pellucid import cli
-from pellucid.policy import policy
+from pellucid.policy import load
 from pellucid.training import build, run
 
 TIMED = ("time/", "memory/")
@@ -63,7 +63,7 @@ def at_home(monkeypatch):
         return model
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
-    monkeypatch.setattr(policy, "move_to_device", moved)
+    monkeypatch.setattr(load, "move_to_device", moved)
     monkeypatch.setattr(build, "isolate_task_rewards", lambda task, *_: task)
 
 

@@ -105,7 +105,7 @@ FLOATS = [
         "evaluate": config.EvaluateConfig,
     }.items()
     for field in dataclasses.fields(cls)
-    if "float" in field.type
+    if "float" in field.type.lower() or "Share" in field.type
 ]
 
 
@@ -196,7 +196,7 @@ def test_a_mistake_on_the_command_line_is_one_line_too(words, said):
 
 def test_a_mistake_says_whose_it_is(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 0\n[policy]\nlora = -1\n")
-    with pytest.raises(UserError, match=r"recipe.toml: policy: lora = -1"):
+    with pytest.raises(UserError, match=r"recipe.toml: policy.lora: Input .* greater than or equal to 0 \(got -1\)"):
         config.load_config(path, ["--algorithm.steps", "3"])
     with pytest.raises(UserError, match="the command line: algorithm: steps = -2"):
         config.load_config(path, ["--policy.lora", "0", "--algorithm.steps", "-2"])

@@ -24,7 +24,7 @@ from sys import modules
 from typing import TYPE_CHECKING, Any, Self
 
 from pellucid import config
-from pellucid.config import SECTIONS, Config
+from pellucid.config import SECTIONS, Config, SettingsTable
 from pellucid.reporting import console, loggers
 from pellucid.reporting.report import write_report
 from pellucid.reporting.run_files import read_records
@@ -51,7 +51,6 @@ if TYPE_CHECKING:  # these import torch
     from pellucid.policy.policy import Policy
     from pellucid.training.run import TrainingRun
 
-_SettingsMapping = Mapping[str, Any]
 _SETTINGS_SOURCE = "pellucid.train"
 _RUN_NUMBERS = itertools.count(1)
 """Counts the runs of this process whose folders are named by the second of their start."""
@@ -85,9 +84,6 @@ def train(
         **settings: Any setting of a recipe by its key, or by section_key if several sections have that key:
             steps=30, evaluate_every=5. An advantage or an objective may be a function.
 
-    Returns:
-        The run. Iterating over it yields a StepResult for each step.
-
     Raises:
         UserError: One line that names the mistake and the remedy.
 
@@ -104,7 +100,7 @@ def train(
     plugins.forget_edited_modules()
     file = config.find_recipe(str(recipe)) if recipe else None
     folder = Path(resume or run or _make_run_path(file)).expanduser()
-    objects, rows = ObjectRegistry(), None if data is None else make_in_memory_rows(data)
+    objects, rows = ObjectRegistry(), make_in_memory_rows(data)
     with write_options_as_keywords(), provide_objects(objects):
         if run_dir.is_first_process():
             (run_dir.check_resumable_run_dir if resume else _check_unused_folder)(folder)
@@ -117,21 +113,23 @@ def train(
         section = _build_task_section(
             values.get("task", {}),
             None if task is None else convert_task_to_section(task, objects),
-            None if data is None else _format_data_names(data) if rows is None else str(folder.absolute() / DATA_FILE),
+            str(folder.absolute() / DATA_FILE) if rows else _format_data_names(data),
             None if reward is None else _make_reward_terms(reward, objects),
         )
         keywords = group_settings_by_section(settings, config.find_named_task_class(section, ["task"])[1])
-        cfg = _build_run_config(values, section, _register_algorithm_functions(keywords, objects), rows)
+        _register_algorithm_functions(keywords.get("algorithm", {}), objects)
+        cfg = _build_run_config(values, section, keywords, rows)
         resume_changes = None
         if resume:
             _check_same_rows(rows, folder)
             resume_changes = run_dir.find_resume_changes(folder, cfg)
-            if run_dir.is_first_process() and (
-                note := run_dir.describe_finished_run(folder, resume_changes, cfg.algorithm.steps)
-            ):
+            note = run_dir.describe_finished_run(folder, resume_changes, cfg.algorithm.steps)
+            if note and run_dir.is_first_process():
                 print(note)
         elif run_dir.is_first_process():
-            _check_begun_folder(folder, cfg, rows)
+            run_dir.check_begun_run_dir(folder, cfg)
+            if any(read_records(folder / "metrics.jsonl")):
+                _check_same_rows(rows, folder)
         if data is not None and rows is None and isinstance(innermost := get_innermost_task(cfg.task), Dataset):
             _check_named_data(innermost)
     prepare = None
@@ -141,16 +139,9 @@ def train(
 
 
 def _build_run_config(
-    values: _SettingsMapping, section: _SettingsMapping, keywords: _SettingsMapping, rows: InMemoryRows | None
+    values: SettingsTable, section: SettingsTable, keywords: SettingsTable, rows: InMemoryRows | None
 ) -> Config:
-    """Build the settings of a run.
-
-    Args:
-        values: The sections of a recipe.
-        section: The section of the task, which replaces the recipe's.
-        keywords: Sections that override both.
-        rows: Rows in memory, whose columns are looked for.
-    """
+    """Build the settings of a run from the sections of a recipe, with this section of its task, and from keywords."""
     section = {**section, **keywords.get("task", {})}
     if rows:
         innermost = _get_innermost_section(section)
@@ -165,11 +156,7 @@ def _build_run_config(
 def _build_task_section(
     base: Any, task: dict[str, Any] | None, data: str | list[str] | None, rewards: list[Any] | None
 ) -> dict[str, Any]:
-    """Build the section of the task from arguments of `train`, over the section `base` of a recipe.
-
-    Data and rewards belong to the innermost task, if a recipe wraps it. The section is empty without a recipe and
-    arguments.
-    """
+    """Build the section of the task from arguments of `train`, over the section `base` of a recipe."""
     if not isinstance(base, Mapping):
         config.find_named_task_class(base, ["task"])  # it raises
     section = dict(copy.deepcopy(base))
@@ -178,7 +165,7 @@ def _build_task_section(
     stated = {key: value for key, value in {"data": data, "rewards": rewards}.items() if value is not None}
     if not stated:
         return section
-    innermost = _get_innermost_section(section)
+    innermost = _get_innermost_section(section)  # which data and rewards belong to
     if innermost.get("name") != "dataset":
         if task is not None or data is None:
             argument = "reward" if data is None else "data"
@@ -200,15 +187,12 @@ def _merge_task_sections(base: Mapping[str, Any], overrides: Mapping[str, Any]) 
     """Return the section `overrides` of a task, over the section of the same task in a recipe."""
     if base.get("name") != overrides["name"]:
         return dict(overrides)
-    inner = (
-        {"task": _merge_task_sections(base["task"], overrides["task"])}
-        if "task" in base and "task" in overrides
-        else {}
-    )
+    has_inner = "task" in base and "task" in overrides
+    inner = {"task": _merge_task_sections(base["task"], overrides["task"])} if has_inner else {}
     return {**base, **overrides, **inner}
 
 
-def _find_column_settings(rows: InMemoryRows, section: _SettingsMapping) -> dict[str, Any]:
+def _find_column_settings(rows: InMemoryRows, section: SettingsTable) -> dict[str, Any]:
     """Return settings that name the columns of rows. Raises UserError without a reward and a column of answers."""
     found = infer_columns(rows.first_row, section)
     answer_column = {**section, **found}.get("answer", _ANSWER_COLUMNS[0])
@@ -243,13 +227,6 @@ def _check_unused_folder(folder: Path) -> None:
     run_dir.check_new_run_dir(folder)
     if (folder / DATA_FILE).exists() and not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds {DATA_FILE}, which is no run's: choose another folder with run=")
-
-
-def _check_begun_folder(folder: Path, cfg: Config, rows: InMemoryRows | None) -> None:
-    """Raise UserError if the folder has steps of a run with other settings or other rows."""
-    run_dir.check_begun_run_dir(folder, cfg)
-    if rows and any(read_records(folder / "metrics.jsonl")):
-        _check_same_rows(rows, folder)
 
 
 def _make_run_path(recipe: Path | None) -> Path:
@@ -314,10 +291,7 @@ class Run:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model in its present state, a model of transformers.
-
-        This is the model that is trained. With LoRA, or with offloaded weights, it is a merged copy in float32, made at
-        each access.
+        """The model of transformers that is trained; with LoRA or offloaded weights a merged copy in float32.
 
         Raises:
             UserError: No step has been taken, or several processes share the parameters.
@@ -333,14 +307,7 @@ class Run:
         return self._get_policy().tokenizer
 
     def save(self, folder: str | Path) -> Path:
-        """Save model and tokenizer in their present state, as transformers does.
-
-        Args:
-            folder: The new folder. The weights in it have the dtype `save_dtype`.
-
-        Returns:
-            The folder.
-        """
+        """Save model and tokenizer as they are now, in the dtype `save_dtype`, into a new folder, and return it."""
         policy = self._get_unsharded_policy()
         import torch  # noqa: PLC0415 - `import pellucid` is light; the policy has imported it
 
@@ -354,7 +321,7 @@ class Run:
 
     @property
     def evaluations(self) -> dict[int, Evaluation]:
-        """The evaluations so far, by the number of the step before them; 0 is before the first step."""
+        """The evaluations so far, by the number of the step before them."""
         return loggers.read_evaluations(self.folder)
 
     def report(self) -> Path:
@@ -380,16 +347,15 @@ class Run:
                 finally:
                     atexit.unregister(self._close_loop)
                 if os.getpid() != owner:
-                    _prevent_close(steps)
                     raise UserError(self._not_owner_message)
         except GeneratorExit:
-            if os.getpid() != owner:
-                _prevent_close(steps)
-                return
-            self._stop_steps(steps, requests)
+            if os.getpid() == owner:
+                self._stop_steps(steps, requests)
         finally:
             if os.getpid() == owner:
                 self._owner_pid = 0
+            else:  # closing the generator in this fork would save the run and end its workers, so it is leaked
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(steps))
 
     @property
     def _not_owner_message(self) -> str:
@@ -399,17 +365,13 @@ class Run:
         )
 
     def _close_loop(self) -> None:
-        """Close the open loop, if there is one. Raises UserError if it is taking a step, as in another thread.
-
-        In a fork of the process with the loop, this does nothing.
-        """
-        if self._owner_pid not in (0, os.getpid()):
-            return
+        """Close the open loop of this process, if there is one. UserError if it is taking a step, in another thread."""
         loop = self._loop()
-        if loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_RUNNING:
+        if loop is None or self._owner_pid not in (0, os.getpid()):
+            return
+        if inspect.getgeneratorstate(loop) == inspect.GEN_RUNNING:
             raise UserError(f"the run in {self.folder} is taking a step: wait for it")
-        if loop is not None:
-            loop.close()
+        loop.close()
 
     def _start(self, requests: StopRequests) -> TrainingRun:
         """Return the training run, with steps left to take. Raises UserError if the user's code was edited."""
@@ -425,7 +387,8 @@ class Run:
                 self._cfg, self.folder, self._resumed, requests, self._resume_hint, self._prepare
             )
         self._training_run.stop_requests = requests
-        _clear_data_caches()
+        dataset.clear_dataset_caches()  # files may have been edited since they were read
+        load_prefixes.cache_clear()
         return self._training_run
 
     def _digest_code(self) -> dict[str, str]:
@@ -492,14 +455,6 @@ class Run:
         return policy
 
 
-def _prevent_close(steps: Iterator[StepResult]) -> None:
-    """Keep a generator of the parent process from being closed in this fork, even when this process ends.
-
-    Closing it would save the run, release its folder and end the reward workers.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(steps))
-
-
 # ---------------------------------------------------------------- functions and tasks that are given as objects
 
 
@@ -547,13 +502,11 @@ def _register_reward(reward: Any, objects: ObjectRegistry) -> str:
     return objects.register(reward, _get_callable_name(reward))
 
 
-def _register_algorithm_functions(sections: Mapping[str, Mapping[str, Any]], objects: ObjectRegistry) -> dict[str, Any]:
-    """Return the sections with names in place of an advantage or an objective that is a function."""
-    keys = dict(sections.get("algorithm", {}))
-    keys |= {
-        axis: objects.register(keys[axis], _get_callable_name(keys[axis])) for axis in AXES if callable(keys.get(axis))
-    }
-    return {**sections, **({"algorithm": keys} if keys else {})}
+def _register_algorithm_functions(algorithm: dict[str, Any], objects: ObjectRegistry) -> None:
+    """Replace an advantage or an objective that is a function by its name."""
+    for axis in AXES:
+        if callable(function := algorithm.get(axis)):
+            algorithm[axis] = objects.register(function, _get_callable_name(function))
 
 
 def _get_callable_name(function: Callable[..., Any]) -> str:
@@ -565,25 +518,18 @@ def _get_callable_name(function: Callable[..., Any]) -> str:
 def convert_task_to_section(task: Any, objects: ObjectRegistry) -> dict[str, Any]:
     """Return a section of a recipe for a task: its name and, for a dataclass, its fields.
 
-    A class from a file is named by the file, so that other processes can import it; so are the tasks that it wraps. A
-    task stays an object if a recipe cannot hold it: because it is no dataclass, has a model among its fields, or has a
-    field `name` of its own.
-
-    Raises:
-        UserError: The object is no task.
+    A class from a file is named by the file, so that other processes can import it. A task stays an object if a recipe
+    cannot hold it: because it is no dataclass, has a model among its fields, or has a field `name` of its own.
     """
     if isinstance(task, str):
         return {"name": task}
     if isinstance(task, type):
         return {"name": _register_task_class(task, objects)}
-    missing = [name for name in ("sample", "reward") if not callable(getattr(task, name, None))]
-    if has_batch_rewards(task):
-        missing = [name for name in missing if name != "reward"]
-    if missing:
+    needed = ("sample",) if has_batch_rewards(task) else ("sample", "reward")
+    if missing := [name for name in needed if not callable(getattr(task, name, None))]:
         raise UserError(f"task is of type {type(task).__name__}, which has no {' and no '.join(missing)}")
-    fields = (
-        {field.name for field in dataclasses.fields(task) if field.init} if dataclasses.is_dataclass(task) else set()
-    )
+    own = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
+    fields = {field.name for field in own if field.init}
     has_own_name = "name" in fields and f"{type(task).__module__}:{type(task).__qualname__}" not in _PACKAGED_TASK_NAMES
     if not is_task_wrapper(task) and (has_own_name or not {"seed", "split"} <= fields or not _is_recipe_value(task)):
         return {"name": objects.register(make_task_class(task), type(task).__name__)}
@@ -636,7 +582,6 @@ class InMemoryRows:
 
     @property
     def digest(self) -> str:
-        """The sha256 of the file."""
         return hashlib.sha256("".join(self.json_lines).encode()).hexdigest()
 
     def write_file(self, path: Path) -> None:
@@ -656,8 +601,8 @@ class InMemoryRows:
 
 
 def make_in_memory_rows(data: Any) -> InMemoryRows | None:
-    """Return rows that were given as objects; None if `data` names files or a data set on the Hub."""
-    if _is_data_name(data):
+    """Return rows that were given as objects; None if there are none, or `data` names files or a data set."""
+    if data is None or _format_data_names(data) is not None:
         return None
     module = type(data).__module__.partition(".")[0]
     if module == "pandas" and not hasattr(data, "columns"):
@@ -692,16 +637,12 @@ def _check_named_data(task: Dataset) -> None:
         make_prompt(task, *load_rows(source, task.subset, split)[0])
 
 
-def _is_data_name(data: Any) -> bool:
-    """Return whether data is a name, or a list of names."""
-    if isinstance(data, list | tuple):
-        return bool(data) and all(isinstance(each, str | Path) for each in data)
-    return isinstance(data, str | Path)
-
-
-def _format_data_names(data: Any) -> str | list[str]:
-    """Return the names of files, or of a data set, as the value of a setting."""
-    return [str(each) for each in data] if isinstance(data, list | tuple) else str(data)
+def _format_data_names(data: Any) -> str | list[str] | None:
+    """Return the names of files, or of a data set, as the value of a setting; None if data is no names."""
+    if isinstance(data, str | Path):
+        return str(data)
+    are_names = isinstance(data, list | tuple) and data and all(isinstance(each, str | Path) for each in data)
+    return list(map(str, data)) if are_names else None
 
 
 def infer_columns(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
@@ -743,12 +684,6 @@ def _convert_to_json_value(value: Any) -> Any:
     return _convert_to_json_value(value.tolist()) if hasattr(value, "tolist") else value
 
 
-def _clear_data_caches() -> None:
-    """Forget files that were read before: in a long session they may have been edited since."""
-    dataset.clear_dataset_caches()
-    load_prefixes.cache_clear()
-
-
 # ---------------------------------------------------------------- settings as keywords
 
 
@@ -763,22 +698,15 @@ _ARGUMENT_NAMES = {
 }
 """Settings whose keyword is not their key: arguments of `train`, and a key that says too little."""
 
-_SectionValues = dict[str, dict[str, Any]]
 
-
-def group_settings_by_section(settings: Mapping[str, Any], task: type | None) -> _SectionValues:
+def group_settings_by_section(settings: Mapping[str, Any], task: type | None) -> dict[str, dict[str, Any]]:
     """Group keywords by section, as a recipe has them.
 
-    Args:
-        settings: The keywords. The key alone suffices if one section has it;
-            section_key names any setting.
-        task: The class of the task, if it is known.
-
-    Raises:
-        UserError: A keyword is ambiguous or unknown. The message has the choices, or similar names.
+    The key alone suffices if one section has it; section_key names any setting. A UserError about a keyword that is
+    ambiguous or unknown has the choices, or similar names.
     """
     known = list_section_keys(task)
-    sections: _SectionValues = {}
+    sections: dict[str, dict[str, Any]] = {}
     mistakes = []
     for name, value in settings.items():
         try:
@@ -808,31 +736,21 @@ def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str
     if len(sections) == 1:
         return sections[0], name
     if sections:
-        raise UserError(f"{name} is a setting of {' and '.join(sections)}: say {_join_alternatives(name, sections)}")
+        keywords = " or ".join(f"{section}_{name}" for section in sections)
+        raise UserError(f"{name} is a setting of {' and '.join(sections)}: say {keywords}")
     if known.get(name):
         raise UserError(f"{name} is a section: say {name}_{known[name][0]}=... for its setting {known[name][0]}")
     names = [*(key for keys in known.values() for key in keys), *full_names]
     hint = (
-        explain_trl_name(name, _make_keyword_formatter(known))
+        explain_trl_name(name, partial(_format_keyword, known))
         or did_you_mean(name, names).replace('"', "")
         or "; docs/library.md says how settings are named"
     )
     raise UserError(f"pellucid.train has no setting {name}{hint}")
 
 
-def _make_keyword_formatter(known: Mapping[str, list[str]]) -> Callable[[str], str]:
-    """Return a function that writes a setting, such as evaluate.every, as its keyword: evaluate_every."""
-
-    def format_keyword(setting: str) -> str:
-        section, _, key = setting.rpartition(".")
-        if setting in _ARGUMENT_NAMES:
-            return _ARGUMENT_NAMES[setting]
-        is_shared = sum(key in keys for keys in known.values()) > 1
-        return f"{section}_{key}" if is_shared else key
-
-    return format_keyword
-
-
-def _join_alternatives(name: str, sections: list[str]) -> str:
-    *others, last = [f"{section}_{name}" for section in sections]
-    return f"{', '.join(others)} or {last}"
+def _format_keyword(known: Mapping[str, list[str]], setting: str) -> str:
+    """Return the keyword for a setting: evaluate_every for evaluate.every."""
+    section, _, key = setting.rpartition(".")
+    is_shared = sum(key in keys for keys in known.values()) > 1
+    return _ARGUMENT_NAMES.get(setting) or (f"{section}_{key}" if is_shared else key)

@@ -23,7 +23,6 @@ import tyro
 from tyro.conf import Positional, Suppress, arg
 
 from pellucid import __version__, config
-from pellucid.algorithm.settings import KLEstimatorName
 from pellucid.config import SECTIONS, Config, SamplerConfig
 from pellucid.policy.access import ModelAccess
 from pellucid.prefixes.command import Prefixes
@@ -52,7 +51,7 @@ from pellucid.utils.signals import (
     handle_stop_signals,
     raise_keyboard_interrupt,
 )
-from pellucid.utils.text import escape_controls, get_constant_summary, get_dict_summaries, get_module_summary
+from pellucid.utils.text import escape_controls, get_dict_summaries, get_module_summary
 
 _BAD_PATH_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM)
 _CANNOT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
@@ -67,11 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with handle_stop_signals(raise_keyboard_interrupt):
             sys.exit(_run_command_line(words))
-    except UserError as error:
-        sys.exit(_print_error(str(error)))
-    except StrandedError as error:
-        _print_error(str(error))
-        sys.exit(1)
+    except (UserError, StrandedError) as error:
+        status = _print_error(str(error))
+        sys.exit(status if isinstance(error, UserError) else 1)
     except OSError as error:
         if is_working_directory_gone():
             sys.exit(_print_error(WORKING_DIRECTORY_GONE))
@@ -121,16 +118,12 @@ _BOX_CHARACTERS = "│|╭╮╰╯─-+ "
 
 
 def parse_command_line(args: Sequence[str]) -> Callable[[], int]:
-    """Return the command that the words describe; to call it is to run it.
-
-    Raises:
-        UserError: One line, if the words describe no command.
-    """
+    """Return the command that the words describe; to call it is to run it. Raises UserError if there is none."""
     command = _check_command_name(args[0])
     own, settings = config.split_setting_flags(args[1:])
     options = collect_option_types(command)
-    unknown = [flag for flag in _list_flags(own) if flag.replace("_", "-") not in options]
-    if unknown:
+    flags = dict.fromkeys(word.partition("=")[0] for word in own if word.startswith("--"))
+    if unknown := [flag for flag in flags if flag.replace("_", "-") not in options]:
         raise UserError(
             join_mistakes(f"{command} has no option {flag}{_suggest_option(flag, command)}" for flag in unknown)
         )
@@ -144,13 +137,8 @@ def parse_command_line(args: Sequence[str]) -> Callable[[], int]:
     return dataclasses.replace(_run_tyro([command, *own], COMMANDS), **given)
 
 
-def _list_flags(args: Sequence[str]) -> list[str]:
-    """Return the flags among words, each once and without the value after an equals sign."""
-    return list(dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--")))
-
-
 def _format_flag(setting: str) -> str:
-    """Return a setting as a flag. Example: format_flag("algorithm.group_size") == "--algorithm.group-size" """
+    """Return the flag of a setting: --algorithm.group-size for algorithm.group_size."""
     return f"--{setting.replace('_', '-')}"
 
 
@@ -169,7 +157,7 @@ def collect_option_types(command: str) -> dict[str, Any]:
     """Return the flags of a command with their types. Booleans have a second one, --no-NAME."""
     kinds = get_type_hints(COMMANDS[command], include_extras=True)
     options = {
-        f"--{name.replace('_', '-')}": kind
+        _format_flag(name): kind
         for name, kind in kinds.items()
         if name != "settings" and Positional not in get_args(kind)
     }
@@ -231,14 +219,8 @@ COMMON_SETTINGS = {
     "policy": ("model", "lora"),
     "sampler": ("max_tokens", "temperature"),
     "algorithm": (
-        "steps",
-        "prompts_per_step",
-        "group_size",
-        "micro_batch",
-        "advantage",
-        "objective",
-        "kl_coef",
-        "seed",
+        *("steps", "prompts_per_step", "group_size", "micro_batch"),
+        *("advantage", "objective", "kl_coef", "seed"),
     ),
     "optimizer": ("lr", "schedule"),
     "evaluate": ("every", "n", "k"),
@@ -665,8 +647,7 @@ def describe_rewards() -> dict[str, str]:
 
 def describe_kl_estimators() -> dict[str, str]:
     functions = get_dict_summaries("pellucid.algorithm.kl", "KL_ESTIMATORS")
-    note = get_constant_summary("pellucid.algorithm.kl", "KL_ESTIMATORS")
-    return {name: functions.get(name, note) for name in get_args(KLEstimatorName)}
+    return {**functions, "exact": 'For kl = "exact" the policy itself sums over the vocabulary.'}
 
 
 def describe_samplers() -> dict[str, str]:
@@ -684,14 +665,6 @@ LISTABLE_KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
     "kl": describe_kl_estimators,
     "samplers": describe_samplers,
 }
-
-
-def _print_all_kinds() -> int:
-    """Print the names of every kind, each kind below a heading."""
-    for i, kind in enumerate(LISTABLE_KINDS):
-        print(f"{'' if not i else chr(10)}{kind}")
-        print_kind(kind)
-    return 0
 
 
 def print_kind(kind: str) -> int:
@@ -716,7 +689,12 @@ class ListCommand:
     """The kind of thing to list; all kinds without it."""
 
     def __call__(self) -> int:
-        return print_kind(self.kind) if self.kind else _print_all_kinds()
+        if self.kind:
+            return print_kind(self.kind)
+        for kind in LISTABLE_KINDS:
+            print(kind if kind == "recipes" else f"\n{kind}")
+            print_kind(kind)
+        return 0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import pydantic
 import tomli_w
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.settings import RuntimeConfig
@@ -58,6 +59,10 @@ _KeyPath = Sequence[str]
 # ---------------------------------------------------------------- sections
 
 
+_Share = Annotated[float, Field(ge=0, le=1)]
+_PositiveShare = Annotated[float, Field(gt=0, le=1)]
+
+
 @dataclass(frozen=True)
 class PolicyConfig:
     """`[policy]`: the model that is trained, and how it computes."""
@@ -82,9 +87,9 @@ class PolicyConfig:
     device: str = "auto"
     deterministic: bool = False
     """On a GPU: the same run has the same bits, more slowly. A CPU repeats itself anyway."""
-    lora: int = 0
+    lora: NonNegativeInt = 0
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
-    lora_alpha: float = 0.0
+    lora_alpha: NonNegativeFloat = 0.0
     """The adapter is weighed by lora_alpha / lora; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
     """Names of the linear layers that have an adapter, such as q_proj v_proj; none are all of them."""
@@ -100,7 +105,6 @@ class PolicyConfig:
     --plan RECIPE` says what it saves for a run."""
 
     def __post_init__(self) -> None:
-        _check_minimums(self, lora=0, lora_alpha=0)
         if not self.lora and (self.lora_alpha or self.lora_targets):
             raise ValueError("lora_alpha and lora_targets are of an adapter: give lora, its rank, too")
         if self.load_in_4bit and not self.lora:
@@ -125,23 +129,23 @@ class SamplerConfig:
     arithmetic of its own, for which algorithm.correction is "token" where nothing else is stated."""
     temperature: float = 1.0
     """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
-    max_tokens: int = 64
+    max_tokens: PositiveInt = 64
     """Longest completion, in tokens; of a conversation all that follows the question, whoever said it."""
-    turns: int = 8
+    turns: PositiveInt = 8
     """How many times the policy may speak in a conversation."""
-    turn_tokens: int = 0
+    turn_tokens: NonNegativeInt = 0
     """The most tokens that it samples at a time there; 0 is as many as max_tokens leaves."""
-    rows: int = 256
+    rows: PositiveInt = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Draw from the k likeliest tokens only, and train on the policy so truncated (sampling masks); 0 is off."""
-    top_p: float = 1.0
+    top_p: _PositiveShare = 1.0
     """Draw from the likeliest tokens that together have this probability, and train on that; 1 is off."""
-    min_p: float = 0.0
+    min_p: _Share = 0.0
     """Draw from tokens at least this many times as likely as the likeliest, and train on that; 0 is off."""
     ahead: Literal[0, 1] = 0
     """With 1 and vllm, the next step is drawn while this one is trained, from weights one step old."""
-    cache_gb: float = 4.0
+    cache_gb: PositiveFloat = 4.0
     """Memory of the keys and values of vLLM, in GB."""
     adapter: Literal["merged", "request"] = "merged"
     """How vLLM is given a LoRA adapter: merged into its base, as whole weights; request: the base once and then the
@@ -149,17 +153,12 @@ class SamplerConfig:
     urls: tuple[str, ...] = ()
     """Addresses of servers that sample by vLLM in place of this process; `pellucid sampler` starts one, with its own
     rows and cache_gb. Example: http://gpu2:8001"""
-    timeout: float = 120.0
+    timeout: PositiveFloat = 120.0
     """Seconds without an answer after which a server hangs, and its rows go to the others."""
 
     def __post_init__(self) -> None:
-        _check_minimums(self, max_tokens=1, rows=1, turns=1, turn_tokens=0, top_k=0)
-        for name in ("cache_gb", "timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
         if not self.temperature > 0:
             raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
-        _check_truncation_shares(self.top_p, self.min_p)
         for url in self.urls:
             _check_server_url(url)
         if self.urls and self.name != "vllm":
@@ -172,24 +171,22 @@ class SamplerConfig:
 class EvaluateConfig:
     """`[evaluate]`: how often and on how many held-out prompts the policy is evaluated."""
 
-    every: int = 10
+    every: NonNegativeInt = 10
     """Steps between evaluations, besides those before and after training; 0 is none at all."""
-    n: int = 100
+    n: PositiveInt = 100
     """How many held-out prompts are asked."""
-    k: int = 8
+    k: NonNegativeInt = 8
     """The k of mean@k and pass@k; 0 asks for greedy answers only."""
-    samples: int = 0
+    samples: NonNegativeInt = 0
     """How many samples of each prompt mean@k and pass@k are estimated from; 0 means k."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Draw samples from the k likeliest tokens only; 0 is off. Greedy answers do not change."""
-    top_p: float = 1.0
+    top_p: _PositiveShare = 1.0
     """Draw samples from the likeliest tokens that together have this probability; 1 is off."""
-    min_p: float = 0.0
+    min_p: _Share = 0.0
     """Draw samples from tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
-        _check_minimums(self, every=0, n=1, k=0, samples=0, top_k=0)
-        _check_truncation_shares(self.top_p, self.min_p)
         if 0 < self.samples < self.k:
             raise ValueError(f"samples = {self.samples} must be at least k = {self.k}, or 0")
 
@@ -198,16 +195,13 @@ class EvaluateConfig:
 class CheckpointConfig:
     """`[checkpoint]`: which states of the run are kept."""
 
-    every: int = 10
+    every: NonNegativeInt = 10
     """Steps between checkpoints, besides the one behind the last step; 0 is none, except where Ctrl-C asks for one."""
-    keep_last: int = 2
+    keep_last: PositiveInt = 2
     """Checkpoints that are kept: where something damages the newest, --resume takes the one before."""
     keep_finished: Literal["newest", "all", "none"] = "newest"
     """Which of them are left when the run is finished and its model saved. The newest, with the optimizer's state, is
     what --resume with more steps goes on from; none leaves the model alone."""
-
-    def __post_init__(self) -> None:
-        _check_minimums(self, every=0, keep_last=1)
 
 
 @dataclass(frozen=True)
@@ -220,19 +214,16 @@ class LogConfig:
     """Also log to Weights & Biases; offline writes into the run folder, for `wandb sync` later."""
     project: str = "pellucid"
     """The project at Weights & Biases."""
-    rollouts: int = 1
+    rollouts: NonNegativeInt = 1
     """Steps between those whose completions go into rollouts.jsonl, besides step 1; 0 is none at all."""
-    tokens: int = 0
+    tokens: NonNegativeInt = 0
     """Groups of each step of which tokens/ says, token by token, what the update did: those that taught something
     first. It costs a forward pass of their completions; 0 costs nothing."""
-    token_steps: int = 1
+    token_steps: PositiveInt = 1
     """Steps between those whose tokens are recorded, besides step 1."""
     traces: Literal["extremes", "by_length"] = "extremes"
     """Which completions report.html shows of the first and the last step: the best and the worst of all, or of the
     short, the middling and the long each."""
-
-    def __post_init__(self) -> None:
-        _check_minimums(self, rollouts=0, tokens=0, token_steps=1)
 
 
 @dataclass(frozen=True)
@@ -260,17 +251,6 @@ class Config:
 
 SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if name != "task_names"}
 """The class of each section by its name. The class of `task` depends on the name of the task."""
-
-
-def _check_minimums(section: Any, **minimums: int) -> None:
-    for name, least in minimums.items():
-        if getattr(section, name) < least:
-            raise ValueError(f"{name} = {getattr(section, name)} must be at least {least}")
-
-
-def _check_truncation_shares(top_p: float, min_p: float) -> None:
-    if not 0 < top_p <= 1 or not 0 <= min_p <= 1:
-        raise ValueError(f"top_p = {top_p} must be in (0, 1] and min_p = {min_p} in [0, 1]")
 
 
 def _check_server_url(url: str) -> None:

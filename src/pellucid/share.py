@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage] - that of the HTTP library which this version has
-    OfflineModeIsEnabled,
 )
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment
@@ -146,17 +145,10 @@ def _translate_hub_errors(repo_id: str) -> Iterator[None]:
 
 def _describe_hub_error(error: Exception) -> str:
     """Return what has failed, with a remedy."""
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, which forbids the network: unset it"
     if isinstance(error, HfHubHTTPError):
         status, message = error.response.status_code, error.server_message or error
-        if status == 401:
-            return f"the Hugging Face Hub does not know this token: {_LOGIN_HINT}"
-        if status == 403:
-            return (
-                f"the Hugging Face Hub refuses it to this token ({message}): give your own user name, or {_LOGIN_HINT}"
-            )
-        return f"the Hugging Face Hub answers {status}: {message}"
+        remedy = {401: f"; {_LOGIN_HINT}", 403: f"; give your own user name, or {_LOGIN_HINT}"}.get(status, "")
+        return f"the Hugging Face Hub answers {status}: {message}{remedy}"
     if isinstance(error, HTTPError | ConnectionError):
         return f"the Hugging Face Hub cannot be reached: {error}"
     cause = f" ({error.__cause__})" if error.__cause__ else ""
@@ -227,7 +219,7 @@ def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
     name, data = task["name"], task.get("data") or []
     is_packaged = name in TASKS
     is_hub_dataset = is_packaged and isinstance(data, str) and data.count("/") == 1 and not is_file_source(data)
-    datasets: list[str] = [data] if is_hub_dataset else []
+    datasets = [str(data)] if is_hub_dataset else []
     evaluations = list(read_evaluations(run_dir).values())
     metadata = ModelCardData(
         base_model=find_base_model(read_config(run_dir)["policy"]["model"]),

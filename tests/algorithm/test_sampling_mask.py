@@ -15,8 +15,9 @@ from pellucid.algorithm.sampling_mask import SamplingMask, collate_masks, count_
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.models.sampling import Truncation, sample_tokens_with_mask, truncate_masses
 from pellucid.policy import logprobs
+from pellucid.policy.load import add_adapter
 from pellucid.policy.logprobs import LMHead, compute_token_logprobs
-from pellucid.policy.policy import LoraReference, add_adapter
+from pellucid.policy.policy import LoraReference
 from pellucid.rollout.hf import HuggingFaceSampler
 from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling

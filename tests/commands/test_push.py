@@ -233,13 +233,13 @@ def test_nobody_is_logged_in(trained, online, monkeypatch, tmp_path):
 
 def test_a_token_that_the_hub_does_not_know(trained, online, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
-    with pytest.raises(UserError, match="does not know this token: hf auth login") as refused:
+    with pytest.raises(UserError, match="answers 401: .*; hf auth login") as refused:
         push_to_hub(trained, "me/tiny")
     assert "hf_of_yesterday" not in str(refused.value)
 
 
 def test_the_namespace_of_somebody_else(trained, online):
-    with pytest.raises(UserError, match=r"refuses it to this token .*rights to create a model under you.*your own"):
+    with pytest.raises(UserError, match=r"answers 403: .*rights to create a model under you.*your own"):
         push_to_hub(trained, "you/tiny")
     assert not online.files
 
@@ -264,5 +264,5 @@ def test_the_hub_cannot_be_reached(trained, online, monkeypatch):
 
 def test_the_network_is_forbidden(trained, online, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(UserError, match=r"cannot be reached: .*unset .*HF_HUB_OFFLINE"):
         push_to_hub(trained, "me/tiny")

@@ -102,7 +102,7 @@ def silent(page):
         ("run", "The mean reward went from 0.350 at step 1", "svg.chart"),
         ("step", "2 of 3 groups had a signal", ".group.partial"),
         ("group", "Step 9, group", ".answer .tok.fork"),
-        ("movers", "Largest change of log-prob", "svg.scatter circle"),
+        ("movers", "Largest change of log-prob", "section.list td"),
         ("question", "asked 9 times", ".questions a"),
         ("pair", "3 questions of this step are in both runs", ".two .tok"),
         ("why", "The loss is about 0", ".finding.fine"),
@@ -189,6 +189,16 @@ def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     assert found(browser, "dialog[open]")
     press(browser, Keys.ESCAPE)
     assert not found(browser, "dialog[open]")
+
+
+@pytest.mark.slow
+def test_a_token_of_the_prompt_has_its_own_numbers(browser, url):
+    go(browser, f"{url}#/group/3/0", "group")
+    found(browser, "details .tok")[0].click()
+    assert found(browser, "details .tok[aria-selected=true]")
+    assert "It is part of the prompt" in found(browser, ".panel .sentence")[0].text
+    press(browser, Keys.ARROW_RIGHT)
+    assert "c=0&t=0" in browser.current_url
 
 
 @pytest.mark.slow

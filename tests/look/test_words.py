@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from pellucid.algorithm.explained import GRADIENT_RULES
 from pellucid.inspect.page import load_modules
 from pellucid.inspect.sentences import format_sentence, load_sentences
 from pellucid.reporting.report import SENTENCES
@@ -22,6 +23,10 @@ def test_every_word_that_the_page_says_is_there():
     said = {key for code in load_modules().values() for key in re.findall(r'\bsay\("([\w.]+)"', code)}
     assert len(said) > 60
     assert said <= set(load_sentences())
+
+
+def test_every_rule_has_a_name():
+    assert {f"rule.{rule}" for rule in GRADIENT_RULES[1:]} <= set(load_sentences())
 
 
 def test_the_report_and_the_page_begin_with_the_same_sentence():

@@ -43,7 +43,7 @@ from pellucid.models.decoder import (
     get_context_length,
     project,
 )
-from pellucid.models.linear import VocabularyMatrix, look_up_embeddings
+from pellucid.models.linear import TrainedMatrix, look_up_embeddings
 from pellucid.models.score import compute_hidden_states
 from pellucid.policy import logprobs
 from pellucid.policy.policy import Policy
@@ -297,7 +297,7 @@ def test_an_embedding_that_is_read_4096_times_gets_every_share_of_its_gradient()
     master = torch.randn(3, 4).requires_grad_()
     ids = torch.cat([torch.ones(4096, dtype=torch.long), torch.tensor([2])])
     upstream = torch.rand(len(ids), 4).bfloat16()
-    look_up_embeddings(ids, VocabularyMatrix(master.detach().bfloat16(), master)).backward(upstream)
+    look_up_embeddings(ids, TrainedMatrix(master.detach().bfloat16(), (master,))).backward(upstream)
     expected = torch.stack([torch.zeros(4), upstream[:-1].double().sum(0), upstream[-1]])
     torch.testing.assert_close(master.grad, expected.float(), rtol=1e-5, atol=0)
 
@@ -305,7 +305,7 @@ def test_an_embedding_that_is_read_4096_times_gets_every_share_of_its_gradient()
 def test_a_sparse_gradient_of_the_embedding_has_the_rows_that_were_read_and_no_other():
     master = torch.randn(50, 4).requires_grad_()
     matrix, ids, upstream = (
-        VocabularyMatrix(master.detach().bfloat16(), master),
+        TrainedMatrix(master.detach().bfloat16(), (master,)),
         torch.tensor([7, 3, 7, 49]),
         torch.rand(4, 4),
     )

@@ -126,5 +126,7 @@ def test_with_amx_too_the_scorer_has_the_bits_of_the_sampler():
     sampled = torch.stack(said, 1).float().log_softmax(-1).gather(-1, batch.response_ids[..., None])[..., 0]
     with torch.no_grad():
         hidden, head = compute_hidden_states(decoder, batch)
-        scored, _ = compute_token_logprobs(hidden, LMHead(*head), batch.response_ids[batch.response_mask])
+        scored, _ = compute_token_logprobs(
+            hidden, LMHead(head.tensor, head.masters[0]), batch.response_ids[batch.response_mask]
+        )
     torch.testing.assert_close(scored, sampled[batch.response_mask], rtol=0, atol=5e-6)

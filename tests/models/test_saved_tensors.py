@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import pellucid
 from conftest import AT_KERNEL_SHAPE, character_tokenizer, make_policy, tiny_llama
 from pellucid.algorithm.batch import collate
-from pellucid.models import attention, native
+from pellucid.models import attention
 from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Group, Prompt
 
@@ -132,8 +132,6 @@ def test_recomputing_layers_changes_no_bit_of_a_gradient(name):
 def test_every_function_is_in_one_of_these_graphs():
     reached = set().union(*(nodes_below(loss_of(make(), batch_of())) for make in POLICIES.values()))
     missing = functions_of(pellucid) - reached
-    if native.load_kernels()[0] is None or not native.has_amx() or not attention.load_attention_kernel()[0]:
-        missing -= {"LinearFunction"}  # for AMX alone
     if attention.load_attention_kernel()[0] is None:
         missing -= {"PackedAttention"}
     assert not missing

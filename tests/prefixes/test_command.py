@@ -229,18 +229,6 @@ def test_the_client_waits_as_long_as_it_is_told(service, recipe, tmp_path):
     assert second - first >= 1, "its own back-off is half a second at most"
 
 
-def test_longer_waits_than_the_client_takes_are_kept_up_to_a_limit(service):
-    asked = []
-    with proxied(service, lambda number, body: ["429 300", "", "429 3600"][number]) as proxy:
-        teacher = Teacher(options(proxy.url, key_env="NO_KEY", timeout=5, retries=2), str.strip)
-        teacher.rate_limiter.wait = asked.append
-        assert teacher.ask(Prompt("p", "2+3="))
-        assert asked == [0.0, 300, 0.0]
-        with pytest.raises(UnansweredError, match="HTTP 429"):
-            teacher.ask(Prompt("p", "2+3="))
-        teacher.close()
-
-
 @pytest.mark.parametrize(
     ("status", "body", "headers", "kind", "told"),
     [

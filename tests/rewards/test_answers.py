@@ -13,7 +13,7 @@ from pellucid.rewards.answers import (
     find_last_box,
     find_last_number,
     parse_only_number,
-    split_reasoning_and_answer,
+    split_thought,
 )
 
 
@@ -376,7 +376,7 @@ def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
     ],
 )
 def test_the_thought_is_split_off_and_the_answer_is_what_graders_read(text, parts):
-    assert split_reasoning_and_answer(text) == parts
+    assert (split_thought(text)[0], extract_answer(text)) == parts
 
 
 PROSE = st.text(alphabet="ab 7\n.,-\u7b54", max_size=12)
@@ -386,7 +386,7 @@ PROSE = st.text(alphabet="ab 7\n.,-\u7b54", max_size=12)
 def test_tags_around_any_text_are_taken_off(reasoning, answer):
     text = f"<think>{reasoning}</think> <answer>{answer}</answer>"
     assert extract_tagged_answer(text) == find_answer_tag(text) == extract_answer(text) == answer.strip()
-    assert split_reasoning_and_answer(text) == (reasoning.strip(), answer.strip())
+    assert split_thought(text)[0] == reasoning.strip()
     assert extract_tagged_answer(text + "<answer>") is None
 
 

@@ -22,7 +22,8 @@ from pellucid.distributed import deepspeed
 from pellucid.distributed.runtime import Runtime
 from pellucid.distributed.settings import RuntimeConfig
 from pellucid.models.linear import gather_full_tensor
-from pellucid.policy.policy import LoraReference, Policy, add_adapter, move_to_device
+from pellucid.policy.load import add_adapter, move_to_device
+from pellucid.policy.policy import LoraReference, Policy
 from pellucid.rollout.hf import HuggingFaceSampler
 from pellucid.rollout.native import NativeSampler
 from pellucid.types import Completion, Group, Prompt, Sampling

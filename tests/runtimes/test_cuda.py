@@ -16,7 +16,7 @@ from conftest import make_policy, records
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.distributed.runtime import Runtime
 from pellucid.models import attention
-from pellucid.policy.policy import move_to_device
+from pellucid.policy.load import move_to_device
 from pellucid.rollout.native import NativeSampler
 from pellucid.types import Prompt, Sampling
 from pellucid.utils.hardware import pick_device

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
 from conftest import EOS, make_policy
-from pellucid.rollout.groups import UniformStream, sample_tokens
+from pellucid.rollout.groups import generate_uniforms, sample_tokens
 from pellucid.rollout.scheduler import RowState, Scheduler
 from pellucid.types import Sampling
 
@@ -16,7 +17,7 @@ SAMPLING = Sampling(max_tokens=24)
 
 @dataclass(eq=False)
 class Row:
-    uniforms: UniformStream
+    uniforms: Iterator[float]
     tokens: list[int] = field(default_factory=list)
 
 
@@ -38,7 +39,7 @@ def make_scheduler(max_rows=8, **settings):
 
 
 def add_requests(scheduler, sizes):
-    requests = [[Row(UniformStream(100 * p + g)) for g in range(size)] for p, size in enumerate(sizes)]
+    requests = [[Row(generate_uniforms(100 * p + g)) for g in range(size)] for p, size in enumerate(sizes)]
     for p, rows in enumerate(requests):
         scheduler.add_request([1, 2, 3 + p], rows)
     return requests

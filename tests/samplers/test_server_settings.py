@@ -40,7 +40,7 @@ def test_settings_reach_the_sampler():
         (["--sampler.urls", "http://a:80x1"], "no address"),
         (["--sampler.urls", "http://me:secret@a"], "PELLUCID_SAMPLER_TOKEN"),
         (["--sampler.urls", "http://a", "--sampler.name", "native"], 'urls are for name = "vllm"'),
-        (["--sampler.timeout", "0"], "timeout = 0.0 must be positive"),
+        (["--sampler.timeout", "0"], "sampler.timeout: Input should be greater than 0"),
     ],
 )
 def test_a_bad_address_is_refused(words, says):

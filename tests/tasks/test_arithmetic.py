@@ -37,7 +37,7 @@ def test_answers_are_right_and_prompts_are_chats():
 def test_the_gold_answer_scores_1_and_garbage_does_not(digits):
     task = Arithmetic(digits=digits, operators=("+", "-", "*"))
     for prompt in task.sample(0, 20):
-        assert task.reward(prompt, completion(task.solution(prompt))).value == 1.0
+        assert task.reward(prompt, completion(prompt.answer)).value == 1.0
         assert task.reward(prompt, completion(f"I think it is {prompt.answer}.")).is_correct
         for garbage in ("", "no idea", prompt.answer + "1", f"{prompt.answer} or 5000", "0123456789" * 10, "9" * 9999):
             assert task.reward(prompt, completion(garbage)).value == 0.0

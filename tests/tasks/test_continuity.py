@@ -17,6 +17,17 @@ def completion(text):
     return Completion((1, 2), (-0.5, -0.5), text, True)
 
 
+def solve(prompt):
+    """A completion that earns every part."""
+    f = PiecewiseProblem(**prompt.columns["pieces"])
+    at_right, at_left = f.m * f.right + f.q, f.m * f.left + f.q
+    sign = "+" if f.p >= 0 else "-"
+    return (
+        f"f must agree with itself at x = {f.right} and at x = {f.left}. {f.right}a {sign} {abs(f.p)} = {at_right}, so"
+        f" a = {f.a}. {at_left} = {f.k * f.left} - b, so b = {f.b}. \\boxed{{{f.a + f.b}}}"
+    )
+
+
 def graded(text, **settings):
     task = Continuity(**settings)
     [prompt] = task.sample(0, 1)
@@ -102,7 +113,7 @@ def test_nothing_replaces_the_answer():
     assert sum(PARSED_WEIGHTS.values()) == pytest.approx(1.0)
     task = Continuity()
     [prompt] = task.sample(0, 1)
-    all_but_the_sum = task.solution(prompt).replace("\\boxed{0}", "\\boxed{99}")
+    all_but_the_sum = solve(prompt).replace("\\boxed{0}", "\\boxed{99}")
     reward = task.reward(prompt, completion(all_but_the_sum))
     assert reward.value == pytest.approx(0.7)
     assert not reward.is_correct
@@ -112,10 +123,10 @@ def test_nothing_replaces_the_answer():
 def test_the_gold_answer_scores_1_and_garbage_does_not(settings):
     task = Continuity(**settings)
     for prompt in task.sample(0, 200 if settings else 2):
-        reward = task.reward(prompt, completion(task.solution(prompt)))
-        assert reward.value == 1.0, (prompt.question, task.solution(prompt), reward)
+        reward = task.reward(prompt, completion(solve(prompt)))
+        assert reward.value == 1.0, (prompt.question, solve(prompt), reward)
         assert reward.is_correct
-        assert prompt.answer in task.solution(prompt)
+        assert prompt.answer in solve(prompt)
     for garbage in ("", "hm", "=" * 9999, "a=" * 9999, "(" * 9999, "x = " + "9" * 9999, "a+b" * 5000):
         assert task.reward(prompt, completion(garbage)).value == 0.0
 

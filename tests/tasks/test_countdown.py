@@ -132,7 +132,7 @@ def test_the_format_reward_is_a_setting():
 def test_the_gold_answer_scores_1_and_uses_what_is_given(numbers):
     task = Countdown(numbers=numbers)
     for prompt in task.sample(0, 50):
-        reward = task.reward(prompt, completion(task.solution(prompt)))
+        reward = task.reward(prompt, completion(prompt.columns["solution"]))
         assert reward.value == 1.0
         assert reward.is_correct
         assert len(prompt.columns["numbers"]) == numbers

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.tasks.expected import QUESTIONS, Expected, make_stream_safe, normalize_literally, normalize_text
+from pellucid.tasks.expected import QUESTIONS, Expected, normalize_literally, normalize_text
 from pellucid.types import Completion, Prompt
 
 
@@ -50,7 +50,7 @@ def test_the_gold_answer_is_right_and_garbage_is_not(split, matching, language):
     prompts = task.sample(0, 4)
     assert {p.answer for p in prompts} == set(QUESTIONS[language])
     for prompt in prompts:
-        assert task.reward(prompt, completion(task.solution(prompt))).is_correct
+        assert task.reward(prompt, completion(prompt.answer)).is_correct
         for garbage in ("", "?", "\x00" * 99, "法" * 9999):
             assert not task.reward(prompt, completion(garbage)).is_correct
 
@@ -73,20 +73,8 @@ def test_two_ways_to_compare():
     assert normalize_literally("是神！") == "是神！"
 
 
-@pytest.mark.parametrize("marks", ["\u0300\u0316", "\u0f73", "\u0327\u0301\u0323"])
-def test_long_runs_of_marks_are_compared_in_short_ones(marks):
-    """Sorting one run of so many would take days: what is sorted at once is bounded, and no mark is lost."""
-    text = "a" + marks * 200_000
-    safe = make_stream_safe(text)
-    runs = [len(run) for run in safe[1:].split("\u034f")]
-    assert max(runs) == 30
-    assert safe.replace("\u034f", "") == text
-    assert len(normalize_text(text)) > 200_000
-
-
 @given(st.text(alphabet="a\u00e9e\u0301\u0323\u0316\uff21\u0f73\uac00 .", max_size=30))
 def test_ordinary_text_is_normalised_as_unicode_has_it(text):
-    assert make_stream_safe(text) == text
     folded = unicodedata.normalize("NFKC", text).casefold()
     assert normalize_text(text) == "".join(c for c in folded if not c.isspace() and c != ".")
 

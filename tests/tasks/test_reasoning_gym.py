@@ -43,7 +43,7 @@ def said(text):
 def test_its_own_answer_is_right_and_another_one_is_worth_what_the_package_says(family):
     task, judge = ReasoningGym(family=family), package.create_dataset(family, seed=1, size=1)
     for prompt in task.sample(0, 4):
-        right = task.reward(prompt, said(f"<think>Hm.</think> {task.solution(prompt)}"))
+        right = task.reward(prompt, said(f"<think>Hm.</think> <answer>{prompt.answer}</answer>"))
         assert (right.value, right.correct) == (1.0, True)
         for wrong in (f"{prompt.answer} {prompt.answer}", prompt.answer[1:], "1", "no"):
             try:
@@ -173,7 +173,7 @@ def test_a_mixture_has_its_shares_and_grades_each_by_its_own_family():
         "gcd": True,
         "chain_sum": False,
     }
-    assert all(task.reward(prompt, said(task.solution(prompt))).correct for prompt in prompts)
+    assert all(task.reward(prompt, said(f"<answer>{prompt.answer}</answer>")).correct for prompt in prompts)
 
 
 @pytest.mark.slow
@@ -181,7 +181,11 @@ def test_a_mixture_has_its_shares_and_grades_each_by_its_own_family():
 def test_other_processes_grade_as_this_one(family):
     task = ReasoningGym(family=family, options=MIXED if family == "composite" else {})
     prompts = task.sample(0, 3)
-    pairs = [(prompt, said(text)) for prompt in prompts for text in (task.solution(prompt), f"{prompt.answer}!", "?")]
+    pairs = [
+        (prompt, said(text))
+        for prompt in prompts
+        for text in (f"<answer>{prompt.answer}</answer>", f"{prompt.answer}!", "?")
+    ]
     graded = GradedTask(task)
     assert graded.reward_all(pairs) == [task.reward(*pair) for pair in pairs]
     graded.close()

@@ -41,7 +41,7 @@ def test_the_gold_answer_alone_scores_1(grading):
     task = Sorting(grading=grading)
     for prompt in task.sample(0, 50):
         numbers = prompt.columns["numbers"]
-        assert task.reward(prompt, completion(task.solution(prompt))).value == 1.0
+        assert task.reward(prompt, completion(prompt.answer)).value == 1.0
         others = ["", "no", "9" * 9999, "0 1 2 3 4 5 6 7 8 9", " ".join(map(str, sorted(numbers, reverse=True)))]
         for garbage in others:
             reward = task.reward(prompt, completion(garbage))

@@ -234,7 +234,7 @@ def test_each_kernel_of_this_processor_runs_in_one_of_these_settings(run):
         native.load_kernels,
         attention.load_attention_kernel,
         fused_check.load_fused_kernel,
-        optimizer.is_one_pass_available,
+        optimizer.load_one_pass,
     ):
         ready()  # their trials call kernels, too
     native.call_counts.clear()

@@ -133,7 +133,7 @@ def test_a_task_with_a_tool_is_trained_by_a_model_that_knows_no_tools(recipe, tm
             ["--task.environment", "tests/worlds.py:reply", "--task.rewards", "environment"],
             "the environment has no get_reward()",
         ),
-        "no turn": (["--sampler.turns", 0], "turns = 0 must be at least 1"),
+        "no turn": (["--sampler.turns", 0], "sampler.turns: Input should be greater than 0"),
         "no time": (["--task.timeout", 0], "timeout = 0.0 must be a positive number of seconds"),
         "a text": (["--task.environment", "tests/worlds.py:CHAT"], "it is a str: name a class"),
     }.values(),

@@ -84,5 +84,5 @@ def test_a_missing_library_is_found_before_anything_is_loaded(monkeypatch, tmp_p
 
 
 def test_a_cache_without_room_is_refused():
-    with pytest.raises(UserError, match=r"cache_gb = 0\.0 must be positive"):
+    with pytest.raises(UserError, match=r"sampler.cache_gb: Input should be greater than 0"):
         settings_of("--sampler.cache-gb", "0")

@@ -23,18 +23,8 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.shaping import compute_importance_weights
 
 GRADIENT_RULES = (
-    "",
-    "given",
-    "all_failed",
-    "zero_variance",
-    "no_advantage",
-    "overlong_filter",
-    "entropy_share",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "correction",
-    "other",
+    *("", "given", "all_failed", "zero_variance", "no_advantage", "overlong_filter", "entropy_share"),
+    *("clip_low", "clip_high", "dual_clip", "correction", "other"),
 )
 """The rules that remove the policy gradient of a token; "" means that none did. This file reports an advantage of 0 as
 no_advantage. The caller replaces that with zero_variance if the rewards of the group were all equal, or with

@@ -172,13 +172,9 @@ OBJECTIVES: dict[str, _ObjectiveFunction] = {
 
 def get_objective_function(name: str) -> _ObjectiveFunction:
     """Return a function of OBJECTIVES or of "file.py:function". Raises UserError if there is none."""
-    return OBJECTIVES[name] if name in OBJECTIVES else _wrap_custom_objective(load_function(name, "objective"))
-
-
-def _wrap_custom_objective(
-    function: Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput | Tensor],
-) -> _ObjectiveFunction:
-    """Return an objective from a function that may return only the value."""
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    function: Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput | Tensor] = load_function(name, "objective")
 
     def objective(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
         output = function(tokens, cfg)

@@ -31,32 +31,13 @@ ObjectiveName = Literal[
 KLEstimatorName = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 
 _NON_NEGATIVE_SETTINGS = (
-    "minutes",
-    "micro_batch",
-    "max_length",
-    "constant_length",
-    "kl_coef",
-    "kl_target",
-    "reference_every",
-    "clip_low",
-    "clip_high",
-    "clip_difficulty",
-    "dual_clip",
-    "entropy_coef",
-    "prefix_coef",
-    "length_shrinkage",
-    "min_reward_range",
-    "overlong_cache",
+    *("minutes", "micro_batch", "max_length", "constant_length", "kl_coef", "kl_target", "reference_every"),
+    *("clip_low", "clip_high", "clip_difficulty", "dual_clip", "entropy_coef", "prefix_coef"),
+    *("length_shrinkage", "min_reward_range", "overlong_cache"),
 )
 DUAL_CLIP_OBJECTIVES = ("ppo_clip", "dcpo", "gspo", "gspo_token")
 _POSITIVE_SETTINGS = (
-    "steps",
-    "prompts_per_step",
-    "epochs",
-    "minibatches",
-    "max_rounds",
-    "max_staleness",
-    "length_buckets",
+    *("steps", "prompts_per_step", "epochs", "minibatches", "max_rounds", "max_staleness", "length_buckets"),
 )
 
 

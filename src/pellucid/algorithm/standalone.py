@@ -21,28 +21,11 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import UserError
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, provide_objects
 
-_ADVANTAGE_SETTINGS = (
-    "advantage",
-    "min_reward_range",
-    "length_buckets",
-    "length_min_cell",
-    "length_shrinkage",
-)
+_ADVANTAGE_SETTINGS = ("advantage", "min_reward_range", "length_buckets", "length_min_cell", "length_shrinkage")
 _LOSS_SETTINGS = (
-    "objective",
-    "clip_low",
-    "clip_high",
-    "clip_cap",
-    "dual_clip",
-    "soft_temperature",
-    "aggregate",
-    "constant_length",
-    "max_length",
-    "kl",
-    "kl_coef",
-    "entropy_coef",
-    "correction",
-    "correction_cap",
+    *("objective", "clip_low", "clip_high", "clip_cap", "dual_clip", "soft_temperature"),
+    *("aggregate", "constant_length", "max_length"),
+    *("kl", "kl_coef", "entropy_coef", "correction", "correction_cap"),
 )
 _LOSS_KL_ESTIMATORS = ("k2", "k3", "k3_weighted")
 """Estimators whose gradient in the loss is that of a KL. That of k1 is 0 in expectation, and exact needs logits."""

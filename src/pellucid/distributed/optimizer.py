@@ -200,12 +200,7 @@ def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
         (p.device.type, p.dtype, p.is_contiguous(), p.numel() % _VECTOR_ELEMENTS, isinstance(p, DTensor))
         for p in parameters
     }
-    return found <= {("cpu", torch.float32, True, 0, False)} and is_one_pass_available()
-
-
-def is_one_pass_available() -> bool:
-    """Return whether there is a library whose steps have torch's bits."""
-    return _load_one_pass()[0] is not None
+    return found <= {("cpu", torch.float32, True, 0, False)} and load_one_pass()[0] is not None
 
 
 def compare_optimizers(optimizer: type[OnePassAdamW]) -> Iterable[tuple[str, Any, Any]]:
@@ -240,5 +235,5 @@ def _list_optimizers() -> list[type[OnePassAdamW]]:
     return [OnePassAdamW]
 
 
-_load_one_pass = add_self_check("AdamW", _list_optimizers, compare_optimizers)
+load_one_pass = add_self_check("AdamW", _list_optimizers, compare_optimizers)
 """Return OnePassAdamW, or None and the reason why it is not used."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 T = TypeVar("T")
-_MISSING_ITEM = object()
-"""Fills up the items of a process that has fewer than another."""
 
 
 class Runtime:
@@ -76,8 +73,7 @@ class Runtime:
             return list(items)
         shards: list[list[Any]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(shards, list(items))
-        rows = zip_longest(*shards, fillvalue=_MISSING_ITEM)
-        return [item for row in rows for item in row if item is not _MISSING_ITEM]
+        return [shard[i] for i in range(max(map(len, shards))) for shard in shards if i < len(shard)]
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes, on every process."""

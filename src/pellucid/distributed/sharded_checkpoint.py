@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -75,20 +74,13 @@ def load_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     `like` has by name tensors with the shape, dtype and sharding to load; other names are ignored.
     """
-    state = {name: torch.empty_like(like[name]) for name in _list_tensor_names(folder) if name in like}
+    reader = HuggingFaceStorageReader(str(folder))
+    names = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty_like(like[name]) for name in names if name in like}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # uninitialized, in a single process
-        load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+        load(state, storage_reader=reader)
     return state
-
-
-def _list_tensor_names(folder: Path) -> set[str]:
-    """Return the names of all tensors in a folder."""
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
 
 
 def take_local_shard(tensor: Tensor, like: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pellucid.environments.worker import WorkerAnswer, encode_worker_answer, replace_surrogates, seed_generators
-from pellucid.sandbox.values import InvalidResultError, describe_error, validate_number
-from pellucid.sandbox.worker import exit_forked_copies, exit_with_children, log_error, receive_request
+from pellucid.environments.worker import WorkerAnswer, encode_worker_answer, seed_generators
+from pellucid.sandbox.values import InvalidResultError, validate_number
+from pellucid.sandbox.worker import call_user_code, log_error, receive_request, send_answer
 from pellucid.utils.plugins import import_extra, load_function
 
 _PLACEHOLDER_API_KEY = "rollout"
@@ -65,10 +65,10 @@ class SolveRequest:
 
 
 class AgentRunner:
-    """Runs an agent once. `log_error` takes the description of an error in the user's code, and the error."""
+    """Runs an agent once."""
 
-    def __init__(self, agent_spec: AgentSpec, log_error: Callable[[str, BaseException], None]) -> None:
-        self._agent_spec, self._log_error = agent_spec, log_error
+    def __init__(self, agent_spec: AgentSpec) -> None:
+        self._agent_spec = agent_spec
         self._function = agent_spec.load_function()
         self._openai: Any = None
         if self._function:
@@ -83,19 +83,15 @@ class AgentRunner:
         os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=_PLACEHOLDER_API_KEY)
         for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK_HOST)))
-        try:
-            with exit_forked_copies():
-                value = (self._call_function if self._function else self._run_command)(request)
-            if value is None and not self._agent_spec.has_rewards:
-                raise InvalidResultError("the agent has said no reward, and the task has no rewards")
-            reward = None if value is None else validate_number(value, "what the agent returned")
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-            description = replace_surrogates(describe_error(error))
-            self._log_error(description, error)
-            return WorkerAnswer(is_over=True, error=description)
-        return WorkerAnswer(is_over=True, reward=reward)
+        reward, error = call_user_code(lambda: self._compute_reward(request))
+        return WorkerAnswer(is_over=True, reward=reward, error="" if error is None else log_error(error))
+
+    def _compute_reward(self, request: SolveRequest) -> float | None:
+        spec = self._agent_spec
+        value = self._call_function(request) if self._function else _run_command(str(spec.run), request.row)
+        if value is None and not spec.has_rewards:
+            raise InvalidResultError("the agent has said no reward, and the task has no rewards")
+        return None if value is None else validate_number(value, "what the agent returned")
 
     def _call_function(self, request: SolveRequest) -> Any:
         assert self._function and self._openai
@@ -111,9 +107,6 @@ class AgentRunner:
         http = self._openai.DefaultAsyncHttpxClient(verify=_load_certificates())
         client = self._openai.AsyncOpenAI(**settings, http_client=http)
         return asyncio.run(self._function(dict(request.row), client))
-
-    def _run_command(self, request: SolveRequest) -> float | None:
-        return _run_command(str(self._agent_spec.run), request.row)
 
 
 @cache
@@ -148,19 +141,7 @@ def serve_request(agent_spec: AgentSpec, connection: Connection) -> None:
     """Answer one request. The process ends with its parent's end of the connection, whatever the agent does."""
     request: SolveRequest
     request, _ = receive_request(connection)
-    parent = threading.Thread(target=_exit_with_connection, args=(connection,), daemon=True)
+    parent = threading.Thread(target=receive_request, args=(connection,), daemon=True)  # there is no other
     parent.start()
-    answer = AgentRunner(agent_spec, log_error).run(request)
-    try:
-        connection.send_bytes(encode_worker_answer(answer))
-    except OSError:
-        exit_with_children()
+    send_answer(connection, encode_worker_answer(AgentRunner(agent_spec).run(request)))
     parent.join()
-
-
-def _exit_with_connection(connection: Connection) -> None:
-    """Wait for the other end to close, then end this process."""
-    try:
-        connection.recv_bytes()
-    except (EOFError, OSError):
-        exit_with_children()

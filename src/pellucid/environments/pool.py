@@ -44,7 +44,7 @@ from pellucid.sandbox.pool import (
     terminate_ended,
     terminate_workers,
 )
-from pellucid.sandbox.worker import ErrorLog, WorkerConfig, log_error
+from pellucid.sandbox.worker import ErrorLog, WorkerConfig
 from pellucid.types import (
     AsyncEnvironments,
     ConversationOutcome,
@@ -86,7 +86,7 @@ class _InProcessWorker:
     deadline = inf
     is_alive = True
 
-    def __init__(self, env_spec: EnvironmentSpec, log_error: Callable[[str, BaseException], None]) -> None:
+    def __init__(self, env_spec: EnvironmentSpec, log_error: ErrorLog) -> None:
         self._runner = EnvironmentRunner(env_spec, log_error, has_time_limit=False)
         self._answer: WorkerAnswer | None = None
 
@@ -130,9 +130,9 @@ def _load_spec(pickled: bytes) -> Callable[[Connection], None]:
     """Return what serves the requests of conversations, with the user's code imported."""
     spec: EnvironmentSpec | AgentSpec = pickle.loads(pickled)
     if isinstance(spec, AgentSpec):
-        AgentRunner(spec, log_error)
+        AgentRunner(spec)
         return partial(agents.serve_request, spec)
-    EnvironmentRunner(spec, log_error)
+    EnvironmentRunner(spec)
     return partial(worker.serve_requests, spec)
 
 

@@ -28,12 +28,13 @@ from pellucid.environments.spec import (
     is_reply_function,
     load_environment_factories,
 )
-from pellucid.sandbox.values import InvalidResultError, describe_error, validate_number
+from pellucid.sandbox.values import InvalidResultError, replace_surrogates, validate_number
 from pellucid.sandbox.worker import (
-    exit_forked_copies,
-    exit_with_children,
+    ErrorLog,
+    call_user_code,
     log_error,
     receive_request,
+    send_answer,
     start_watchdog,
     stop_watchdog,
 )
@@ -90,17 +91,14 @@ def decode_worker_answer(data: bytes) -> WorkerAnswer:
 
 def serve_requests(env_spec: EnvironmentSpec, connection: Connection) -> None:
     """Answer requests until the parent closes its end of the connection."""
-    runner = EnvironmentRunner(env_spec, log_error)
+    runner = EnvironmentRunner(env_spec)
     while True:
         request: BeginRequest | TurnRequest
         request, seconds = receive_request(connection)
         start_watchdog(seconds)  # of all calls of the request together
         answer = runner.handle(request)
         stop_watchdog()
-        try:
-            connection.send_bytes(encode_worker_answer(answer))
-        except OSError:
-            exit_with_children()
+        send_answer(connection, encode_worker_answer(answer))
 
 
 class _TimeLimitError(BaseException):
@@ -108,11 +106,9 @@ class _TimeLimitError(BaseException):
 
 
 class EnvironmentRunner:
-    """Answers requests. `log_error` takes the description of an error in the user's code, and the error."""
+    """Answers requests. `log_error` logs errors in the user's code."""
 
-    def __init__(
-        self, env_spec: EnvironmentSpec, log_error: Callable[[str, BaseException], None], has_time_limit: bool = True
-    ) -> None:
+    def __init__(self, env_spec: EnvironmentSpec, log_error: ErrorLog = log_error, has_time_limit: bool = True) -> None:
         self._env_spec, self._log_error, self._has_time_limit = env_spec, log_error, has_time_limit
         self._tools = {spec.rpartition(":")[2]: load_function(spec, "tool") for spec in env_spec.tools}
         self._factories = load_environment_factories(env_spec)
@@ -139,7 +135,7 @@ class EnvironmentRunner:
         seed_generators(shared)
         observation, error = self._call_for_text(lambda: self._reset(request.columns))
         seed_generators(own)
-        if error:
+        if error is not None:
             return WorkerAnswer(is_over=True, error=f"reset: {self._describe_error(error)}")
         return WorkerAnswer([("user", "", observation)] if observation is not None else [])
 
@@ -189,7 +185,7 @@ class EnvironmentRunner:
         if isinstance(error, _TimeLimitError):
             return str({"error": description}), "timeout"
         text, failure = self._call_for_text(lambda: {"error": str(error)})  # the user's code again
-        return str({"error": description}) if failure else str(text), "raised"
+        return str(text) if failure is None else str({"error": description}), "raised"
 
     def _call_reply(self, messages: Sequence[Message]) -> WorkerAnswer:
         own = getattr(self._environment, "reply", None)
@@ -197,7 +193,7 @@ class EnvironmentRunner:
         if reply is None:
             return WorkerAnswer(is_over=True)
         text, error = self._call_for_text(lambda: reply([dict(message) for message in messages]))
-        if error:
+        if error is not None:
             return WorkerAnswer(is_over=True, error=f"reply: {self._describe_error(error)}")
         return WorkerAnswer(is_over=True) if text is None else WorkerAnswer([("user", "", text)])
 
@@ -208,23 +204,17 @@ class EnvironmentRunner:
         value, error = self._call_user_code(get_reward)
         if error is None and value is not None:
             answer.reward, error = self._call_user_code(lambda: validate_number(value, "get_reward()"))
-        if error:
+        if error is not None:
             answer.error = f"get_reward: {self._describe_error(error)}"
 
     def _call_user_code(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """Return what a call of the user's code returns, and what it raises."""
-        try:
-            with exit_forked_copies():
-                return self._call_with_time_limit(action), None
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-            return None, error
+        return call_user_code(lambda: self._call_with_time_limit(action))
 
     def _call_for_text(self, action: Callable[[], Any]) -> tuple[str | None, BaseException | None]:
         """Return the result of a call of the user's code as text, None for None, and what it raises."""
         value, error = self._call_user_code(action)
-        if error or value is None:
+        if error is not None or value is None:
             return None, error
         return self._call_user_code(lambda: _shorten_text(value))
 
@@ -240,9 +230,7 @@ class EnvironmentRunner:
     def _describe_error(self, error: BaseException) -> str:
         if isinstance(error, _TimeLimitError):
             return f"no answer within {self._env_spec.timeout:g} s"
-        description = replace_surrogates(describe_error(error))
-        self._log_error(description, error)
-        return description
+        return self._log_error(error)
 
 
 @contextmanager
@@ -273,16 +261,9 @@ def seed_generators(seed: str) -> None:
 def _shorten_text(value: Any) -> str:
     """Return the text of a value, cut if it is very long, without characters that cannot be encoded."""
     text = str(value)
-    return replace_surrogates(
-        text
-        if len(text) <= _MAX_OBSERVATION_CHARACTERS
-        else f"{text[:_MAX_OBSERVATION_CHARACTERS]}... ({len(text)} characters)"
-    )
-
-
-def replace_surrogates(text: str) -> str:
-    """Return the text with U+FFFD in place of half a surrogate pair, which no tokenizer and no file takes."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if len(text) > _MAX_OBSERVATION_CHARACTERS:
+        text = f"{text[:_MAX_OBSERVATION_CHARACTERS]}... ({len(text)} characters)"
+    return replace_surrogates(text)
 
 
 def _pickle_environment(spec: str, environment: Any) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 from pellucid.inspect.group_history import ALL_RIGHT, ALL_WRONG, EQUAL, PARTIAL
@@ -26,22 +26,16 @@ _CLIPPED_TROUBLE_SHARE = 0.5
 _ZERO_LOSS_TOLERANCE = 1e-3
 """A loss smaller than this counts as 0."""
 _TROUBLE, _NOTE, _FINE = "trouble", "note", "fine"
-
-
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    key: str
-    """Its sentence is `why.KEY` of page/words.json."""
-    level: str
-    step: int
-    """The step that shows it best."""
-    values: Mapping[str, Any] = field(default_factory=dict)
+_Finding = dict[str, Any]
 
 
 def diagnose_run(
     config: Record, metrics: Sequence[Record], summaries: Sequence[Record], error: str = ""
-) -> list[dict[str, Any]]:
+) -> list[_Finding]:
     """Return what explains a run that does not learn, then what looks wrong and is right.
+
+    Each finding has a `key`, whose sentence is `why.KEY` of page/words.json, a `level`, the `step` that shows it best,
+    and the `values` of the sentence.
 
     Args:
         config: The settings of the run.
@@ -50,8 +44,8 @@ def diagnose_run(
         error: Why the last reward failed, if one did.
     """
     if not metrics:
-        return [asdict(_Finding("no_step", _TROUBLE, 0))]
-    recent, last = metrics[-JUDGED_STEPS:], metrics[-1]["step"]
+        return [_make_finding("no_step", _TROUBLE, 0)]
+    recent = metrics[-JUDGED_STEPS:]
     found = [
         *_find_reward_failures(config, recent, error),
         *_find_missing_signal(recent, summaries),
@@ -61,68 +55,62 @@ def diagnose_run(
         *_find_skipped_updates(recent),
         *_find_zero_loss(config, recent),
     ]
-    steps = {"steps": len(recent), "first": recent[0]["step"], "last": last}
-    return [asdict(_Finding(each.key, each.level, each.step, {**steps, **each.values})) for each in found]
+    steps = {"steps": len(recent), "first": recent[0]["step"], "last": recent[-1]["step"]}
+    return [{**finding, "values": {**steps, **finding["values"]}} for finding in found]
 
 
-def _average_metric(rows: Sequence[Record], name: str) -> float | None:
-    return compute_known_mean(row.get(name) for row in rows)
+def _make_finding(key: str, level: str, step: int, **values: Any) -> _Finding:
+    return {"key": key, "level": level, "step": step, "values": values}
 
 
-def _format_percent(value: float) -> str:
-    return f"{value:.0%}"
+def _average_metric(rows: Sequence[Record], name: str) -> float:
+    """Return the mean of a metric over the steps that have it; 0 if none has."""
+    return compute_known_mean(row.get(name) for row in rows) or 0.0
 
 
 def _find_reward_failures(config: Record, rows: Sequence[Record], error: str) -> Iterator[_Finding]:
-    failed = _average_metric(rows, "reward/failed") or 0.0
-    completions = get_setting(config, "algorithm.prompts_per_step", 0) * get_setting(config, "algorithm.group_size", 0)
-    if not failed:
-        return
-    step = next(row["step"] for row in reversed(rows) if row.get("reward/failed"))
-    share = min(1.0, failed / completions) if completions else 0.0
-    key = "reward_fails" if share >= _ALL_FAILED_SHARE else "reward_fails_sometimes"
-    values = {
-        "failed": format_significant(failed),
-        "share": _format_percent(share),
-        "error": error.strip().partition("\n")[0] or "?",
-    }
-    yield _Finding(key, _TROUBLE, step, values)
+    failed = _average_metric(rows, "reward/failed")
+    if failed:
+        step = next(row["step"] for row in reversed(rows) if row.get("reward/failed"))
+        sizes = (get_setting(config, f"algorithm.{name}", 0) for name in ("prompts_per_step", "group_size"))
+        share = min(1.0, failed / completions) if (completions := prod(sizes)) else 0.0
+        yield _make_finding(
+            "reward_fails" if share >= _ALL_FAILED_SHARE else "reward_fails_sometimes",
+            _TROUBLE,
+            step,
+            failed=format_significant(failed),
+            share=f"{share:.0%}",
+            error=error.strip().partition("\n")[0] or "?",
+        )
 
 
 def _find_missing_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Iterator[_Finding]:
     """Find groups of equal rewards, and if the groups themselves are known, which reward it is."""
-    right, wrong, equal = (
-        _average_metric(rows, f"groups/dead_{name}") or 0.0 for name in (ALL_RIGHT, ALL_WRONG, EQUAL)
-    )
+    right, wrong, equal = (_average_metric(rows, f"groups/dead_{name}") for name in (ALL_RIGHT, ALL_WRONG, EQUAL))
     if right + wrong + equal < _NO_SIGNAL_SHARE:
         return
-    kinds = [group["signal"] for each in summaries for group in each["groups"]]
-    partial = kinds.count(PARTIAL) / len(kinds) if kinds else 0.0
-    last = rows[-1]["step"]
-    values = {
-        "share": _format_percent(right + wrong + equal),
-        "right": _format_percent(right),
-        "wrong": _format_percent(wrong),
-    }
+    groups = [group for summary in summaries for group in summary["groups"]]
+    partial = [group["rewards"][0] for group in groups if group["signal"] == PARTIAL]
+    values = {"share": f"{right + wrong + equal:.0%}", "right": f"{right:.0%}", "wrong": f"{wrong:.0%}"}
+    key = "no_signal"
     if equal:
-        yield _Finding("all_equal", _TROUBLE, last, values)
-    elif partial > 0.5:
-        reward = next(g["rewards"][0] for each in summaries for g in each["groups"] if g["signal"] == PARTIAL)
-        yield _Finding("all_partial", _TROUBLE, last, {**values, "reward": format_significant(reward)})
+        key = "all_equal"
+    elif len(partial) > len(groups) / 2:
+        key, values["reward"] = "all_partial", format_significant(partial[0])
     elif right >= _NO_SIGNAL_SHARE:
-        yield _Finding("all_right", _TROUBLE, last, values)
+        key = "all_right"
     elif wrong >= _NO_SIGNAL_SHARE:
-        yield _Finding("all_wrong", _TROUBLE, last, values)
-    else:
-        yield _Finding("no_signal", _TROUBLE, last, values)
+        key = "all_wrong"
+    yield _make_finding(key, _TROUBLE, rows[-1]["step"], **values)
 
 
 def _find_cut_off_answers(config: Record, rows: Sequence[Record]) -> Iterator[_Finding]:
-    finished = _average_metric(rows, "completion/finished")
-    if finished is not None and 1 - finished >= _CUT_OFF_NOTE_SHARE:
+    finished = compute_known_mean(row.get("completion/finished") for row in rows)
+    cut_off = 0.0 if finished is None else 1 - finished
+    if cut_off >= _CUT_OFF_NOTE_SHARE:
         limit = get_setting(config, "sampler.max_tokens", "?")
-        level = _TROUBLE if 1 - finished >= _CUT_OFF_TROUBLE_SHARE else _NOTE
-        yield _Finding("cut_off", level, rows[-1]["step"], {"share": _format_percent(1 - finished), "limit": limit})
+        level = _TROUBLE if cut_off >= _CUT_OFF_TROUBLE_SHARE else _NOTE
+        yield _make_finding("cut_off", level, rows[-1]["step"], share=f"{cut_off:.0%}", limit=limit)
 
 
 def _find_zero_terms(rows: Sequence[Record]) -> Iterator[_Finding]:
@@ -131,40 +119,35 @@ def _find_zero_terms(rows: Sequence[Record]) -> Iterator[_Finding]:
     for name in terms:
         values = [value for row in rows if (value := row.get(name)) is not None]
         if values and not any(values):
-            yield _Finding(
-                "never_sampled",
-                _TROUBLE,
-                rows[-1]["step"],
-                {"term": name.removeprefix("reward/"), "all": len(values)},
-            )
+            about = {"term": name.removeprefix("reward/"), "all": len(values)}
+            yield _make_finding("never_sampled", _TROUBLE, rows[-1]["step"], **about)
 
 
 def _find_clipping(config: Record, rows: Sequence[Record]) -> Iterator[_Finding]:
-    low, high = (_average_metric(rows, f"clip/{side}") or 0.0 for side in ("low", "high"))
-    if low + high >= _CLIPPED_TROUBLE_SHARE:
+    share = _average_metric(rows, "clip/low") + _average_metric(rows, "clip/high")
+    if share >= _CLIPPED_TROUBLE_SHARE:
         bounds = {
             name: format_significant(get_setting(config, f"algorithm.{name}", None))
             for name in ("clip_low", "clip_high")
         }
         worst = max(rows, key=lambda row: (row.get("clip/low") or 0.0) + (row.get("clip/high") or 0.0))
-        yield _Finding("clipped", _TROUBLE, worst["step"], {"share": _format_percent(low + high), **bounds})
+        yield _make_finding("clipped", _TROUBLE, worst["step"], share=f"{share:.0%}", **bounds)
 
 
 def _find_skipped_updates(rows: Sequence[Record]) -> Iterator[_Finding]:
     """Find updates that were skipped, or that had a learning rate of 0."""
-    if (skipped := _average_metric(rows, "skipped") or 0.0) >= 0.5:
-        yield _Finding("skipped", _TROUBLE, rows[-1]["step"], {"share": _format_percent(skipped)})
+    if (skipped := _average_metric(rows, "skipped")) >= 0.5:
+        yield _make_finding("skipped", _TROUBLE, rows[-1]["step"], share=f"{skipped:.0%}")
     rates = [rate for row in rows[:-1] if (rate := row.get("lr")) is not None]  # the last one of a schedule may be 0
     if rates and not any(rates):
-        yield _Finding("lr_zero", _TROUBLE, rows[-1]["step"])
+        yield _make_finding("lr_zero", _TROUBLE, rows[-1]["step"])
 
 
 def _find_zero_loss(config: Record, rows: Sequence[Record]) -> Iterator[_Finding]:
     """Find a loss of 0 with a gradient: with one optimizer step on each set of rollouts every ratio is 1."""
-    loss, norm = _average_metric(rows, "loss"), _average_metric(rows, "grad_norm")
-    ratio = _average_metric(rows, "ratio/mean")
-    if loss is None or not norm or abs(loss) >= _ZERO_LOSS_TOLERANCE:
-        return
-    once = get_setting(config, "algorithm.epochs", 1) == 1 and get_setting(config, "algorithm.minibatches", 1) == 1
-    values = {"loss": format_significant(loss), "norm": format_significant(norm), "ratio": format_significant(ratio)}
-    yield _Finding("loss_zero" if once else "loss_small", _FINE, rows[-1]["step"], values)
+    names = {"loss": "loss", "norm": "grad_norm", "ratio": "ratio/mean"}
+    means = {key: compute_known_mean(row.get(name) for row in rows) for key, name in names.items()}
+    if means["loss"] is not None and means["norm"] and abs(means["loss"]) < _ZERO_LOSS_TOLERANCE:
+        once = all(get_setting(config, f"algorithm.{name}", 1) == 1 for name in ("epochs", "minibatches"))
+        values = {key: format_significant(value) for key, value in means.items()}
+        yield _make_finding("loss_zero" if once else "loss_small", _FINE, rows[-1]["step"], **values)

@@ -36,7 +36,7 @@ MAX_SCORES_PER_CHUNK = 2**20
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_length: int = 0) -> Tensor:
-    """Compute softmax(q k' / sqrt(d) + bias) v.
+    """Compute softmax(q k' / sqrt(d) + bias) v, [B, H, T, d].
 
     Args:
         query: [B, H, T, d]
@@ -46,9 +46,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_lengt
         shared_length: How many of the keys, the first ones, belong to the prompt. Sampling multiplies these for all
             rows of a group at once; on the CPU they are a product of their own here as well, so that sums are rounded
             in the same places.
-
-    Returns:
-        [B, H, T, d]
     """
     if query.device.type == "cpu" and not torch.is_grad_enabled():
         return attend_chunked(query, key, value, bias, shared_length)
@@ -177,18 +174,8 @@ def attend_packed(
 ) -> Tensor:
     """Compute causal attention of packed sequences: each token attends to its prompt and to its row up to itself.
 
-    Args:
-        query: [N, H, d]
-        key: [N, K, d]
-        value: [N, K, d]
-        sequences: Where the sequences are in the N tokens.
-        kernel: From `find_attention_kernel`.
-
-    Returns:
-        [N, H d]
-
-    Raises:
-        MemoryError: There is not enough memory.
+    Queries [N, H, d], keys and values [N, K, d] -> [N, H d]. The kernel is from `find_attention_kernel`. Raises
+    MemoryError.
     """
     if torch.is_grad_enabled():
         return PackedAttention.apply(query, key, value, sequences, kernel)  # pyright: ignore[reportReturnType]

@@ -33,7 +33,7 @@ from pellucid.models.decoder import (
 )
 from pellucid.models.fused_decode import FusedDecoder, LayerCacheTensors, TokenPositions, find_fused_fault
 from pellucid.models.hf_decode import FallbackDecodeBatch
-from pellucid.models.linear import VocabularyMatrix
+from pellucid.models.linear import TrainedMatrix
 from pellucid.models.ops import multiply_to_fp32, softmax_in_fp32, supports_fp32_product
 from pellucid.models.score import (
     SIMD_LANES,
@@ -93,10 +93,7 @@ def _pad_and_concatenate(first: Tensor, second: Tensor) -> Tensor:
 class DecodeBatch:
     """Rows that are decoded together: `admit` prompts, `step` all rows by one token, `keep_rows`; in any order.
 
-    Args:
-        decoder: The decoder.
-        max_rows: How many rows the batch may have.
-        make_fused: Makes a fused decoder, which computes a step in one call with the same bits; None for none.
+    `make_fused` makes a fused decoder, which computes a step in one call with the same bits; None for none.
     """
 
     can_append = True
@@ -136,7 +133,6 @@ class DecodeBatch:
         return self.make_fused(self.unpacked_weights, shape)
 
     def count_free_slots(self) -> int:
-        """Return how many more rows may be admitted."""
         return self.max_rows - len(self.generated_lengths)
 
     @torch.no_grad()
@@ -149,10 +145,7 @@ class DecodeBatch:
             cache.prompt_keys = _pad_and_concatenate(cache.prompt_keys, keys)
             cache.prompt_values = _pad_and_concatenate(cache.prompt_values, values)
             empty = keys.new_zeros(len(keys), len(prompts) * copies, 0, keys.shape[-1])
-            cache.keys, cache.values = (
-                _pad_and_concatenate(cache.keys, empty),
-                _pad_and_concatenate(cache.values, empty),
-            )
+            cache.keys, cache.values = (_pad_and_concatenate(x, empty) for x in (cache.keys, cache.values))
         new_prompts = torch.arange(len(prompts)) + len(self.prompt_lengths)
         self.prompt_of = torch.cat([self.prompt_of, new_prompts.repeat_interleave(copies)])
         self.prompt_lengths = torch.cat([self.prompt_lengths, lengths])
@@ -204,14 +197,9 @@ class DecodeBatch:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Append one token to each row.
+        """Append one token [n] to each row. Return the logits [n, V] of the next tokens.
 
-        Args:
-            tokens: [n]
-            active: [n] bool on the CPU. The other rows stay as they were, and their logits are undefined. None for all.
-
-        Returns:
-            The logits [n, V] of the next tokens.
+        Rows that are not active, [n] bool on the CPU, stay as they were, and their logits are undefined. None is all.
         """
         self._prepack(len(tokens))
         if int(self.generated_lengths.max()) == self.caches[0].keys.shape[2]:
@@ -365,7 +353,7 @@ class DecodeBatch:
         rows = x.unflatten(2, (self.rows_by_prompt.shape[1], -1)).flatten(1, 2)
         return rows if self.is_in_prompt_order else rows.index_select(1, self.grouped_index)
 
-    def compute_logits(self, hidden: Tensor, head: VocabularyMatrix) -> Tensor:
+    def compute_logits(self, hidden: Tensor, head: TrainedMatrix) -> Tensor:
         """[N, D] -> [N, V]"""
         x = apply_rms_norm(hidden, self.unpacked_weights.norm, self.decoder.shape.eps, self.decoder.dtype)
         return multiply_to_fp32(x, head.tensor) if supports_fp32_product(x) else project(x, head.tensor)
@@ -391,7 +379,6 @@ class RunningBatch(Generic[RequestT]):
         """[n, V]"""
 
     def count_free_slots(self) -> int:
-        """Return how many more rows may be admitted."""
         return self.batch.count_free_slots()
 
     def admit(self, prompts: Sequence[Sequence[int]], requests: Sequence[RequestT]) -> None:
@@ -501,8 +488,7 @@ def _build_appended_rows(
 ) -> tuple[PackedRows, Tensor, Tensor]:
     """Pack appended tokens, whose keys are those of their prompt, then those of their row.
 
-    Returns:
-        The packed rows, their bias in layers with a sliding window, and the cache column of each token [N].
+    Also returns their bias in layers with a sliding window, and the cache column of each token [N].
     """
     first, window, device = batch.caches[0], batch.decoder.shape.window, batch.decoder.device
     starts, steps = batch.prompt_lengths[batch.prompt_of[rows], None], torch.arange(round_up(int(lengths.max())))
@@ -533,24 +519,23 @@ def evict_rows(batch: DecodeBatch, rows: Sequence[int]) -> list[EvictedRow]:
     """Copy the KV cache of these rows and of their prompts, so that the batch can drop the rows."""
     batch.compact()
     prompts = batch.prompt_of.tolist()
-    used_prompts = {prompts[row] for row in rows}
-    prompt_caches = {p: _copy_prompt_cache(batch, p, int(batch.prompt_lengths[p])) for p in used_prompts}
+    prompt_caches = {
+        p: _copy_cache([(cache.prompt_keys, cache.prompt_values) for cache in batch.caches], p, batch.prompt_lengths[p])
+        for p in {prompts[row] for row in rows}
+    }
+    own = [(cache.keys, cache.values) for cache in batch.caches]
     return [
-        EvictedRow(batch.prompt_ids[p], prompt_caches[p], _copy_row_cache(batch, row))
-        for row, p in ((row, prompts[row]) for row in rows)
+        EvictedRow(
+            batch.prompt_ids[prompts[row]],
+            prompt_caches[prompts[row]],
+            _copy_cache(own, row, batch.generated_lengths[row]),
+        )
+        for row in rows
     ]
 
 
-def _copy_prompt_cache(batch: DecodeBatch, prompt: int, length: int) -> list[_KeyValue]:
-    return [
-        (cache.prompt_keys[:, prompt, :length].clone(), cache.prompt_values[:, prompt, :length].clone())
-        for cache in batch.caches
-    ]
-
-
-def _copy_row_cache(batch: DecodeBatch, row: int) -> list[_KeyValue]:
-    length = int(batch.generated_lengths[row])
-    return [(cache.keys[:, row, :length].clone(), cache.values[:, row, :length].clone()) for cache in batch.caches]
+def _copy_cache(layers: Sequence[_KeyValue], row: int, length: Tensor) -> list[_KeyValue]:
+    return [(keys[:, row, : int(length)].clone(), values[:, row, : int(length)].clone()) for keys, values in layers]
 
 
 def restore_rows(batch: DecodeBatch, rows: Sequence[EvictedRow]) -> None:

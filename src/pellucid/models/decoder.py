@@ -28,7 +28,6 @@ from pellucid.models.linear import (
     MatrixParts,
     TrainedLinear,
     TrainedMatrix,
-    VocabularyMatrix,
 )
 from pellucid.models.ops import promote_to_fp32
 
@@ -52,19 +51,6 @@ class ModelShape(NamedTuple):
     is_sliding: tuple[bool, ...]
     """For each layer, whether a token attends only to the last `window` tokens, itself included."""
     window: int
-
-
-def _get_model_shape(config: Any) -> ModelShape:
-    return ModelShape(
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        key_heads=config.num_key_value_heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        eps=config.rms_norm_eps,
-        tied=config.tie_word_embeddings,
-        is_sliding=find_sliding_layers(config),
-        window=getattr(config, "sliding_window", None) or 0,
-    )
 
 
 def find_fallback_reason(config: Any) -> str:
@@ -144,11 +130,11 @@ class LayerWeights(NamedTuple):
 
 
 class DecoderWeights(NamedTuple):
-    embedding: VocabularyMatrix
+    embedding: TrainedMatrix
     layers: list[LayerWeights]
     norm: Tensor
     """[D]"""
-    head: VocabularyMatrix
+    head: TrainedMatrix
 
 
 _CHECKPOINT_PARAMETERS = {
@@ -166,11 +152,6 @@ _CHECKPOINT_PARAMETERS = {
     "key_norm": ("self_attn.k_norm.weight",),
 }
 """The parameters of a Hugging Face checkpoint that make up each weight of a layer."""
-
-
-def _locate_parameters(block: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
-    """Return the module of each parameter and its name there."""
-    return [(block.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)]
 
 
 # ---------------------------------------------------------------- layers
@@ -258,7 +239,7 @@ class _DecoderLayer(nn.Module):
         self.block, self.shape = block, shape
         known = dict(block.named_parameters())
         parts = {
-            name: _locate_parameters(block, sources)
+            name: [(block.get_submodule(path), leaf) for path, _, leaf in (x.rpartition(".") for x in sources)]
             for name, sources in _CHECKPOINT_PARAMETERS.items()
             if sources[0] in known
         }
@@ -291,24 +272,13 @@ class _DecoderLayer(nn.Module):
             functions: The other parts of the layer, eager or compiled.
             recompute: Whether to keep only the residual stream for the backward pass, and compute the rest again.
         """
-        if recompute:
 
-            def compute(hidden: Tensor) -> ResidualStream:
-                return self._compute(ResidualStream(hidden), rotary, attention, functions)
+        def compute(hidden: Tensor, pending: Tensor | None = None) -> ResidualStream:
+            weights = self.collect_weights()
+            hidden, heads = functions.compute_qkv(weights, ResidualStream(hidden, pending), rotary, self.shape)
+            return functions.compute_output(weights, hidden, attention(heads), self.shape)
 
-            return checkpoint(compute, stream.add_pending(), use_reentrant=False)
-        return self._compute(stream, rotary, attention, functions)
-
-    def _compute(
-        self,
-        stream: ResidualStream,
-        rotary: _CosSin,
-        attention: Callable[[QueryKeyValue], Tensor],
-        functions: LayerFunctions,
-    ) -> ResidualStream:
-        weights = self.collect_weights()
-        hidden, heads = functions.compute_qkv(weights, stream, rotary, self.shape)
-        return functions.compute_output(weights, hidden, attention(heads), self.shape)
+        return checkpoint(compute, stream.add_pending(), use_reentrant=False) if recompute else compute(*stream)
 
 
 class Decoder(nn.Module):
@@ -322,7 +292,17 @@ class Decoder(nn.Module):
 
     def __init__(self, config: Any, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.shape, self.dtype = _get_model_shape(config), dtype
+        self.dtype = dtype
+        self.shape = ModelShape(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            key_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            eps=config.rms_norm_eps,
+            tied=config.tie_word_embeddings,
+            is_sliding=find_sliding_layers(config),
+            window=getattr(config, "sliding_window", None) or 0,
+        )
         body = model.get_submodule("model")
         self.embed_tokens, self.final_norm = body.get_submodule("embed_tokens"), body.get_submodule("norm")
         # A tied head is not used. It is here for engines, which must find the parameter under both of its names.
@@ -356,10 +336,10 @@ class Decoder(nn.Module):
         for part in self.list_cast_weights():
             part.is_uncached = True
 
-    def collect_outer_weights(self) -> tuple[VocabularyMatrix, Tensor, VocabularyMatrix]:
+    def collect_outer_weights(self) -> tuple[TrainedMatrix, Tensor, TrainedMatrix]:
         """Return embedding, last norm [D] and head as they are now."""
         embedding, head = (
-            VocabularyMatrix(part.get_cast_copy(), part.get_masters()[0]) for part in (self.embedding, self.head)
+            TrainedMatrix(part.get_cast_copy(), tuple(part.get_masters())) for part in (self.embedding, self.head)
         )
         return embedding, promote_to_fp32(getattr(*self.final_norm_location)), head
 

@@ -71,12 +71,9 @@ def find_fused_fault(weights: DecoderWeights, shape: ModelShape) -> str:
 
 
 def pack_matrix(library: Any, weight: Tensor, interleaved: bool = False) -> Tensor:
-    """Convert a matrix to the layout of the C++.
+    """Convert a matrix [outputs, width] in bf16 to the layout of the C++.
 
-    Args:
-        library: The compiled library.
-        weight: [outputs, width] in bf16.
-        interleaved: Whether the two halves of the outputs, gate and up, are stored alternately.
+    With `interleaved` the two halves of the outputs, gate and up, are stored alternately.
     """
     (outputs, width), weight = weight.shape, weight.contiguous()
     blocks = -(-outputs // _OUTPUT_BLOCK)
@@ -138,19 +135,13 @@ class FusedDecoder:
         positions: TokenPositions,
         caches: Sequence[LayerCacheTensors],
     ) -> Tensor:
-        """Compute the layers for N tokens.
+        """Compute the layers for N tokens. Return the logits [m, V] after `positions.logit_tokens`. Raises MemoryError.
 
         Args:
             hidden: [N, D] in fp32, the embeddings of the tokens; overwritten.
             rotary: cos and sin of all positions up to the last, [positions, 1, d] each.
             positions: The rows and positions of the tokens.
             caches: The caches of each layer. The keys and values of the tokens are written to those of the rows.
-
-        Returns:
-            The logits [m, V] that follow `positions.logit_tokens`.
-
-        Raises:
-            MemoryError: There is not enough memory.
         """
         (prompt_keys, _, keys, _), (cos, sin) = caches[0], rotary
         self.layer_table[:, -4:] = torch.tensor([[x.data_ptr() for x in cache] for cache in caches])

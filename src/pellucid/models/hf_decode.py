@@ -67,21 +67,13 @@ class FallbackDecodeBatch:
 
     def _forward(self, ids: Tensor) -> Tensor:
         """New tokens [n, S] -> logits [n, V] of the next. Positions count from the first token behind the padding."""
+        mask = self.attention_mask
         if self.is_recurrent:
-            is_prefill = ids.shape[1] == self.attention_mask.shape[1]
-            mask = self.attention_mask if is_prefill else None
-            return self.model(
-                input_ids=ids, attention_mask=mask, cache_params=self.cache, use_cache=True, logits_to_keep=1
-            ).logits[:, -1]
-        positions = (self.attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        return self.model(
-            input_ids=ids,
-            attention_mask=self.attention_mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+            inputs = {"attention_mask": mask if ids.shape[1] == mask.shape[1] else None, "cache_params": self.cache}
+        else:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": self.cache}
+        return self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1]
 
 
 # ---------------------------------------------------------------- batch invariance
@@ -188,7 +180,8 @@ def find_cache_fault(model: PreTrainedModel) -> str:
 
 def describe_logit_difference(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor) -> str:
     """Return how far logits [n, V] are from those of each row alone without a cache; empty if within tolerance."""
-    expected = torch.stack([_compute_uncached_logits(model, row) for row in rows])
+    ids = [torch.tensor([list(row)], device=model.device) for row in rows]
+    expected = torch.stack([model(input_ids=row, use_cache=False).logits[0, -1].float() for row in ids])
     share = measure_relative_difference(logits.float(), expected)
     if share <= LOGIT_TOLERANCES.get(model.dtype, HALF_PRECISION_TOLERANCE):
         return ""
@@ -199,12 +192,6 @@ def measure_relative_difference(x: Tensor, expected: Tensor) -> float:
     """Return the largest distance of a row [n, V] from the expected one, relative to the spread of the latter."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((x - expected).norm(dim=-1) / spread).max())
-
-
-def _compute_uncached_logits(model: PreTrainedModel, row: Sequence[int]) -> Tensor:
-    """Return the logits [V] after a row, computed without a cache."""
-    ids = torch.tensor([list(row)], device=model.device)
-    return model(input_ids=ids, use_cache=False).logits[0, -1].float()
 
 
 def format_error_line(error: BaseException) -> str:

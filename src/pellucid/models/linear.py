@@ -49,15 +49,6 @@ class ShardedModule(Protocol):
 # ---------------------------------------------------------------- weights
 
 
-class VocabularyMatrix(NamedTuple):
-    """An embedding or a head. Its gradient, a sum over many tokens, goes to the master without rounding."""
-
-    tensor: Tensor
-    """[V, D] in the compute dtype."""
-    master: Tensor
-    """The parameter."""
-
-
 class MatrixParts(NamedTuple):
     """The parts of a concatenated matrix. Autograd saves the parts, which an engine can free and gather again."""
 
@@ -80,12 +71,8 @@ class TrainedMatrix(NamedTuple):
 class CastWeights:
     """Parameters concatenated and cast to the compute dtype; cast again whenever they may have changed.
 
-    They are looked up in their modules at each use: an engine that shards parameters puts gathered ones there while a
-    layer computes. With `is_uncached` no copy is kept, since gathered parameters are freed behind the layer.
-
-    Args:
-        locations: Modules and the names of their parameters.
-        dtype: The compute dtype.
+    They are looked up in their modules, by name, at each use: an engine that shards parameters puts gathered ones there
+    while a layer computes. With `is_uncached` no copy is kept, since gathered parameters are freed behind the layer.
     """
 
     def __init__(self, locations: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
@@ -103,7 +90,7 @@ class CastWeights:
         if self.is_uncached:
             cast = [m.to(self.dtype) for m in masters]
             are_trained_parts = len(cast) > 1 and cast[0].ndim > 1 and torch.is_grad_enabled()
-            return MatrixParts(tuple(cast)) if are_trained_parts else _concatenate_masters(cast)
+            return MatrixParts(tuple(cast)) if are_trained_parts else _concatenate(cast)
         if masters[0].ndim > 1 and torch.is_grad_enabled() and any(m.requires_grad for m in masters):
             return TrainedMatrix(self.get_cast_copy(), tuple(masters))
         return _CastFunction.apply(self.get_cast_copy(), *masters)  # pyright: ignore[reportReturnType]
@@ -112,7 +99,7 @@ class CastWeights:
         """Return the cast weights without gradient; they are cast again only if the masters have changed."""
         masters = self.get_masters()
         if self.is_uncached or (len(masters) == 1 and masters[0].dtype == self.dtype):
-            return _concatenate_masters(masters).detach().to(self.dtype)
+            return _concatenate(masters).detach().to(self.dtype)
         if self.cast_copy is None:
             self.cast_copy = masters[0].new_empty(sum(map(len, masters)), *masters[0].shape[1:], dtype=self.dtype)
         if self.copied_version != (version := _get_masters_version(masters)):
@@ -139,14 +126,17 @@ class JoinedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(x, *parts)
-        return apply_linear(x, torch.cat(parts), bias)
+        return apply_linear(x, _concatenate(parts), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *parts = ctx.saved_tensors
-        bias_grad = grad.sum(0) if ctx.needs_input_grad[1] else None
-        part_grads = (grad.mT @ x).split([len(part) for part in parts])
-        return compute_input_gradient(grad, torch.cat(parts)), bias_grad, *part_grads
+        needs_x, needs_bias, *need_parts = ctx.needs_input_grad
+        return (
+            compute_input_gradient(grad, _concatenate(parts)) if needs_x else None,
+            grad.sum(0) if needs_bias else None,
+            *((grad.mT @ x).split([len(part) for part in parts]) if any(need_parts) else [None] * len(parts)),
+        )
 
 
 class TrainedLinear(torch.autograd.Function):
@@ -169,8 +159,8 @@ class TrainedLinear(torch.autograd.Function):
         return x_grad, bias_grad, None, *master_grads
 
 
-def _concatenate_masters(masters: Sequence[Tensor]) -> Tensor:
-    return masters[0] if len(masters) == 1 else torch.cat(list(masters))
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _get_masters_version(masters: Sequence[Tensor]) -> tuple[int, ...]:
@@ -193,17 +183,12 @@ class _CastFunction(torch.autograd.Function):
         return None, *(part.to(dtype) for part, (_, dtype) in zip(parts, ctx.masters, strict=True))
 
 
-def look_up_embeddings(ids: Tensor, embedding: VocabularyMatrix, sparse: bool = False) -> Tensor:
+def look_up_embeddings(ids: Tensor, embedding: TrainedMatrix, sparse: bool = False) -> Tensor:
     """Look up embeddings, [N] -> [N, D].
 
-    Args:
-        ids: [N]
-        embedding: The matrix.
-        sparse: Whether the gradient is sparse. It must then be added to a dense one, as that of a tied head.
+    A sparse gradient must be added to a dense one, as that of a tied head.
     """
-    if not torch.is_grad_enabled():
-        return F.embedding(ids, embedding.master).to(embedding.tensor.dtype)
-    return _EmbeddingLookup.apply(ids, *embedding, sparse)  # pyright: ignore[reportReturnType]
+    return _EmbeddingLookup.apply(ids, embedding.tensor, *embedding.masters, sparse)  # pyright: ignore[reportReturnType]
 
 
 class _EmbeddingLookup(torch.autograd.Function):
@@ -271,28 +256,8 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     if not (kernel := _find_gemm_kernel(x, weight)):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        return LinearFunction.apply(x, weight, bias, kernel)  # pyright: ignore[reportReturnType]
+        return JoinedLinear.apply(x, bias, weight)  # pyright: ignore[reportReturnType]
     return _multiply_with_amx(kernel, x, weight, bias, transposed=False)
-
-
-class LinearFunction(torch.autograd.Function):
-    """`apply_linear` for weights that are plain tensors; a TrainedMatrix has TrainedLinear."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: KernelVariant) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _multiply_with_amx(kernel, x, weight, bias, transposed=False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        return (
-            compute_input_gradient(grad, weight) if needs_x else None,
-            grad.mT @ x if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-            None,
-        )
 
 
 def compute_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
@@ -347,19 +312,10 @@ load_gemm_kernel = add_self_check("products", _list_gemm_kernels, _compare_gemm)
 
 
 def compute_weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype, accumulator: Tensor | None = None) -> Tensor:
-    """Compute the gradient of a weight, grad.mT @ x, a sum over tokens. With AMX it is not rounded (cpp/weights.cpp).
+    """Compute the gradient [N, K] of a weight, grad.mT @ x of grad [n, N] and inputs x [n, K], a sum over tokens.
 
-    Args:
-        grad: [n, N], the gradient of the outputs.
-        x: [n, K], the inputs.
-        dtype: The dtype of the result.
-        accumulator: [N, K], to which the gradient is added if given.
-
-    Returns:
-        The gradient [N, K], or the accumulator.
-
-    Raises:
-        MemoryError: There is not enough memory.
+    With AMX it is not rounded (cpp/weights.cpp). If an accumulator [N, K] is given, the gradient is added to it. Raises
+    MemoryError.
     """
     kernel = attention.load_attention_kernel()[0] if dtype == torch.float32 and find_kernels(grad, grad.dtype) else None
     if not kernel or not kernel.uses_amx or any(width % GEMM_BLOCK for width in (grad.shape[1], x.shape[1])):

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -135,14 +136,9 @@ call_counts: Counter[str] = Counter()
 
 
 def call_kernel(function: Any, *arguments: Any) -> int:
-    """Call a function of the library.
+    """Call a function of the library, and return its status: 0 for success, undefined if it returns void.
 
-    Args:
-        function: The function, an attribute of the library.
-        arguments: Tensors and structures are passed as their addresses, integers as int64_t, None as a null pointer.
-
-    Returns:
-        The function's status, 0 for success. It is undefined for a function that returns void.
+    Tensors and structures are passed as their addresses, integers as int64_t, None as a null pointer.
     """
     call_counts[function.__name__] += 1
     return function(*map(_convert_argument, arguments))
@@ -223,14 +219,9 @@ def select_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | Mod
 
 
 def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
-    """Return the compiled kernels if they can compute with a tensor, else None.
+    """Return the compiled kernels if they can compute with a tensor in this dtype, else None.
 
-    They compute in bf16 on the CPU, outside torch.compile.
-
-    Args:
-        x: The tensor.
-        dtype: The dtype to compute in.
-        widths: Row lengths, which must be multiples of VECTOR_WIDTH.
+    They compute in bf16 on the CPU, outside torch.compile, with rows whose widths are multiples of VECTOR_WIDTH.
     """
     if x.device.type != "cpu" or dtype != torch.bfloat16 or any(width % _VECTOR_WIDTH for width in widths):
         return None
@@ -240,16 +231,12 @@ def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
 
 
 class LogitStatistics(NamedTuple):
-    """Statistics of n rows of logits."""
+    """Statistics [n] of n rows of logits; the log-probs are those of the chosen tokens, and the KL may be 0."""
 
     logprobs: Tensor
-    """[n] of the chosen tokens."""
     entropy: Tensor
-    """[n]"""
     kl: Tensor
-    """[n], 0 without another policy."""
     log_normalizer: Tensor
-    """[n]"""
 
 
 class StatisticsGradients(NamedTuple):
@@ -345,12 +332,9 @@ class Kernels:
         return probs, scores_grad
 
     def compute_statistics(self, logits: ScaledLogits, tokens: Tensor, other: ScaledLogits | None) -> LogitStatistics:
-        """Compute statistics of the distributions that logits define.
+        """Compute statistics of the distributions that logits [n, V] in bf16 define, for tokens [n].
 
-        Args:
-            logits: [n, V] in bf16.
-            tokens: [n], the tokens whose log-probs are computed.
-            other: [n, V], the logits of the policy from which the KL divergence is measured; None for no KL.
+        `other` are the logits [n, V] of the policy from which the KL divergence is measured; None for no KL.
         """
         statistics = LogitStatistics(*torch.empty(4, len(tokens)))
         self._call(
@@ -396,7 +380,6 @@ def _make_logits_struct(logits: ScaledLogits | None) -> _LogitsStruct | None:
 
 
 def _count_rows_and_columns(x: Tensor) -> tuple[int, int]:
-    """Return the number of rows of x and their length."""
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
@@ -434,13 +417,10 @@ def compare_kernels(kernels: Kernels) -> Iterable[tuple[str, Any, Any]]:
         ("softmax_backward", (scores.float(), bias, noise(2, 3, 10, 112), scale)),
     ]
     for name, arguments in calls:
-        ours, theirs = (getattr(module, name)(*_clone_tensors(arguments)) for module in (kernels, ops))
+        ours, theirs = (
+            getattr(module, name)(*deepcopy(arguments)) for module in (kernels, ops)
+        )  # some are overwritten
         yield name, ours, theirs
-
-
-def _clone_tensors(arguments: tuple[Any, ...]) -> list[Any]:
-    """Clone the tensors among arguments: softmax overwrites its scores."""
-    return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
 
 
 load_kernels = add_self_check("update", lambda: [Kernels(load_library())], compare_kernels)

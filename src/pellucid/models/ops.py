@@ -56,12 +56,7 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of both summands and of the weight.
 
-    Args:
-        x: The sum.
-        weight: [D], of the norm.
-        eps: Of the norm.
-        sum_grad: The gradient of the sum from its other uses.
-        grad: The gradient of the norm's output.
+    x is the sum, `sum_grad` its gradient from its other uses, and `grad` that of the norm's output.
     """
     x_grad, weight_grad = norm_backward(x, weight, eps, grad)
     x_grad += sum_grad
@@ -108,11 +103,7 @@ def softmax(scores: Tensor, bias: Tensor) -> Tensor:
 def softmax_backward(scores: Tensor, bias: Tensor, probs_grad: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the probabilities of `softmax` and the gradient of scores / scale, both in the dtype of probs_grad.
 
-    Args:
-        scores: In fp32 at least; overwritten.
-        bias: [B, 1, T, S]
-        probs_grad: The gradient of the probabilities.
-        scale: The factor that made the scores of products of queries and keys.
+    The scores are in fp32 at least, and are overwritten; `scale` is the factor in them.
     """
     probs, dtype = _add_bias(scores, bias).softmax(-1), probs_grad.dtype
     probs_grad = probs_grad.to(probs.dtype)
@@ -155,15 +146,9 @@ def compute_exponent_factor(temperature: float) -> float:
 
 
 def sample_with_masses(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample a token per row.
+    """Sample a token per row of logits [n, V], by uniforms [n] (see `sampling.sample_tokens`); temperature 0 is greedy.
 
-    Args:
-        logits: [n, V]
-        uniforms: [n] float64 in [0, 1); see `sampling.sample_tokens`.
-        temperature: 0 for the most probable token.
-
-    Returns:
-        The tokens, their masses, and the mass of all tokens of each row, [n] each.
+    Returns the tokens, their masses, and the mass of all tokens of each row, [n] each.
     """
     masses = compute_masses(logits, temperature)
     token = logits.argmax(-1) if temperature == 0.0 else invert_cdf(masses, uniforms)

@@ -59,8 +59,7 @@ def sample_tokens_with_mask(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample as `sample_tokens` does, with log-probs in the truncated distribution.
 
-    Returns:
-        The tokens [B], their log-probs [B], and which tokens have probability after truncation, [B, V] bool.
+    Also return which tokens have probability after truncation, [B, V] bool.
     """
     remaining = truncate_masses(compute_masses(logits, temperature), truncation, uniforms.device)
     token = invert_cdf(remaining, uniforms)
@@ -76,12 +75,9 @@ def find_top_tokens(logits: Tensor, temperature: float, k: int) -> tuple[Tensor,
 
 
 def truncate_masses(masses: Tensor, truncation: Truncation, sum_device: torch.device | None = None) -> Tensor:
-    """Set the masses of truncated tokens to 0: top-k, then top-p of the rest, then min-p of the rest.
+    """Set the masses [B, V] of truncated tokens to 0: top-k, then top-p of the rest, then min-p of the rest.
 
-    Args:
-        masses: [B, V], unnormalized probabilities.
-        truncation: Which tokens are never sampled.
-        sum_device: The device of float64 sums, if not that of the masses.
+    Sums in float64 are computed on `sum_device`, or else on that of the masses.
     """
     if 0 < truncation.top_k < masses.shape[-1]:
         masses = masses.masked_fill(masses < masses.topk(truncation.top_k).values[:, -1:], 0.0)

@@ -32,7 +32,7 @@ from pellucid.models.attention import (
 )
 from pellucid.models.autograd_ops import apply_rms_norm
 from pellucid.models.decoder import EAGER_LAYER_FUNCTIONS, Decoder, LayerFunctions, QueryKeyValue, ResidualStream
-from pellucid.models.linear import VocabularyMatrix, look_up_embeddings
+from pellucid.models.linear import TrainedMatrix, look_up_embeddings
 
 SIMD_LANES = 16
 """Keys of a prompt, and those of a row, are padded to a multiple of it. A softmax sums in the lanes of the processor's
@@ -86,15 +86,7 @@ def pack_prompts(
 def pack_rows(
     ids: Tensor, positions: Tensor, is_token: Tensor, device: torch.device, make_bias: Callable[[], Tensor]
 ) -> PackedRows:
-    """Build the PackedRows of tokens [n], with one copy to the device.
-
-    Args:
-        ids: [n]
-        positions: [n]
-        is_token: [rows, T], where the tokens are in the padded rows.
-        device: The device of the result.
-        make_bias: See PackedRows.
-    """
+    """Build the PackedRows of tokens, with one copy to the device. `is_token` [rows, T]: where they are when padded."""
     indices = is_token.flatten().nonzero()[:, 0]
     ids, positions, indices = torch.stack([ids, positions, indices]).to(device)
     return PackedRows(ids, positions, indices, (len(is_token), is_token.shape[1]), make_bias)
@@ -142,11 +134,7 @@ def make_attention_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def mask_beyond_window(bias: Tensor, queries: Tensor, keys: Tensor, window: int) -> Tensor:
     """Mask keys that are `window` positions or more before their query.
 
-    Args:
-        bias: [rows, 1, T, keys]
-        queries: [rows, T], positions.
-        keys: [rows, keys], positions.
-        window: The size of the sliding window.
+    The bias is [rows, 1, T, keys]; `queries` [rows, T] and `keys` [rows, keys] are positions.
     """
     is_beyond = keys[:, None] <= queries[..., None] - window
     return bias.masked_fill(is_beyond[:, None], -torch.inf)
@@ -208,13 +196,9 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Bat
 
 
 def _compute_response_bias(starts: Tensor, capacity: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Compute the bias of rows that attend to their prompt and to themselves, [B, 1, width, keys].
+    """Compute the bias [B, 1, width, keys] of rows that attend to their prompt and to themselves.
 
-    Args:
-        starts: [B], the lengths of the prompts.
-        capacity: The padded length of prompts.
-        width: The padded length of rows.
-        dtype: The dtype of the bias.
+    The prompts have the lengths `starts` [B], padded to `capacity`; rows are padded to `width`.
     """
     own = torch.arange(round_up(width), device=starts.device)
     prompt_visible = torch.arange(capacity, device=starts.device) < starts[:, None]
@@ -267,17 +251,11 @@ def apply_sliding_window(layout: _BatchLayout, window: int) -> _BatchLayout:
 
 def compute_hidden_states(
     decoder: Decoder, batch: Batch, recompute: bool = False, functions: LayerFunctions = EAGER_LAYER_FUNCTIONS
-) -> tuple[Tensor, VocabularyMatrix]:
-    """Compute the hidden states that predict the N scored tokens of a batch, row by row.
+) -> tuple[Tensor, TrainedMatrix]:
+    """Compute the hidden states [N, D], after the last norm, that predict the N scored tokens of a batch, row by row.
 
-    Args:
-        decoder: The decoder.
-        batch: The rollouts.
-        recompute: Whether to keep only the residual stream of each layer for the backward pass.
-        functions: The parts of a layer, eager or compiled.
-
-    Returns:
-        The states [N, D] after the last norm, and the head [V, D].
+    With `recompute` only the residual stream of each layer is kept for the backward pass. `functions` are the parts of
+    a layer, eager or compiled. Also returns the head [V, D].
     """
     layout, shape = build_layout(batch, decoder.dtype, decoder.device), decoder.shape
     sliding_layout = apply_sliding_window(layout, shape.window) if any(shape.is_sliding) else layout

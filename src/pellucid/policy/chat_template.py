@@ -45,8 +45,7 @@ class ChatTemplate(NamedTuple):
     def apply_to_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Put the template and its variables into a tokenizer.
 
-        Raises:
-            UserError: the file cannot be read or rendered, or does not use one of the variables.
+        Raise UserError if the file cannot be read or rendered, or does not use one of the variables.
         """
         if not self.file and not self.variables:
             return
@@ -66,12 +65,9 @@ class ChatTemplate(NamedTuple):
 
 
 def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt, up to where the answer begins.
+    """Return the token ids of a prompt, up to where the answer begins. Raise UserError for a string with tools.
 
     Without a chat template, messages become their contents, a line each.
-
-    Raises:
-        UserError: the prompt has tools, and its text is a string.
     """
     if isinstance(prompt.text, str) or not prompt.escape_special_tokens:
         [ids] = encode_prompt_texts(tokenizer, [render_question(tokenizer, prompt)])
@@ -350,15 +346,9 @@ class _BridgeTokens(NamedTuple):
 def encode_bridge(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]
 ) -> _BridgeTokens:
-    """Return the bridge tokens between two turns of the policy.
+    """Return the bridge tokens between two turns of the policy, with the messages of the environment.
 
-    Args:
-        tokenizer: the tokenizer with its chat template.
-        messages: what the environment says between the turns.
-        eos_ids: the EOS tokens of the policy.
-
-    Raises:
-        UserError: the chat template does not show what follows a turn.
+    Raise UserError if the chat template does not show what follows a turn.
     """
     if not tokenizer.chat_template:
         text = "\n" + "".join(f"{message['content']}\n" for message in messages)
@@ -403,8 +393,7 @@ def _build_preceding_conversation(messages: Sequence[Message]) -> list[Message]:
 def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> str:
     """Return a notice if the chat template changes earlier turns; empty if it does not.
 
-    Raises:
-        UserError: it does not show what follows a turn.
+    Raise UserError if it does not show what follows a turn.
     """
     if not tokenizer.chat_template:
         return ""

@@ -70,15 +70,15 @@ def load_pretrained(
     Raises:
         UserError: the model cannot be found or loaded, or is no causal language model.
     """
-    quantization: dict[str, Any] = {}
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     if device_for_4bit:
-        quantization = {"quantization_config": _build_4bit_config(dtype), "device_map": {"": device_for_4bit}}
+        options |= {"quantization_config": _build_4bit_config(dtype), "device_map": {"": device_for_4bit}}
     with explain_policy_errors(name, access):
         source, hub = locate_model(name, revision=access.revision), access.build_arguments()
         check_causal_model(name, AutoConfig.from_pretrained(source, **hub))
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
         template.apply_to_tokenizer(tokenizer)
-        options: Any = {"dtype": dtype, "output_loading_info": True, **hub, **quantization}
+        options |= hub
         model, loading_info = cast(Any, AutoModelForCausalLM.from_pretrained(source, **options))
         if missing := sorted(loading_info["missing_keys"]):
             raise UserError(
@@ -92,19 +92,17 @@ def load_pretrained(
 
 def check_causal_model(name: str, config: PreTrainedConfig) -> None:
     """Raise UserError if the configuration shows that this is no causal language model. No weights are needed."""
-    if reason := _find_causal_model_fault(config):
-        raise UserError(f"policy.model = {name!r} is no causal language model: {reason}")
-
-
-def _find_causal_model_fault(config: PreTrainedConfig) -> str:
-    """Return why this is no causal language model; empty if it is one."""
-    if getattr(config, "is_encoder_decoder", False):
-        return f"{config.model_type} has an encoder and a decoder"
     own = getattr(config, "auto_map", None) or {}
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
-        return f"transformers has none of the architecture {config.model_type}"
-    headless = [kind for kind in config.architectures or () if kind.endswith(_NON_CAUSAL_SUFFIXES)]
-    return f"it was saved as {headless[0]}, which has another head" if headless else ""
+    others = [kind for kind in config.architectures or () if kind.endswith(_NON_CAUSAL_SUFFIXES)]
+    if getattr(config, "is_encoder_decoder", False):
+        reason = f"{config.model_type} has an encoder and a decoder"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
+        reason = f"transformers has none of the architecture {config.model_type}"
+    elif others:
+        reason = f"it was saved as {others[0]}, which has another head"
+    else:
+        return
+    raise UserError(f"policy.model = {name!r} is no causal language model: {reason}")
 
 
 def load_tokenizer(name: str, access: ModelAccess = DEFAULT_ACCESS) -> PreTrainedTokenizerBase:
@@ -171,30 +169,29 @@ def locate_model(name: str, weights: bool = True, revision: str = "") -> str:
     if name.startswith(_MODELSCOPE_PREFIX):
         return str(_locate_modelscope_model(name, weights, revision))
     folder = _find_local_model(name)
-    if folder and revision:
-        raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not there: omit it")
-    if not folder:
+    if folder is None:
         check_hub_online()
-    return folder or name
+        return name
+    if revision:
+        raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not there: omit it")
+    return str(folder)
 
 
-def _find_local_model(name: str) -> str:
-    """Return the folder of a local model; empty if the name must be a Hub id. Raise UserError if it is neither."""
-    if name in PACKAGED_MODELS:
-        return str(unpack_gguf(_find_packaged_file(name)))
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return str(unpack_gguf(path))
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"policy.model = {name!r} is a folder without config.json: not a saved model")
+def _find_local_model(name: str) -> Path | None:
+    """Return the folder of a local model; None if the name must be a Hub id. Raise UserError if it is neither."""
+    path = _find_packaged_file(name) if name in PACKAGED_MODELS else Path(name).expanduser()
+    if name in PACKAGED_MODELS or (path.suffix == ".gguf" and path.is_file()):
+        return unpack_gguf(path)
     if path.is_dir():
-        return str(path)
+        if not (path / "config.json").is_file():
+            raise UserError(f"policy.model = {name!r} is a folder without config.json: not a saved model")
+        return path
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(
             f"policy.model = {name!r}: there is no such file or folder{suggest_path(path)}"
             f"{describe_searched_folders(path)}"
         )
-    return ""
+    return None
 
 
 def _find_packaged_file(name: str) -> Path:
@@ -214,20 +211,13 @@ def unpack_gguf(gguf: Path) -> Path:
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=f"{folder.name}.") as partial:
-            unpacked = Path(partial) / "model"
-            _convert_gguf(gguf, unpacked)
+            unpacked, file = Path(partial) / "model", {"gguf_file": gguf.name}
+            plain: Any = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32, **file}
+            AutoModelForCausalLM.from_pretrained(str(gguf.parent), **plain).save_pretrained(unpacked)
+            AutoTokenizer.from_pretrained(str(gguf.parent), **file).save_pretrained(unpacked)
             if not folder.is_dir():  # another process may have been faster
                 unpacked.rename(folder)
     return folder
-
-
-def _convert_gguf(gguf: Path, folder: Path) -> None:
-    plain = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, quantization_config=plain, dtype=torch.float32
-    )
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
 
 
 # ---------------------------------------------------------------- models of ModelScope
@@ -239,17 +229,8 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", 
 """Files with weights, which neither configuration nor tokenizer needs."""
 
 
-def _locate_modelscope_model(name: str, weights: bool = True, revision: str = "") -> Path:
-    """Return the folder of a model, which is downloaded if necessary.
-
-    Args:
-        name: modelscope:OWNER/NAME.
-        weights: False if the configuration and the tokenizer suffice.
-        revision: empty is the default branch.
-
-    Raises:
-        UserError: the name has another form, or the model cannot be downloaded, or not without the package.
-    """
+def _locate_modelscope_model(name: str, weights: bool, revision: str) -> Path:
+    """Return the folder of a model, which is downloaded if necessary."""
     repository = name.removeprefix(_MODELSCOPE_PREFIX)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
         raise UserError(f"policy.model = {name!r}: a model of ModelScope is called {_MODELSCOPE_PREFIX}OWNER/NAME")
@@ -262,7 +243,7 @@ def _get_modelscope_root() -> Path:
     return Path(os.environ.get("MODELSCOPE_CACHE") or Path.home() / ".cache" / "modelscope").expanduser()
 
 
-def _iterate_modelscope_folders(repository: str, revision: str = "") -> Iterator[Path]:
+def _iterate_modelscope_folders(repository: str, revision: str) -> Iterator[Path]:
     """Yield the folders in which the package may have put a model, in the order of modelscope 1.40.
 
     Before 1.38 the names of folders had no dots. Since then each revision has a folder; if there is only one, it is
@@ -312,9 +293,6 @@ def _download_from_modelscope(name: str, repository: str, weights: bool, revisio
 # NF4 of QLoRA (arXiv 2305.14314), by bitsandbytes.
 
 
-_PACKING_ATTRIBUTE = "support_avx512bf16_for_cpu"
-
-
 def check_bitsandbytes_installed() -> None:
     """Raise UserError if bitsandbytes is missing."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends more libraries
@@ -322,7 +300,6 @@ def check_bitsandbytes_installed() -> None:
 
 
 def _build_4bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return settings of NF4 with double quantization; products are computed in `dtype`."""
     check_bitsandbytes_installed()
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -336,9 +313,9 @@ def _disable_repacking(model: nn.Module) -> None:
     """Stop bitsandbytes from repacking layers in passes without gradient, on CPUs with bf16 products: a repacked layer
     passes no gradient on.
     """
-    for module in model.modules():
-        if hasattr(module, _PACKING_ATTRIBUTE):
-            setattr(module, _PACKING_ATTRIBUTE, False)
+    for module in cast(Any, model).modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def count_weights(p: Any) -> int:
@@ -400,15 +377,11 @@ def cast_matrices(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
 def copy_model(
     model: PreTrainedModel, dtype: torch.dtype, share: bool = True, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Copy a model.
+    """Copy a model, with parameters of this dtype.
 
     Buffers keep their dtype: rotary frequencies in bf16 would move every position.
 
-    Args:
-        model: the model.
-        dtype: the dtype of the parameters of the copy.
-        share: use frozen parameters that have this dtype without a copy.
-        device: None is the device of the model.
+    share: use frozen parameters that have this dtype without a copy.
     """
     copies: dict[int, Any] = {}
     for p in model.parameters():
@@ -443,17 +416,12 @@ def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: Sequence[str] = ()) -> Any:
-    """Add an adapter to a model.
+    """Add an adapter to a model. Return the peft model.
 
     Args:
-        model: the base.
-        rank: the rank of the matrices.
         alpha: the scale is alpha / rank; 0 is twice the rank.
         targets: names of layers; empty is all linear layers, except those whose weights the kernels of a state-space
             layer read directly.
-
-    Returns:
-        The peft model.
     """
     peft = import_extra("peft", "lora", "policy.lora")
     excluded = [
@@ -462,12 +430,8 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: 
         if hasattr(module, "A_log") and hasattr(module, "D")
         for layer in ("dt_proj", "out_proj")
     ]
-    settings = peft.LoraConfig(
-        r=rank,
-        lora_alpha=alpha or 2 * rank,
-        target_modules=list(targets) or "all-linear",
-        exclude_modules=excluded or None,
-    )
+    layers = {"target_modules": list(targets) or "all-linear", "exclude_modules": excluded or None}
+    settings = peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, **layers)
     check_lora_targets(model, targets)
     try:
         return peft.get_peft_model(model, settings)
@@ -479,31 +443,15 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: 
 
 def check_lora_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Raise UserError if layers of these names cannot have an adapter."""
-    known = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
-    }
+    layers = [(name.rpartition(".")[2], module) for name, module in model.named_modules()]
+    known = {name for name, module in layers if isinstance(module, nn.Linear | Conv1D)}
     if unknown := sorted(set(targets) - known):
         raise UserError(
             f"policy.lora_targets: no linear layer is called {unknown[0]}; there are {', '.join(sorted(known))}"
         )
     head = model.get_output_embeddings()
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
-    if of_head := names & set(targets):
+    if head_names := {name for name, module in layers if module is head} & set(targets):
         raise UserError(
-            f"policy.lora_targets: {of_head.pop()} is the output layer, which is read without its module: leave it out"
+            f"policy.lora_targets: {head_names.pop()} is the output layer, which is read without its module: leave it"
+            " out"
         )
-
-
-def merge_adapter(model: nn.Module) -> None:
-    """Merge an adapter into its base, and put the layers of the base back into the model.
-
-    Fused experts have an adapter around an adapter, one for each parameter: all are merged before the outermost is
-    replaced.
-    """
-    layers = [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]
-    for _, module in layers:
-        cast(Any, module).merge()
-    for path, module in layers:
-        parent, _, name = path.rpartition(".")
-        if name != "base_layer":
-            setattr(model.get_submodule(parent), name, cast(Any, module).get_base_layer())

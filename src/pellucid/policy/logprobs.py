@@ -84,11 +84,9 @@ class ScoreContext(NamedTuple):
 
     def get_candidates(self, rows: Tensor) -> Candidates | None:
         """Return the candidates of these rows; None is the whole vocabulary."""
-        return (
-            None
-            if self.sampling_mask is None
-            else Candidates(*self.sampling_mask.select_tokens(rows).unpack_ids(len(self.head.weight)))
-        )
+        if self.sampling_mask is None:
+            return None
+        return Candidates(*self.sampling_mask.select_tokens(rows).unpack_ids(len(self.head.weight)))
 
     def compute_logits(self, product: Tensor, candidates: Candidates | None) -> Tensor:
         """Return logits [n, V or K] at the temperature, of a matrix product [n, V]."""
@@ -143,10 +141,7 @@ def compute_token_logprobs(
     are computed again.
 
     Args:
-        hidden: [N, D] the hidden states that the tokens are predicted from.
-        head: the output layer.
-        tokens: [N]
-        temperature: of the distributions.
+        hidden: [N, D] the hidden states that the tokens [N] are predicted from.
         entropy_grad: whether the entropy has a gradient.
         reference: hidden states [N, D] and head of a reference.
         sampling_mask: the tokens that each distribution is truncated to.
@@ -184,8 +179,10 @@ class TokenLogprobs(torch.autograd.Function):
             product = head.project(hidden[rows])
             if not parts and room:
                 saved.append(product)
-            parts.append(score_products(product, tokens[rows], context, rows))
-            del product
+            few = count_chunk_rows(head.weight, MAX_ELEMENTWISE_LOGITS)
+            pairs = zip(product.split(few), rows.split(few), strict=True)
+            parts += [score_chunk(chunk, tokens[chunk_rows], context, chunk_rows) for chunk, chunk_rows in pairs]
+            del product, pairs
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head.weight, bias, tokens, entropy, kl, log_normalizer)
         ctx.saved_products = saved
@@ -258,16 +255,8 @@ def _compact_rows(products: Tensor, rows: Tensor) -> None:
         start += len(few)
 
 
-def score_products(product: Tensor, tokens: Tensor, context: ScoreContext, rows: Tensor) -> tuple[Tensor, ...]:
-    """Return log-probs, entropy, KL and log-normalizer, [n] each."""
-    few = count_chunk_rows(context.head.weight, MAX_ELEMENTWISE_LOGITS)
-    parts = zip(product.split(few), tokens.split(few), rows.split(few), strict=True)
-    return tuple(
-        torch.cat(column) for column in zip(*(score_chunk(p, t, context, r) for p, t, r in parts), strict=True)
-    )
-
-
 def score_chunk(product: Tensor, tokens: Tensor, context: ScoreContext, rows: Tensor) -> LogitStatistics:
+    """Return log-probs, entropy, KL and log-normalizer [n] of tokens [n], from products [n, V]."""
     if kernels := context.pick_kernels(product):
         return kernels.compute_statistics(
             ScaledLogits(product, context.logit_scale), tokens, context.compute_ref_logits(rows)
@@ -280,7 +269,7 @@ def score_chunk(product: Tensor, tokens: Tensor, context: ScoreContext, rows: Te
 
 
 def score_logits(logits: Tensor, indices: Tensor, ref_logprobs: Tensor | None) -> LogitStatistics:
-    """As `score_products`, of logits [n, V or K], the indices [n] of the tokens, and the log-probs of a reference."""
+    """As `score_chunk`, of logits [n, V or K], the indices [n] of the tokens, and the log-probs of a reference."""
     highest = logits.amax(-1, keepdim=True)
     below = logits - highest
     masses = below.exp()
@@ -290,9 +279,9 @@ def score_logits(logits: Tensor, indices: Tensor, ref_logprobs: Tensor | None) -
     logprobs = logits.gather(-1, indices[:, None])[:, 0] - log_normalizer
     # With logits of 20, a sum over the logits themselves would lose a digit.
     entropy = log_total - compute_row_dots(masses, below) / total
-    kl = (
-        torch.zeros_like(entropy) if ref_logprobs is None else -entropy - compute_row_dots(masses, ref_logprobs) / total
-    )
+    kl = torch.zeros_like(entropy)
+    if ref_logprobs is not None:
+        kl = -entropy - compute_row_dots(masses, ref_logprobs) / total
     return LogitStatistics(logprobs, entropy, kl, log_normalizer)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pellucid.policy.load import PACKAGED_MODELS, merge_adapter
+from pellucid.policy.load import PACKAGED_MODELS
 from pellucid.utils.plugins import import_extra
 
 
@@ -32,7 +32,14 @@ def merge_adapter_weights(model: PreTrainedModel, weights: Mapping[str, Tensor])
     for name, p in model.named_parameters():
         if name in weights:
             p.data = weights[name].detach().to(p.device)
-    merge_adapter(model)
+    # Fused experts have an adapter around an adapter, one for each parameter: the outermost is replaced by the base.
+    layers = [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]
+    for _, layer in layers:
+        cast(Any, layer).merge()
+    for path, layer in layers:
+        parent, _, name = path.rpartition(".")
+        if name != "base_layer":
+            setattr(model.get_submodule(parent), name, cast(Any, layer).get_base_layer())
     return model
 
 

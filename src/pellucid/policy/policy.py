@@ -26,6 +26,7 @@ from pellucid.models.decoder import (
 from pellucid.models.hf_decode import FallbackDecodeBatch
 from pellucid.models.linear import POLICY_MISMATCH, ShardedModule, gather_full_tensor
 from pellucid.policy import load
+from pellucid.policy.access import DEFAULT_ACCESS, ModelAccess
 from pellucid.policy.chat_template import (
     RENDER_ERRORS,
     ChatTemplate,
@@ -34,20 +35,7 @@ from pellucid.policy.chat_template import (
     find_token_fault,
     format_template_error,
 )
-from pellucid.policy.load import (
-    DEFAULT_ACCESS,
-    ModelAccess,
-    add_adapter,
-    cast_matrices,
-    copy_model,
-    find_eos_ids,
-    has_custom_code,
-    is_quantized,
-    move_to_device,
-    pick_end_token,
-    save_config,
-    silence_dropout,
-)
+from pellucid.policy.load import copy_model, is_quantized
 from pellucid.policy.logprobs import LMHead
 from pellucid.policy.lora import add_matching_adapter, merge_adapter_weights, set_base_name
 from pellucid.policy.scorer import HiddenStateModel, Scorer, check_lm_head
@@ -80,7 +68,6 @@ class Policy:
         """Create a policy.
 
         Args:
-            model: the model with its master weights.
             dtype: the dtype of forward passes.
             temperature: log-probs are those of softmax(logits / temperature).
             entropy_grad: whether the entropy has a gradient.
@@ -90,7 +77,7 @@ class Policy:
             masters: fp32 masters on the CPU by name, where the parameters themselves are narrower.
             load_base: loads the base of an adapter in fp32, where the policy has it in 4 bits.
         """
-        self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
+        self.model, self.tokenizer, self.dtype, self.adapter = load.silence_dropout(model), tokenizer, dtype, adapter
         self.engine, self._masters, self._load_base = engine, masters or {}, load_base
         self.device = model.device
         """Where it computes. An engine may keep the parameters on another device."""
@@ -100,19 +87,16 @@ class Policy:
         self.module: nn.Module = self.scorer
         self.sharded_modules: Sequence[ShardedModule] = ()
         """The modules that an engine has sharded; together they have all parameters."""
-        self.eos_ids = find_eos_ids(model, tokenizer)
-        self.end_id = pick_end_token(tokenizer, self.eos_ids)
+        self.eos_ids = load.find_eos_ids(model, tokenizer)
+        self.end_id = load.pick_end_token(tokenizer, self.eos_ids)
         self.context_length = get_context_length(model.config.get_text_config())
         self.vocabulary_size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
         """The number of tokens that have an embedding."""
         self._inference_copy: PreTrainedModel | None = None
 
     def score(self, batch: Batch) -> Scores:
-        """Score the response tokens of a batch with the present weights.
-
-        Returns:
-            Log-probs and entropy [B, T], in nats, on the CPU, with gradient; and the exact KL to the reference, if one
-            is set.
+        """Return log-probs and entropy [B, T] of response tokens, in nats, on the CPU, with gradient; and the exact KL
+        to the reference, if one is set.
         """
         return self.module(self.scorer.score, batch)
 
@@ -142,7 +126,7 @@ class Policy:
         """Return why transformers computes this model instead of our decoder; empty if our decoder does."""
         if self.engine == "transformers":
             return "policy.engine"
-        if has_custom_code(self.model):
+        if load.has_custom_code(self.model):
             return "code of its own"
         if self.adapter is not None:
             return "an adapter on a 4-bit base" if self._load_base else "an adapter"
@@ -163,8 +147,7 @@ class Policy:
     def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids of a prompt, up to where the answer begins.
 
-        Raises:
-            DataError: the chat template raises, there are no tokens, or the model does not have one of them.
+        Raise DataError if the chat template raises, there are no tokens, or the model does not have one of them.
         """
         named = f"prompt {prompt.id}: " if prompt.id else ""
         try:
@@ -176,7 +159,7 @@ class Policy:
         return ids
 
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of the prefix of a prompt; none if it has no prefix."""
+        """Return the token ids of the prefix of a prompt."""
         return encode_prefix(self.tokenizer, prompt)
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
@@ -274,11 +257,8 @@ class Policy:
         return dict(self.model.named_parameters())
 
     def save_config(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Save configuration and tokenizer.
-
-        dtype: the dtype that the configuration names; None is the dtype that the model was loaded in.
-        """
-        save_config(self.model, folder, dtype)
+        """Save configuration and tokenizer. dtype: as in `load.save_config`."""
+        load.save_config(self.model, folder, dtype)
         self.tokenizer.save_pretrained(folder)
 
     def save(
@@ -286,10 +266,7 @@ class Policy:
     ) -> None:
         """Save model and tokenizer for `from_pretrained`, with an adapter merged into its base.
 
-        Args:
-            folder: where to save.
-            merged_model: the result of `build_merged_model`, if it has been computed.
-            dtype: float32 saves the master weights unrounded; bfloat16 and float16 halve the size.
+        merged_model: the result of `build_merged_model`, if it has been computed.
         """
         with self._hold_masters():
             model = merged_model or (self.build_merged_model(self.masters(), CPU) if self.adapter else self.model)
@@ -301,12 +278,12 @@ class Policy:
         """Return a copy in fp32 with the adapter merged into its base.
 
         It is in fp32, since in bf16 the sum of a weight and its update would mostly round to the weight again. A base
-        in 4 bits is loaded again in fp32. If processes share the parameters, call `gather` in all of them, then this
-        in one.
+        in 4 bits is loaded again, onto the CPU. If processes share the parameters, call `gather` in all of them, then
+        this in one.
 
         Args:
             masters: the full weights of the adapter by name.
-            device: the device of the copy; None is that of the policy, or the CPU for a base that is loaded again.
+            device: None is the device of the policy.
         """
         if self._load_base:
             return merge_adapter_weights(add_matching_adapter(self._load_base()[0], self.adapter), masters)
@@ -342,22 +319,12 @@ def load_policy(
     access: ModelAccess = DEFAULT_ACCESS,
     load_in_4bit: bool = False,
 ) -> Policy:
-    """Load the policy to train.
+    """Load the policy to train. Other arguments are those of `Policy`, `load_pretrained` and `add_adapter`.
 
     Args:
-        name: a folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or a packaged model.
         device: where it computes.
-        dtype: the dtype of forward passes.
-        temperature: log-probs are those of softmax(logits / temperature).
-        entropy_grad: whether the entropy has a gradient.
-        gradient_checkpointing: recompute activations in the backward pass.
         lora_rank: the rank of an adapter over a frozen base; 0 trains all weights.
-        engine: auto, compiled, or transformers, which computes without our decoder.
         offload_masters: keep matrices in `dtype`, and their fp32 masters on the CPU, for an optimizer that offloads.
-        lora_alpha: 0 is twice the rank.
-        lora_targets: names of the layers with an adapter; empty is all linear layers.
-        template: the chat template and its variables.
-        access: the revision, and whether code of the checkpoint may run.
         load_in_4bit: keep the matrices of the base in 4 bits (QLoRA).
 
     Raises:
@@ -366,11 +333,11 @@ def load_policy(
     base_dtype = dtype if lora_rank else torch.float32
     model, tokenizer = load.load_pretrained(name, base_dtype, template, access, device if load_in_4bit else None)
     check_lm_head(model)
-    adapter = add_adapter(model, lora_rank, lora_alpha, lora_targets) if lora_rank else None
+    adapter = load.add_adapter(model, lora_rank, lora_alpha, lora_targets) if lora_rank else None
     if adapter:
         set_base_name(adapter, name, access.revision)
-    masters = cast_matrices(model, dtype, device) if offload_masters else None
-    move_to_device(model, device)
+    masters = load.cast_matrices(model, dtype, device) if offload_masters else None
+    load.move_to_device(model, device)
     return Policy(
         model,
         tokenizer,
@@ -396,7 +363,7 @@ def load_frozen_policy(
 ) -> Policy:
     """Load a reference, or a model to evaluate, without gradient. The arguments are those of `load_policy`."""
     model, tokenizer = load.load_pretrained(name, torch.float32, template, access)
-    move_to_device(model, device).requires_grad_(False)
+    load.move_to_device(model, device).requires_grad_(False)
     return Policy(model, tokenizer, dtype, temperature, engine=engine)
 
 

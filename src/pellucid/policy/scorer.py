@@ -82,7 +82,8 @@ class Scorer(nn.Module):
             hidden, head, tokens, self.temperature, self.entropy_grad, reference, sampling_mask
         )
         # One copy to the CPU: nothing that is computed from them, to the last metric, waits for the device again.
-        scores = Scores(*(_scatter_to_mask(x, mask) for x in torch.stack(flat).to(mask.device)))
+        flat_on_host = torch.stack(flat).to(mask.device)
+        scores = Scores(*(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in flat_on_host))
         if self.score_hook and batch.token_weights is not None and torch.is_grad_enabled():
             context = ScoreContext(
                 head, self.temperature, self.entropy_grad, *(reference or (None, None)), sampling_mask
@@ -105,7 +106,7 @@ class Scorer(nn.Module):
         if self.decoder is None:
             return self.compute_hidden_states_by_transformers(batch).to(self.dtype), get_lm_head(self.model, self.dtype)
         hidden, head = compute_hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
-        return hidden, LMHead(*head)
+        return hidden, LMHead(head.tensor, head.masters[0])
 
     def compute_hidden_states_by_transformers(self, batch: Batch) -> Tensor:
         input_ids, starts = join_sequences(batch)
@@ -144,11 +145,6 @@ class Scorer(nn.Module):
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
-
-
-def _scatter_to_mask(flat: Tensor, mask: Tensor) -> Tensor:
-    """Put values [N] where a mask [B, T] is true, and 0 elsewhere."""
-    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
 def join_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -193,9 +189,8 @@ def find_lm_head_fault(model: PreTrainedModel) -> str:
     ids, head = torch.arange(1, 5, device=model.device)[None], get_lm_head(model, model.dtype)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     beginning = model.base_model(input_ids=ids[:, :2], use_cache=False).last_hidden_state[0]
-    if measure_relative_difference(beginning.float(), hidden[:2].float()) > LOGIT_TOLERANCES.get(
-        model.dtype, HALF_PRECISION_TOLERANCE
-    ):
+    tolerance = LOGIT_TOLERANCES.get(model.dtype, HALF_PRECISION_TOLERANCE)
+    if measure_relative_difference(beginning.float(), hidden[:2].float()) > tolerance:
         return "reads tokens that are still to come, and is no causal language model"
     ours = head.compute_logits(hidden.to(model.dtype))
     product, output = head._replace(scale=1.0, softcap=0.0), cast(nn.Module, model.get_output_embeddings())

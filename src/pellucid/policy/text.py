@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -47,14 +48,14 @@ class TokenTexts:
         text, ends = self.decode(ids), [0]
         for count in range(1, len(ids)):
             beginning = self.decode(ids[:count]).rstrip(REPLACEMENT)
-            ends.append(max(ends[-1], _count_common_characters(beginning, text)))
+            ends.append(max(ends[-1], count_shared([beginning, text])))
         return [text[start:end] for start, end in zip(ends, [*ends[1:], len(text)], strict=True)]
 
 
-def _count_common_characters(first: str, second: str) -> int:
-    """Return how many characters two texts have in common at the start."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+def count_shared(sequences: Sequence[Sequence[Any]]) -> int:
+    """Return how many elements all sequences begin with."""
+    columns = enumerate(zip(*sequences, strict=False))
+    return next((i for i, column in columns if len(set(column)) > 1), min(map(len, sequences)))
 
 
 # ---------------------------------------------------------------- bytes of tokens

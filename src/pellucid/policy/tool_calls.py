@@ -34,7 +34,6 @@ def parse_turn(
     """Return the turn that was sampled, as a message.
 
     Args:
-        tokenizer: the tokenizer.
         ids: the sampled tokens, with the EOS token.
         context: the token ids before them.
         tools: the tools that may be called; without tools, no calls are parsed.
@@ -134,12 +133,8 @@ def parse_function(value: Any) -> dict[str, Any]:
 # Formats: Hermes, Llama 3, Mistral, plain JSON, and Python.
 
 
-_TOOL_CALL_OPEN, _TOOL_CALL_CLOSE, _PYTHON_TAG, _MISTRAL_TAG = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-)
+_TOOL_CALL_OPEN, _TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
+_PYTHON_TAG, _MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
 _CALL_MARKERS = frozenset((_TOOL_CALL_OPEN, _TOOL_CALL_CLOSE, _PYTHON_TAG, _MISTRAL_TAG))
 _CALL_START_PATTERN = re.compile("|".join(map(re.escape, (_TOOL_CALL_OPEN, _PYTHON_TAG, _MISTRAL_TAG))))
 _CALL_END_PATTERN = re.compile(rf"{_TOOL_CALL_CLOSE}|(?={_TOOL_CALL_OPEN})|$")
@@ -169,12 +164,9 @@ class _ParsedCalls(NamedTuple):
 
 
 def _find_calls(text: str, thinking: bool, names: set[str]) -> _ParsedCalls | None:
-    """Return the calls of a text; None if it has none. Calls in thoughts are ignored.
+    """Return the calls of a text, for tools of these names; None if it has none. Calls in thoughts are ignored.
 
-    Args:
-        text: the text of a turn.
-        thinking: whether the text begins inside a thought.
-        names: the names of the tools.
+    thinking: whether the text begins inside a thought.
     """
     thought, answer = "", text
     if thinking or text.lstrip().startswith(_THINK_OPEN):

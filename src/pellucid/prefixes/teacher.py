@@ -21,10 +21,6 @@ INSTRUCTION = (
     " answer, and write no labels and no headings."
 )
 TEACHER_SETTING_NAMES = SettingNames("--base-url", "--teacher", "--key-env")
-_MAX_CLIENT_WAIT_SECONDS = 120
-"""The longest wait of the official client, which gives up if an endpoint asks for a longer one."""
-MAX_WAIT_SECONDS = 600
-"""The longest wait that an endpoint can ask for with Retry-After."""
 
 
 class UnansweredError(Exception):
@@ -106,8 +102,7 @@ class Teacher:
                     return text
                 complaint = "the answer is empty"
             except self.openai.APIStatusError as error:
-                complaint = self.explain_status_error(error)
-                self.rate_limiter.wait(parse_retry_after(error, complaint))
+                raise UnansweredError(self.explain_status_error(error)) from None
             except self.openai.APIConnectionError as error:
                 raise self.make_connection_error(error) from None
             except RecursionError:
@@ -174,14 +169,3 @@ class _RateLimiter:
     def wait(self, seconds: float) -> None:
         if self.stopped.wait(seconds):
             raise UnansweredError("stopped")
-
-
-def parse_retry_after(error: Any, complaint: str) -> float:
-    """Return the seconds of a Retry-After that is too long for the official client. UnansweredError for any other."""
-    try:
-        seconds = float(error.response.headers.get("retry-after", "0"))
-    except ValueError:  # Retry-After can be a date
-        seconds = 0.0
-    if not _MAX_CLIENT_WAIT_SECONDS < seconds <= MAX_WAIT_SECONDS:
-        raise UnansweredError(complaint)
-    return seconds

@@ -128,12 +128,8 @@ def find_last_box(text: str) -> str | None:
     Example: find_last_box("\\boxed{1}, no: \\boxed{x^{2}}") == "x^{2}"; find_last_box("$\\boxed 7$") == "7"
     """
     for opened in deque(_BOX.finditer(text), maxlen=1):
-        if opened["bare"]:
-            return (
-                opened["bare"] + _find_brace_arguments(text, opened.end())
-                if opened["bare"][0] == "\\"
-                else opened["bare"]
-            )
+        if bare := opened["bare"]:
+            return bare + _find_brace_arguments(text, opened.end()) if bare[0] == "\\" else bare
         end = _find_closing_brace(text, opened.end())
         return None if end is None else text[opened.end() : end].strip()
     return None
@@ -152,10 +148,7 @@ def _find_closing_brace(text: str, start: int) -> int | None:
 def _find_brace_arguments(text: str, start: int) -> str:
     """Return the groups in braces that follow a command directly, such as the {1}{2} of a fraction."""
     end = start
-    while text[end : end + 1] == "{":
-        closed = _find_closing_brace(text, end + 1)
-        if closed is None:
-            break
+    while text[end : end + 1] == "{" and (closed := _find_closing_brace(text, end + 1)) is not None:
         end = closed + 1
     return text[start:end]
 
@@ -209,19 +202,17 @@ def parse_only_number(text: str) -> Fraction | None:
 def normalize_to_ascii(text: str) -> str:
     """Return a text with ASCII digits and signs, without negative thin spaces, and repeating decimals as fractions."""
     plain = _FULL_WIDTH_COMMA.sub(",", text).translate(ASCII_FORMS).replace(r"\!", "")
-    return (
-        _REPEATING.sub(_convert_repeating_decimal, plain) if any(sign in plain for sign in _REPETITION_MARKS) else plain
-    )
+    is_repeating = any(sign in plain for sign in _REPETITION_MARKS)
+    return _REPEATING.sub(_convert_repeating_decimal, plain) if is_repeating else plain
 
 
 def _convert_repeating_decimal(decimal: re.Match[str]) -> str:
     """Return the fraction that a repeating decimal stands for: \\frac{1}{3} for 0.\\overline{3}."""
-    begin, period = decimal["begin"], decimal["period"] or decimal["digit"] or decimal["bracketed"]
+    begin = decimal["begin"]
+    period = decimal["period"] or decimal["digit"] or decimal["bracketed"] or decimal["repeated"]
     if decimal["last"]:
         period += decimal["between"] + decimal["last"]
-    period = period or decimal["repeated"]
-    nines = 10 ** len(period) - 1
-    value = Fraction(int(decimal["whole"] + begin or "0")) + Fraction(int(period), nines)
+    value = int(decimal["whole"] + begin or "0") + Fraction(int(period), 10 ** len(period) - 1)
     value /= 10 ** len(begin)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
@@ -298,11 +289,3 @@ def find_answer_tag(text: str) -> str | None:
         if part.count("<answer>") == part.count("</answer>") == 1:
             return part.partition("<answer>")[2].partition("</answer>")[0].strip()
     return None
-
-
-def split_reasoning_and_answer(text: str) -> tuple[str, str]:
-    """Return the thought of a text and the answer as graders read it; a thought that never ends has no answer.
-
-    Example: split_reasoning_and_answer("<think>3 + 4</think> <answer>7</answer>") == ("3 + 4", "7")
-    """
-    return split_thought(text)[0], extract_answer(text)

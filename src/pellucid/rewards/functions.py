@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,33 +99,41 @@ def call_function(spec: str, pairs: Sequence[PromptCompletion], state: TrainerSt
         Exception: whatever the function raises.
     """
     log = FunctionLog(len(pairs))
-    output = _bind_arguments(spec, pairs, state, log)()
-    return log.build_parts(get_function_name(spec), _run_coroutine(output) if inspect.iscoroutine(output) else output)
+    output = load_function(spec, "reward")(**_build_arguments(spec, pairs, state, log))
+    if inspect.iscoroutine(output):
+        running = submit_coroutine(_await_user_code(output))
+        try:
+            output = running.result()
+        finally:
+            running.cancel()  # if an interrupt came
+    return log.build_parts(get_function_name(spec), output)
 
 
 async def call_async_function(spec: str, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[RewardPart]:
     """Return the rewards of an asynchronous function, as `call_function` does."""
     log = FunctionLog(len(pairs))
-    return log.build_parts(get_function_name(spec), await _await_user_code(_bind_arguments(spec, pairs, state, log)()))
+    awaitable = load_function(spec, "reward")(**_build_arguments(spec, pairs, state, log))
+    return log.build_parts(get_function_name(spec), await _await_user_code(awaitable))
 
 
-def _bind_arguments(
+def _build_arguments(
     spec: str, pairs: Sequence[PromptCompletion], state: TrainerState, log: FunctionLog
-) -> Callable[[], Any]:
-    """Return the function with its arguments bound. Raises InvalidResultError if it does not take them."""
-    function = load_function(spec, "reward")
-    arguments = collect_columns(pairs)
+) -> dict[str, Any]:
+    """Return the arguments of a function. Raises InvalidResultError if it does not take them."""
+    names = {name: None for prompt, _ in pairs for name in prompt.columns if name not in _RESERVED_COLUMNS}
+    # A row may lack a column.
+    arguments = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names if isinstance(name, str)}
     arguments["prompts"] = [
         prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
         for prompt, _ in pairs
     ]
-    arguments["completions"] = [format_trl_completion(*pair) for pair in pairs]
-    arguments |= {"completion_ids": [list(completion.token_ids) for _, completion in pairs]}
+    arguments["completions"] = [_format_trl_completion(*pair) for pair in pairs]
+    arguments["completion_ids"] = [list(completion.token_ids) for _, completion in pairs]
     if any(completion.outcome and completion.outcome.environment for _, completion in pairs):
         arguments["environments"] = [unpickle_environment(completion) for _, completion in pairs]
-    arguments |= {"trainer_state": state, "log_extra": log.log_extra, "log_metric": log.log_metric}
-    check_signature(spec, list(arguments))
-    return lambda: function(**arguments)
+    extra = {"trainer_state": state, "log_extra": log.log_extra, "log_metric": log.log_metric}
+    check_signature(spec, [*arguments, *extra])
+    return arguments | extra
 
 
 def check_signature(spec: str, names: Sequence[str]) -> None:
@@ -156,13 +164,7 @@ def get_function_name(spec: str) -> str:
     return spec.rpartition(":")[2]
 
 
-def collect_columns(pairs: Sequence[PromptCompletion]) -> dict[str, list[Any]]:
-    """Return each column with a value for each completion; None if a row lacks it."""
-    names = {name: None for prompt, _ in pairs for name in prompt.columns if name not in _RESERVED_COLUMNS}
-    return {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names if isinstance(name, str)}
-
-
-def format_trl_completion(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
+def _format_trl_completion(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
     if isinstance(prompt.text, str):
         return completion.text
     return [dict(message) for message in completion.messages] or [{"role": "assistant", "content": completion.text}]
@@ -181,18 +183,17 @@ def unpickle_environment(completion: Completion) -> Any:
 
 
 @cache
-def get_event_loop() -> asyncio.AbstractEventLoop:
+def _get_event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of this process's rewards: one for all steps, since what they open in it stays open."""
-    created = asyncio.new_event_loop()
-    threading.Thread(target=_run_event_loop, args=(created,), name="rewards", daemon=True).start()
-    return created
+    event_loop = asyncio.new_event_loop()
 
+    def run() -> None:
+        while True:  # a task that raises SystemExit ends alone: the loop passes it on to here
+            with suppress(SystemExit, KeyboardInterrupt), exit_forked_copies():
+                event_loop.run_forever()
 
-def _run_event_loop(event_loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop forever. A task that raises SystemExit ends alone: the loop passes it on to here."""
-    while True:
-        with suppress(SystemExit, KeyboardInterrupt), exit_forked_copies():
-            event_loop.run_forever()
+    threading.Thread(target=run, name="rewards", daemon=True).start()
+    return event_loop
 
 
 async def _await_user_code(awaitable: Awaitable[Any]) -> Any:
@@ -201,16 +202,8 @@ async def _await_user_code(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
 
-def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    running = submit_coroutine(_await_user_code(coroutine))
-    try:
-        return running.result()
-    finally:
-        running.cancel()  # if an interrupt came
-
-
 def submit_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-    return asyncio.run_coroutine_threadsafe(coroutine, get_event_loop())
+    return asyncio.run_coroutine_threadsafe(coroutine, _get_event_loop())
 
 
 # ---------------------------------------------------------------- trainer_state of a reward function
@@ -238,9 +231,10 @@ class TrainerState:
     @property
     def log_history(self) -> list[dict[str, Any]]:
         """The metrics of the finished steps, each with its `step`, and TRL's names beside ours."""
-        lines = []
-        with suppress(OSError):
+        try:
             lines = Path(self.metrics_file).read_text(encoding="utf-8").splitlines() if self.metrics_file else []
+        except OSError:
+            return []
         records = []
         for line in filter(str.strip, lines):
             with suppress(ValueError):  # a crash has cut it
@@ -258,13 +252,9 @@ class TrainerState:
 
 def build_trainer_state(progress: Progress, question_count: int | None, metrics_file: str = "") -> TrainerState:
     """Return the state of a run. `question_count` is None for a task that makes up its questions."""
-    if question_count:
-        epochs = [
-            steps * progress.prompts_per_step / question_count for steps in (progress.global_step, progress.max_steps)
-        ]
-    else:
-        epochs = [progress.global_step / progress.max_steps, 1.0]
-    return TrainerState(progress.global_step, progress.max_steps, epochs[0], math.ceil(epochs[1]), metrics_file)
+    per_step, total = (progress.prompts_per_step, question_count) if question_count else (1, progress.max_steps)
+    epoch, last = (steps * per_step / total for steps in (progress.global_step, progress.max_steps))
+    return TrainerState(progress.global_step, progress.max_steps, epoch, math.ceil(last), metrics_file)
 
 
 def _add_trl_names(record: Mapping[str, Any]) -> dict[str, Any]:

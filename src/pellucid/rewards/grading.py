@@ -74,7 +74,7 @@ class GradedTask:
         if not pairs:
             return []
         state = build_trainer_state(progress, getattr(self._grading_task, "question_count", None), self._metrics_file)
-        pairs = [(prompt, transform_completion(self.task, prompt, completion)) for prompt, completion in pairs]
+        pairs = [(prompt, _transform_completion(self.task, prompt, completion)) for prompt, completion in pairs]
         with ThreadPoolExecutor(len(self._graders) or 1, "grader") as executor:
             waiting = {term: executor.submit(grader.grade, pairs) for term, grader in self._graders.items()}
             try:
@@ -151,10 +151,10 @@ def get_grading_task(task: Any) -> Any:
     return get_grading_task(task.task) if is_wrapper(task) else task
 
 
-def transform_completion(task: Any, prompt: Prompt, completion: Completion) -> Completion:
+def _transform_completion(task: Any, prompt: Prompt, completion: Completion) -> Completion:
     """Return a completion as the task that grades sees it, without the large fields that only the algorithm needs."""
     if is_wrapper(task):
-        return transform_completion(task.task, prompt, task.transform_completion(prompt, completion))
+        return _transform_completion(task.task, prompt, task.transform_completion(prompt, completion))
     return replace(completion, sampling_mask=())
 
 
@@ -190,11 +190,10 @@ def load_graders(task: Any, cache_folder: Path | None = None) -> dict[int, Model
 
 def collect_grader_notices(task: Any) -> list[str]:
     """Return the lines that must be shown before the graders of a task are loaded: whose code runs, what is sent."""
-    models = find_reward_models(task).values()
-    codes = [notice for source, settings in models if (notice := settings.get_trust_notice(source))]
+    codes = [settings.get_trust_notice(source) for source, settings in find_reward_models(task).values()]
     judges = [term.judge for term in get_reward_terms(get_grading_task(task)) if term.judge]
     sent = [describe_destination(judge.base_url, judge.key, "judge: prompts and completions") for judge in judges]
-    return list(dict.fromkeys([*codes, *sent]))
+    return list(dict.fromkeys(filter(None, [*codes, *sent])))
 
 
 def find_reward_models(task: Any) -> dict[int, tuple[str, RewardModelSettings]]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import hashlib
 import json
-import os
 import random
 import re
-import secrets
 import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import regex
 
@@ -41,14 +38,11 @@ from pellucid.utils.endpoint import (
     redact_and_shorten,
     remove_key,
 )
-from pellucid.utils.files import is_process_alive
 from pellucid.utils.plugins import did_you_mean, import_extra
 from pellucid.utils.text import escape_controls, fill_placeholders
 
 _MAX_LOGGED_CHARACTERS = 500
 """The most characters of an answer in rollouts.jsonl."""
-POLL_INTERVAL_SECONDS = (0.02, 0.5)
-"""The seconds before the first and the last looks whether another process has an answer."""
 
 
 @dataclass
@@ -165,7 +159,7 @@ class Judge:
         """Find the answer to a request, or ask for it, or note why there is none."""
         start = time.monotonic()
         try:
-            request.answer = await self._find_or_claim(request.digest, judge_client)
+            request.answer = self._cache.find(request.digest) if self._cache else None
             request.cached = request.answer is not None
             if request.answer is None:
                 request.answer = await judge_client.request_answer(request.body, request.faults)
@@ -174,20 +168,7 @@ class Judge:
                 self._cache.store(request.digest, request.answer)
         except (UnansweredError, SlowPatternError) as error:
             request.error = str(error)
-        finally:
-            if self._cache:
-                self._cache.release(request.digest)
-            request.seconds = time.monotonic() - start
-
-    async def _find_or_claim(self, digest: str, judge_client: JudgeClient) -> JudgeAnswer | None:
-        """Return the answer to a request if there is one, also after another process asked; None if we are to ask."""
-        if not self._cache:
-            return None
-        interval = POLL_INTERVAL_SECONDS[0]
-        while (remaining := judge_client.remaining_seconds) > 0 and not self._cache.claim(digest, remaining):
-            await asyncio.sleep(interval)
-            interval = min(2 * interval, POLL_INTERVAL_SECONDS[1])
-        return self._cache.find(digest)
+        request.seconds = time.monotonic() - start
 
     def _build_part(self, own: _JudgeRequest, first: _JudgeRequest) -> RewardPart:
         """Return the part of a completion whose request is `own`; of equal requests only `first` was made."""
@@ -272,11 +253,6 @@ class JudgeClient:
         self._refusal = ""
         """Why one request was refused, if all others will be, too."""
 
-    @property
-    def remaining_seconds(self) -> float:
-        """The seconds that are left of the step's time limit."""
-        return self._deadline - time.monotonic()
-
     async def request_answer(self, body: Mapping[str, Any], faults: list[str]) -> JudgeAnswer:
         """Return the answer to a request, or raise UnansweredError; `faults` gets what failed on the way."""
         while True:
@@ -286,30 +262,23 @@ class JudgeClient:
                 faults.append(str(fault))
                 if len(faults) > self.settings.retries:
                     raise UnansweredError(f"{fault}, after {len(faults)} requests") from None
-                await asyncio.sleep(max(0.0, min(self.compute_wait(fault, len(faults)), self.remaining_seconds)))
-
-    def compute_wait(self, fault: TransientError, failure_count: int) -> float:
-        """Return the seconds to wait after the n-th failure: what the endpoint asks for, or twice as long each time.
-
-        Up to a quarter is added at random, so that requests which failed together do not come back together.
-        """
-        asked = (
-            fault.wait_seconds
-            if fault.wait_seconds is not None
-            else min(FIRST_WAIT_SECONDS * 2 ** (failure_count - 1), MAX_WAIT_SECONDS)
-        )
-        return min(asked, MAX_RETRY_AFTER_SECONDS) * _JITTER.uniform(1.0, 1.25)
+                remaining = max(0.0, self._deadline - time.monotonic())
+                await asyncio.sleep(min(compute_wait(fault, len(faults)), remaining))
 
     async def _send_once(self, body: Mapping[str, Any]) -> JudgeAnswer:
         async with self._semaphore:
             if self._refusal:
                 raise UnansweredError(self._refusal)
-            seconds = min(self.settings.timeout, self.remaining_seconds)
+            seconds = min(self.settings.timeout, self._deadline - time.monotonic())
             if seconds <= 0:
                 raise UnansweredError(f"no answer within step_timeout = {self.settings.step_timeout:g} s")
+            # The client refuses fields that it does not know, unless they are an extra body.
+            arguments = {"model": body["model"], "messages": body["messages"], "extra_body": body}
             try:
                 async with asyncio.timeout(seconds):
-                    return self._remove_key(parse_answer(await self._create_completion(body)))
+                    answer = parse_answer(await self._client.chat.completions.create(**arguments))
+                # Without the key, which an endpoint may repeat: the answer goes to disk and into rollouts.jsonl.
+                return answer._replace(text=remove_key(answer.text, self._client.api_key))
             except TimeoutError:
                 raise TransientError(f"no answer within {seconds:.3g} s") from None
             except self._openai.APIStatusError as error:
@@ -320,17 +289,6 @@ class JudgeClient:
                 raise TransientError("the answer is JSON that is nested too deeply") from None
             except (ValueError, self._openai.APIError):
                 raise TransientError("the answer is no JSON") from None
-
-    async def _create_completion(self, body: Mapping[str, Any]) -> Any:
-        others = {name: value for name, value in body.items() if name not in ("model", "messages")}
-        # The client refuses fields that it does not know, unless they come this way.
-        return await self._client.chat.completions.create(
-            model=body["model"], messages=body["messages"], extra_body=others
-        )
-
-    def _remove_key(self, answer: JudgeAnswer) -> JudgeAnswer:
-        """Return an answer without the key, which an endpoint may repeat: it goes to disk and into rollouts.jsonl."""
-        return replace(answer, text=remove_key(answer.text, self._client.api_key))
 
     def _build_status_error(self, error: Any) -> Exception:
         judge = self.settings
@@ -375,23 +333,29 @@ def parse_answer(completion: Any) -> JudgeAnswer:
 
 
 def parse_retry_after(retry_after: str) -> float | None:
-    """Return the seconds of a Retry-After, which may be a date; None if it is neither."""
+    """Return the seconds of a Retry-After; None for anything else, such as a date."""
     try:
         seconds = float(retry_after)
     except ValueError:
-        try:
-            when = email.utils.parsedate_tz(retry_after)
-            seconds = email.utils.mktime_tz(when) - time.time() if when else -1.0
-        except (ValueError, OverflowError):  # of a year that no calendar has
-            seconds = -1.0
+        return None
     return seconds if 0 <= seconds < float("inf") else None
+
+
+def compute_wait(fault: TransientError, failure_count: int) -> float:
+    """Return the seconds to wait after the n-th failure: what the endpoint asks for, or twice as long each time.
+
+    Up to a quarter is added at random, so that requests which failed together do not come back together.
+    """
+    asked = fault.wait_seconds
+    if asked is None:
+        asked = min(FIRST_WAIT_SECONDS * 2 ** (failure_count - 1), MAX_WAIT_SECONDS)
+    return min(asked, MAX_RETRY_AFTER_SECONDS) * _JITTER.uniform(1.0, 1.25)
 
 
 # ---------------------------------------------------------------- the answers on disk
 
 
-@dataclass(frozen=True)
-class JudgeAnswer:
+class JudgeAnswer(NamedTuple):
     """What a judge answered to one request."""
 
     text: str
@@ -406,20 +370,6 @@ def _compute_request_digest(base_url: str, body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([base_url, body], sort_keys=True).encode()).hexdigest()
 
 
-_CACHE_SCHEMA = """
-CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, text TEXT, cut INTEGER, tokens INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS claims (
-    request TEXT PRIMARY KEY, owner TEXT, host TEXT, pid INTEGER, expires REAL
-) WITHOUT ROWID;
-"""
-_CLAIM_STATEMENT = """
-INSERT INTO claims VALUES (:request, :owner, :host, :pid, :expires)
-ON CONFLICT (request) DO UPDATE
-SET owner = excluded.owner, host = excluded.host, pid = excluded.pid, expires = excluded.expires
-WHERE claims.owner = excluded.owner
-    OR claims.expires < :now
-    OR (claims.host = excluded.host AND NOT is_alive(claims.pid))
-"""
 _BUSY_TIMEOUT_SECONDS = 10.0
 """Seconds to wait while another process writes to the database."""
 
@@ -427,40 +377,38 @@ _BUSY_TIMEOUT_SECONDS = 10.0
 class JudgeCache:
     """The answers by the digests of their requests, in a SQLite database that the processes of a run share.
 
-    A process claims a request before it asks, so that others wait for its answer. A claim ends with its process, if
-    that is on this machine, and in any case when the time limit of its step is over. Without a usable database the
-    answers are kept in memory alone.
+    Without a usable database they are kept in memory alone.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "answers.sqlite3"
         self._answers: dict[str, JudgeAnswer] = {}
-        self._owner = secrets.token_hex(8)  # two judges of one process may ask the same
         self._connection: sqlite3.Connection | None = None
-        self._is_unwritable = False
+        self._has_reported = False
 
     @contextmanager
     def open(self) -> Iterator[JudgeCache]:
-        """Keep the database open in the block, for the thread that runs it. At its end all claims are released."""
+        """Keep the database open in the block, for the thread that runs it."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None)
             # The system has what a killed process wrote; only a power failure can damage the file.
             self._connection.execute("PRAGMA synchronous = OFF")
-            self._connection.create_function("is_alive", 1, lambda pid: os.name == "nt" or is_process_alive(pid))
-            self._connection.executescript(_CACHE_SCHEMA)
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, text TEXT, cut INTEGER, tokens INTEGER)"
+                " WITHOUT ROWID"
+            )
         except (OSError, sqlite3.Error) as error:
             self._report(error)
         try:
             yield self
         finally:
-            self._write("DELETE FROM claims WHERE owner = :owner", {"owner": self._owner})
             if self._connection:
                 self._connection.close()
             self._connection = None
 
     def find(self, digest: str) -> JudgeAnswer | None:
-        """Return the answer to a request, even if another process got it meanwhile; None if there is none."""
+        """Return the answer to a request; None if there is none."""
         if digest not in self._answers and self._connection:
             with suppress(sqlite3.Error):
                 query = "SELECT text, cut, tokens FROM answers WHERE request = ?"
@@ -470,34 +418,18 @@ class JudgeCache:
 
     def store(self, digest: str, answer: JudgeAnswer) -> None:
         """Add an answer. If the disk takes no more it is kept in memory alone, which is reported once."""
-        self._answers.setdefault(digest, answer)
-        values = {**asdict(answer), "text": answer.text.encode(errors="replace").decode(), "request": digest}
-        self._write("INSERT OR IGNORE INTO answers VALUES (:request, :text, :cut, :tokens)", values)
-
-    def claim(self, digest: str, seconds: float) -> bool:
-        """Claim a request for so many seconds. Returns False if another process, or another judge, has claimed it."""
-        owner = {"owner": self._owner, "host": socket.gethostname(), "pid": os.getpid()}
-        now = time.time()
-        return self._write(_CLAIM_STATEMENT, {"request": digest, **owner, "now": now, "expires": now + seconds}) != 0
-
-    def release(self, digest: str) -> None:
-        values = {"request": digest, "owner": self._owner}
-        self._write("DELETE FROM claims WHERE request = :request AND owner = :owner", values)
-
-    def _write(self, statement: str, values: Mapping[str, Any]) -> int | None:
-        """Return the number of rows that a statement changed; None if nothing can be written."""
-        if not self._connection or self._is_unwritable:
-            return None
+        self._answers[digest] = answer
+        values = (digest, answer.text.encode(errors="replace").decode(), answer.cut, answer.tokens)
         try:
-            return self._connection.execute(statement, values).rowcount
+            if self._connection:
+                self._connection.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", values)
         except sqlite3.Error as error:
             self._report(error)
-            return None
 
     def _report(self, error: Exception) -> None:
         """Report once that the database cannot be written."""
-        if not self._is_unwritable:
-            self._is_unwritable = True
+        if not self._has_reported:
+            self._has_reported = True
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             print(
                 escape_controls(f"! {self.path} cannot be written ({reason}): the judge goes on without it"), flush=True

@@ -278,9 +278,8 @@ def _compare_approximation(found: NormalizedFormula, expected: NormalizedFormula
         return False
     places = len(sides[1].partition(".")[2]) if "." in sides[1] else 0
     near = import_extra("sympy", "data", 'reward "math"').N(value, 30 + places)
-    if not near.is_Float and not near.is_Rational:
-        return False
-    if 2 * abs(Fraction(str(near)) - decimal) > Fraction(1, 10**places):
+    is_real = near.is_Float or near.is_Rational
+    if not is_real or 2 * abs(Fraction(str(near)) - decimal) > Fraction(1, 10**places):
         return False
     return any(_are_equal_without_units(_replace_body(expected, side), expected) for side in (exact, sides[1]))
 

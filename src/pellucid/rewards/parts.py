@@ -158,15 +158,12 @@ def _to_json_value(value: Any) -> Any:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = value = describe_value(value)
-    if _is_nested_too_deeply(value):
+    if _is_nested(value, _MAX_EXTRA_DEPTH):
         text = value = describe_value(value)
     return value if len(text) <= _MAX_EXTRA_CHARACTERS else f"{str(value)[:_MAX_EXTRA_CHARACTERS]}…"
 
 
-def _is_nested_too_deeply(value: Any) -> bool:
-    """Return whether lists and objects are nested more than `MAX_EXTRA_DEPTH` deep."""
-    level = [value]
-    for _ in range(_MAX_EXTRA_DEPTH + 1):
-        containers = [item for item in level if isinstance(item, Mapping | list | tuple)]
-        level = [item for each in containers for item in (each.values() if isinstance(each, Mapping) else each)]
-    return bool(level)
+def _is_nested(value: Any, depth: int) -> bool:
+    """Return whether lists and objects are nested more than so deep."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
+    return items is not None and (depth == 0 or any(_is_nested(item, depth - 1) for item in items))

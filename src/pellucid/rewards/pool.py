@@ -25,6 +25,7 @@ from pellucid.rewards.worker import (
     split_into_groups,
 )
 from pellucid.sandbox.pool import (
+    GRACE_SECONDS,
     Worker,
     WorkerLostError,
     WorkerStartError,
@@ -211,10 +212,8 @@ class _RewardWorker(Worker):
         assert self.call
         self.running_terms = terms
         timeout = max(self.call.limits[term] for term in terms)
-        if self.is_batch:  # asynchronous functions report by themselves what took too long
-            self.set_timeout(timeout)
-        else:
-            self.set_timeout(timeout, grace=0.0)
+        # Only the asynchronous functions of a batch report by themselves what took too long.
+        self.set_timeout(timeout, grace=GRACE_SECONDS if self.is_batch else 0.0)
 
     def _describe_end(self) -> str:
         if time.monotonic() >= self.deadline:

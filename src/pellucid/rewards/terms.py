@@ -99,13 +99,9 @@ def compute_term_parts(term: RewardTerm, pairs: Sequence[PromptCompletion], stat
     if term.name not in BUILTIN_TERMS:
         return [RewardPart(error="it grades within a run, as Graded has it") for _ in pairs]
     if term.name == ENVIRONMENT_TERM:
-        return [_build_environment_part(completion) for _, completion in pairs]
+        outcomes = [completion.outcome for _, completion in pairs]
+        return [RewardPart(outcome.reward, outcome.error) if outcome else RewardPart() for outcome in outcomes]
     return [RewardPart(BUILTIN_TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]
-
-
-def _build_environment_part(completion: Completion) -> RewardPart:
-    """Return the reward that the environment gives; no value if there was no conversation."""
-    return RewardPart(get_environment_reward(completion), completion.outcome.error if completion.outcome else "")
 
 
 def get_reward_terms(task: Any) -> Sequence[RewardTerm]:
@@ -207,7 +203,6 @@ GOLD_GRADERS: dict[str, Callable[[str, str], float | None]] = {
     "numeric": grade_numeric,
     "math": grade_math,
 }
-GOLD_TERMS = tuple(GOLD_GRADERS)
 """The terms that compare an answer with the gold answer."""
 
 

@@ -28,10 +28,11 @@ from pellucid.rewards.parts import (
 from pellucid.rewards.terms import compute_term_parts, get_reward_terms, is_function_term
 from pellucid.sandbox.values import InvalidResultError, describe_error
 from pellucid.sandbox.worker import (
-    ErrorLogger,
-    exit_forked_copies,
+    ErrorLog,
+    call_user_code,
     log_error,
     receive_request,
+    send_answer,
     start_watchdog,
     stop_watchdog,
 )
@@ -90,11 +91,11 @@ def _serve_calls(task: Any, connection: Connection) -> None:
         pairs, errors = _unpickle_groups(groups)
         for term in call.limits if errors else ():
             failures = {number: make_failure(term, error) for number, error in errors.items()}
-            connection.send_bytes(_encode_event(TermAnswered(term, failures)))
+            send_answer(connection, _encode_event(TermAnswered(term, failures)))
         for event in run_call(task, call._replace(pairs=pairs), log_error):
             if isinstance(event, TermsStarted):
                 start_watchdog(max(call.limits.values()))
-            connection.send_bytes(_encode_event(event))
+            send_answer(connection, _encode_event(event))
         stop_watchdog()
 
 
@@ -131,7 +132,7 @@ def decode_event(data: bytes) -> CallEvent:
 # ---------------------------------------------------------------- the computation
 
 
-def run_call(task: Any, call: RewardCall, log_error: ErrorLogger) -> Iterator[CallEvent]:
+def run_call(task: Any, call: RewardCall, log_error: ErrorLog) -> Iterator[CallEvent]:
     """Compute a call and yield its events. One term follows the other, then the asynchronous ones run together.
 
     A term that raises is computed again for each group, so that the others get answers; siblings stay together, since a
@@ -149,22 +150,18 @@ def run_call(task: Any, call: RewardCall, log_error: ErrorLogger) -> Iterator[Ca
         yield from _run_async_terms(task, concurrent, call, log_error)
 
 
-def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLogger) -> Iterator[TermAnswered]:
+def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLog) -> Iterator[TermAnswered]:
     deadline = time.monotonic() + call.limits[term]
     waiting = deque([call.pairs])
     while waiting:
         pairs = waiting.popleft()
-        try:
-            if time.monotonic() >= deadline:
-                raise _make_lateness(term, call)
-            with exit_forked_copies():
-                answers = _compute_answers(task, term, list(pairs.values()), call.state)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-            if _may_be_group_error(error, pairs):
-                waiting += split_into_groups(pairs)
-                continue
+        compute = partial(_compute_answers, task, term, list(pairs.values()), call.state)
+        is_late = time.monotonic() >= deadline
+        answers, error = ([], _make_lateness(term, call)) if is_late else call_user_code(compute)
+        if error is not None and _may_be_group_error(error, pairs):
+            waiting += split_into_groups(pairs)
+            continue
+        if error is not None:
             answers = _make_failures(term, error, len(pairs), log_error)
         # Each group's answers count, even if the next group takes too long.
         yield TermAnswered(term, dict(zip(pairs, answers, strict=True)))
@@ -182,9 +179,7 @@ def _compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], st
     return [validate_answer(reward) for reward in rewards]
 
 
-def _run_async_terms(
-    task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLogger
-) -> Iterator[TermAnswered]:
+def _run_async_terms(task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLog) -> Iterator[TermAnswered]:
     running = [
         functions.submit_coroutine(_run_async_term(term, task.rewards[term].name, call, log_error)) for term in terms
     ]
@@ -196,7 +191,7 @@ def _run_async_terms(
             future.cancel()
 
 
-async def _run_async_term(term: int, spec: str, call: RewardCall, log_error: ErrorLogger) -> TermAnswered:
+async def _run_async_term(term: int, spec: str, call: RewardCall, log_error: ErrorLog) -> TermAnswered:
     """Return the answers of an asynchronous function as `_run_term` does, all of it within the term's time limit."""
     deadline = asyncio.get_running_loop().time() + call.limits[term]
 
@@ -246,8 +241,5 @@ def _make_lateness(term: int, call: RewardCall) -> InvalidResultError:
     return InvalidResultError(f"no reward within {call.limits[term]:g} s")
 
 
-def _make_failures(term: int, error: BaseException, count: int, log_error: ErrorLogger) -> list[Answer]:
-    description = describe_error(error)
-    if not isinstance(error, InvalidResultError):
-        log_error(description, error)
-    return [make_failure(term, description)] * count
+def _make_failures(term: int, error: BaseException, count: int, log_error: ErrorLog) -> list[Answer]:
+    return [make_failure(term, log_error(error))] * count

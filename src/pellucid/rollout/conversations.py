@@ -6,7 +6,7 @@ rows stand in queues by what they need next, and the sampler empties the queues.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from pellucid.policy.chat_template import encode_bridge
+from pellucid.policy.text import count_shared
 from pellucid.policy.tool_calls import parse_turn
 from pellucid.rollout.groups import (
-    UniformStream,
     begins_in_thought,
     check_prompt_lengths,
     compute_row_seed,
     decode_completion,
+    generate_uniforms,
 )
 from pellucid.types import (
     AsyncEnvironments,
@@ -49,7 +50,7 @@ class ConversationRow:
     number: int
     prompt: Prompt
     """The prompt of the present sequence: the task's until the environment has given its own."""
-    uniforms: UniformStream
+    uniforms: Iterator[float]
     first_prompt: Prompt | None = None
     """The prompt of the first sequence. A rewritten history begins another sequence."""
     question: tuple[int, ...] = ()
@@ -103,11 +104,7 @@ class ConversationBatch:
     ) -> None:
         self.policy, self.version, self.environments, self.sampling = policy, version, environments, sampling
         self.rows = [
-            ConversationRow(
-                p * sampling.n + g,
-                prompt,
-                UniformStream(compute_row_seed(sampling.seed, prompt, g)),
-            )
+            ConversationRow(p * sampling.n + g, prompt, generate_uniforms(compute_row_seed(sampling.seed, prompt, g)))
             for p, prompt in enumerate(prompts)
             for g in range(sampling.n)
         ]
@@ -126,15 +123,10 @@ class ConversationBatch:
         """Whether all conversations are over."""
         return self._started_count == len(self.rows) and not self._open_count
 
-    @property
-    def has_unstarted(self) -> bool:
-        """Whether some conversations have not been started."""
-        return self._started_count < len(self.rows)
-
     def start(self, max_open: int) -> None:
         """Start conversations, group by group, while at most `max_open` are open."""
         n = self.sampling.n
-        while self.has_unstarted and (not self._open_count or self._open_count + n <= max_open):
+        while self._started_count < len(self.rows) and (not self._open_count or self._open_count + n <= max_open):
             for row in self.rows[self._started_count : self._started_count + n]:
                 self.environments.start_conversation(row.number, row.prompt, row.number % n)
             self.pending_replies += n
@@ -155,22 +147,21 @@ class ConversationBatch:
         self.environments.end_conversation(row.number)
 
     def take_prefill_groups(self, max_rows: int) -> list[list[ConversationRow]]:
-        """Take rows from the prefill queue, at most `max_rows` of them.
+        """Take at most `max_rows` rows from the prefill queue: lists of rows of one group that have the same context.
 
         A group is taken when the questions of all of its rows are known, and only as a whole.
-
-        Returns:
-            Lists of rows of one group that have the same context.
         """
         n, found = self.sampling.n, list[list[ConversationRow]]()
         for group in sorted({row.number // n for row in self.prefill_queue}):
             rows = [row for row in self.prefill_queue if row.number // n == group]
-            first = any(row.question == () for row in self.rows[group * n : (group + 1) * n])
-            if first or len(rows) > max_rows:
+            are_known = all(row.question for row in self.rows[group * n : (group + 1) * n])
+            if not are_known or len(rows) > max_rows:
                 continue
             max_rows -= len(rows)
             self.prefill_queue = [row for row in self.prefill_queue if row not in rows]
-            alike = {row.context: [other for other in rows if other.context == row.context] for row in rows}
+            alike: dict[tuple[int, ...], list[ConversationRow]] = {}
+            for row in rows:
+                alike.setdefault(row.context, []).append(row)
             found += alike.values()
         return found
 
@@ -290,16 +281,13 @@ class ConversationBatch:
     # ------------------------------------------------------------ completions and groups
 
     def _build_completion(self, row: ConversationRow) -> Completion:
-        before = row.tokens[: row.turn_start] if row.turn_start == row.prefix_length else []
-        context = (
-            row.question
-            if row.turn_start == row.prefix_length
-            else (*row.question[-8:], *row.tokens[: row.turn_start][-8:])
-        )
+        is_first_turn = row.turn_start == row.prefix_length
+        before = row.tokens[: row.turn_start]
+        context = row.question if is_first_turn else (*row.question[-8:], *before[-8:])
         return Completion(
             tuple(row.tokens),
             tuple(row.logprobs),
-            decode_completion(self.policy, before, row.tokens[row.turn_start :]),
+            decode_completion(self.policy, before if is_first_turn else [], row.tokens[row.turn_start :]),
             row.turn_has_eos and not row.is_truncated,
             sampling_mask=tuple(row.masks),
             given_spans=tuple(row.given),
@@ -311,13 +299,9 @@ class ConversationBatch:
 
     def _build_group(self, prompt: Prompt, rows: Sequence[ConversationRow]) -> Group:
         """Build the group of a prompt. What its questions do not have in common is given at the start of the rows."""
-        sequences = [(row.question, self._build_completion(row), row.branches) for row in rows]
-        questions = [
-            each
-            for question, _, branches in sequences
-            for each in (question, *(of_branch for of_branch, _ in branches))
-        ]
-        common = questions[0][: _count_shared_tokens(questions)]
+        questions = [question for row in rows for question in (row.question, *(branch[0] for branch in row.branches))]
+        n = count_shared(questions)
+        common = questions[0][:n]
         if not common:
             raise UserError(
                 f"the histories of prompt {prompt.id} have not even their first token in common: give a chat template"
@@ -325,20 +309,14 @@ class ConversationBatch:
             )
         completions = [
             replace(
-                _prepend_given(completion, question[len(common) :]),
-                branches=tuple(_prepend_given(branch, of_branch[len(common) :]) for of_branch, branch in branches),
+                _prepend_given(self._build_completion(row), row.question[n:]),
+                branches=tuple(_prepend_given(branch, question[n:]) for question, branch in row.branches),
             )
-            for question, completion, branches in sequences
+            for row in rows
         ]
         prefix = self.policy.encode_prefix(prompt)
         demonstration = (*prefix, self.policy.end_id) if prompt.prefix_is_complete else prefix
         return Group(rows[0].first_prompt or prompt, common, tuple(completions), demonstration=demonstration)
-
-
-def _count_shared_tokens(rows: Sequence[tuple[int, ...]]) -> int:
-    """Return how many tokens all rows begin with."""
-    shortest = min(map(len, rows))
-    return next((t for t in range(shortest) if len({row[t] for row in rows}) > 1), shortest)
 
 
 def _prepend_given(completion: Completion, ids: Sequence[int]) -> Completion:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pellucid.algorithm.sampling_mask import pack_masks
 from pellucid.models.sampling import Truncation, sample_tokens_with_mask
@@ -23,24 +24,11 @@ def compute_row_seed(seed: str, prompt: Prompt, g: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.id}/{g}".encode()).digest()[:8], "big") >> 1
 
 
-class UniformStream:
-    """The random numbers of one row: float64 in [0, 1), the same whichever rows are decoded beside it."""
-
-    def __init__(self, seed: int, chunk: int = 64) -> None:
-        """Create a stream that draws `chunk` numbers at a time. The numbers do not depend on `chunk`."""
-        self.seed, self.chunk = seed, chunk
-        self._generator: torch.Generator | None = None
-        self._values: list[float] = []
-        self._next = 0
-
-    def take(self, n: int) -> list[float]:
-        """Return the next n numbers."""
-        while self._next + n > len(self._values):
-            self._generator = self._generator or torch.Generator().manual_seed(self.seed)
-            new = torch.rand(self.chunk, dtype=torch.float64, generator=self._generator)
-            self._values, self._next = self._values[self._next :] + new.tolist(), 0
-        self._next += n
-        return self._values[self._next - n : self._next]
+def generate_uniforms(seed: int, chunk: int = 64) -> Iterator[float]:
+    """Yield the random numbers of one row: float64 in [0, 1), which do not depend on how many are drawn at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.rand(chunk, dtype=torch.float64, generator=generator).tolist()
 
 
 def check_prompt_lengths(prompt_ids: Sequence[Sequence[int]], max_length: int) -> None:
@@ -57,10 +45,12 @@ def check_prompt_lengths(prompt_ids: Sequence[Sequence[int]], max_length: int) -
 
 def pad_left(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Return prompts padded on the left [P, S], and the mask of their tokens."""
-    width = max(map(len, prompt_ids))
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompt_ids])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids])
-    return ids, mask
+    ids = [torch.tensor(row) for row in prompt_ids]
+    padded, mask = (
+        pad_sequence(rows, batch_first=True, padding_side="left")
+        for rows in (ids, [torch.ones_like(row) for row in ids])
+    )
+    return padded, mask
 
 
 def build_groups(
@@ -77,50 +67,44 @@ def build_groups(
     Args:
         prompts: [P]
         contexts: [P] the token ids of each prompt and its prefix.
-        tokens: [P * G] the sampled tokens of each row, in the order p * G + g, with the EOS token if one was sampled.
-        logprobs: [P * G] their log-probs.
-        masks: [P * G] their sampling masks; empty where nothing was truncated.
+        tokens: [P * G] the sampled tokens of each row, with the EOS token if one was sampled.
+        logprobs: [P * G]
+        masks: [P * G] sampling masks; empty where nothing was truncated.
     """
     size = len(tokens) // len(prompts)
-    prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
-    questions = [context[: len(context) - len(prefix)] for context, prefix in zip(contexts, prefixes, strict=True)]
-    thinking = [begins_in_thought(policy, question) for question in questions]
-    completions = [
-        _build_completion(policy, version, prefixes[row // size], *sampled, thinking=thinking[row // size])
-        for row, sampled in enumerate(zip(tokens, logprobs, masks, strict=True))
-    ]
+    rows = list(zip(tokens, logprobs, masks, strict=True))
     return [
-        Group(
-            prompt,
-            question,
-            tuple(completions[p * size : (p + 1) * size]),
-            demonstration=(*prefix, policy.end_id) if prompt.prefix_is_complete else prefix,
-        )
-        for p, (prompt, question, prefix) in enumerate(zip(prompts, questions, prefixes, strict=True))
+        _build_group(policy, version, prompt, context, rows[p * size : (p + 1) * size])
+        for p, (prompt, context) in enumerate(zip(prompts, contexts, strict=True))
     ]
 
 
-def _build_completion(
+def _build_group(
     policy: Policy,
     version: int,
-    prefix: tuple[int, ...],
-    ids: Sequence[int],
-    logprobs: Sequence[float],
-    mask: Sequence[Tensor],
-    thinking: bool = False,
-) -> Completion:
-    """Build the completion of a row whose prefix was given, and the rest sampled."""
+    prompt: Prompt,
+    context: tuple[int, ...],
+    rows: Sequence[tuple[Sequence[int], Sequence[float], Sequence[Tensor]]],
+) -> Group:
+    prefix = policy.encode_prefix(prompt)
     n = len(prefix)
-    return Completion(
-        (*prefix, *ids),
-        (*(0.0,) * n, *logprobs),
-        decode_completion(policy, prefix, ids),
-        ids[-1] in policy.eos_ids,
-        given_spans=((0, n),) if n else (),
-        version=version,
-        sampling_mask=[*([torch.empty(0, dtype=torch.int32)] * n), *mask] if mask else (),
-        thinking=thinking,
-    )
+    question = context[: len(context) - n]
+    thinking = begins_in_thought(policy, question)
+    completions = [
+        Completion(
+            (*prefix, *ids),
+            (*(0.0,) * n, *logprobs),
+            decode_completion(policy, prefix, ids),
+            ids[-1] in policy.eos_ids,
+            given_spans=((0, n),) if n else (),
+            version=version,
+            sampling_mask=[*([torch.empty(0, dtype=torch.int32)] * n), *masks] if masks else (),
+            thinking=thinking,
+        )
+        for ids, logprobs, masks in rows
+    ]
+    demonstration = (*prefix, policy.end_id) if prompt.prefix_is_complete else prefix
+    return Group(prompt, question, tuple(completions), demonstration=demonstration)
 
 
 def begins_in_thought(policy: Policy, context: Sequence[int]) -> bool:
@@ -139,11 +123,7 @@ def decode_completion(policy: Policy, prefix: Sequence[int], ids: Sequence[int])
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Sample a token for each row.
-
-    Args:
-        logits: [n, V]
-        uniforms: [n] float64 in [0, 1).
+    """Sample a token for each row of logits [n, V], with uniforms [n] in float64.
 
     Returns:
         Tokens [n]; their log-probs [n]; and n sampling masks, or none if nothing is truncated.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from pellucid.rollout.conversations import ConversationBatch
-from pellucid.rollout.groups import UniformStream, build_groups, check_prompt_lengths, compute_row_seed, sample_tokens
+from pellucid.rollout.groups import (
+    build_groups,
+    check_prompt_lengths,
+    compute_row_seed,
+    generate_uniforms,
+    sample_tokens,
+)
 from pellucid.rollout.scheduler import ConversationScheduler, RowState, Scheduler
 from pellucid.types import AsyncEnvironments, Group, Prompt, Sampling
 
@@ -18,14 +24,12 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 TOKENS_PER_EOS_CHECK = 8
-"""How many tokens are sampled on a GPU before the host looks for EOS tokens, since host and GPU then wait for each
-other. Tokens behind an EOS token are thrown away.
-"""
+"""How many tokens are sampled on a GPU before the host looks for EOS tokens, for which it waits for the GPU."""
 
 
 @dataclass
 class NativeSampler:
-    """Samples with our decoder, or with transformers' modules, a token at a time, for other architectures."""
+    """Samples with our decoder, or with transformers' modules for other architectures."""
 
     rows: int = 256
     """How many completions are decoded at once."""
@@ -57,13 +61,6 @@ class NativeSampler:
         Each row has its own random numbers, so that it does not depend on the rows beside it, except for the rounding
         of matrix products (see `check_batch_invariance`).
 
-        Args:
-            prompts: [P]
-            sampling: group size G, temperature, truncation, limits and seed.
-
-        Returns:
-            P groups of G completions.
-
         Raises:
             DataError: a prompt leaves no room for a completion in the context of the model.
         """
@@ -80,7 +77,7 @@ class NativeSampler:
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
         """Tokens, log-probs and sampling masks of the P * G rows; masks are empty where nothing is truncated."""
         policy, size = self.policy, sampling.n
-        rows = [_CompletionRow(UniformStream(seed)) for seed in seeds]
+        rows = [_CompletionRow(generate_uniforms(seed)) for seed in seeds]
 
         def append_tokens(row: _CompletionRow, ids: list[int], logprobs: list[float], masks: list[Tensor]) -> RowState:
             n = 1 + next((i for i, token in enumerate(ids) if token in policy.eos_ids), len(ids))
@@ -113,7 +110,7 @@ class NativeSampler:
 class _CompletionRow:
     """A completion that is being decoded."""
 
-    uniforms: UniformStream
+    uniforms: Iterator[float]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)

@@ -7,8 +7,9 @@ conversations need: rows that wait for a reply, and go on from their own KV cach
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pellucid.models.decode import EvictedRow, RunningBatch
 from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch, ConversationRow
-from pellucid.rollout.groups import UniformStream, sample_tokens
+from pellucid.rollout.groups import sample_tokens
 from pellucid.types import Group
 from pellucid.utils import hardware
 
@@ -46,16 +47,14 @@ class Row(Protocol):
     """One sequence of a request."""
 
     @property
-    def uniforms(self) -> UniformStream: ...
+    def uniforms(self) -> Iterator[float]: ...
 
 
 RowT = TypeVar("RowT", bound=Row)
 _SampleTokens = Callable[[Sequence[RowT], Tensor, Tensor], tuple[Tensor, Tensor, Sequence[Any]]]
-"""(rows, logits [n, V], uniforms [n]) -> tokens [n], their log-probs [n], and something more for each row, or nothing:
-sampling masks, or the likeliest tokens."""
+"""(rows, logits [n, V], uniforms [n]) -> tokens [n], log-probs [n], and n sampling masks or the like, or none."""
 _AppendTokens = Callable[[RowT, list[int], list[float], list[Any]], RowState]
-"""(row, tokens, log-probs, what `SampleTokens` returned besides) -> what the row does next. Tokens behind the end of a
-row are to be ignored."""
+"""(row, tokens, log-probs, masks) -> what the row does next. It ignores tokens behind the end of the row."""
 
 
 class Request(NamedTuple, Generic[RowT]):
@@ -86,8 +85,6 @@ class Scheduler(Generic[RowT]):
 
         Args:
             max_rows: the number of slots; no request may have more rows.
-            sample_tokens: samples a token for each row.
-            append_tokens: receives the tokens of a row, and decides whether the row has finished.
             on_finished: receives the rows that finished, when their slots are free and before the next decode step.
             compacts_at_once: drop finished rows at once. On a GPU a step is hardly faster without them, while to drop
                 them costs a copy and a new CUDA graph: False drops them when half of the rows have finished, or when
@@ -121,11 +118,9 @@ class Scheduler(Generic[RowT]):
             self.decoding.update(rows)
 
     def step(self, tokens: int = 1) -> None:
-        """Admit requests, and decode.
+        """Admit requests, and decode so many tokens of each row before `append_tokens` receives them.
 
-        Args:
-            tokens: how many tokens of each row are sampled before `append_tokens` receives them. On a GPU the host then
-                waits less often. No row may be paused where it is more than 1.
+        On a GPU the host then waits less often. No row may be paused where it is more than 1.
         """
         self.admit()
         if self.decoding:
@@ -201,28 +196,19 @@ class Scheduler(Generic[RowT]):
             last = last if self.paused else last[slots.to(last.device)]
         if finished and self.on_finished:
             self.on_finished(finished)
-        if self.decoding and self.paused:
-            self._step_active(dict(zip(rows, (row_ids[-1] for row_ids in ids), strict=True)))
+        if self.decoding and self.paused:  # which stay as they are
+            last_ids = {row: row_ids[-1] for row, row_ids in zip(rows, ids, strict=True)}
+            last = torch.tensor([last_ids.get(row, 0) for row in self.running.requests], device=self.device)
+            self.running.step_active(last, torch.tensor([row in self.decoding for row in self.running.requests]))
         elif self.decoding:
             self.running.step(last)
-
-    def _step_active(self, tokens: dict[RowT, int]) -> None:
-        """Run a decode step beside paused rows, which stay as they are."""
-        last = torch.tensor([tokens.get(row, 0) for row in self.running.requests], device=self.device)
-        self.running.step_active(last, torch.tensor([row in self.decoding for row in self.running.requests]))
 
     def _sample(
         self, rows: Sequence[RowT], logits: Tensor, count: int
     ) -> tuple[Tensor, list[list[int]], list[list[float]], list[list[Any]]]:
-        """Sample `count` tokens of each row, whatever they are.
-
-        Returns:
-            The last token of each row [n], which is not appended yet; and for each row its tokens, their log-probs, and
-            what is returned besides.
-        """
-        # Of finished rows that still have a slot, any token will do.
-        nothing = [0.0] * count
-        uniforms = [row.uniforms.take(count) if row in self.decoding else nothing for row in rows]
+        """Sample `count` tokens. Return the last ones [n], and the tokens, log-probs and masks of each row."""
+        nothing = [0.0] * count  # of finished rows that still have a slot, any token will do
+        uniforms = [list(islice(row.uniforms, count)) if row in self.decoding else nothing for row in rows]
         tokens: list[Tensor] = []
         logprobs, extras = [], [[] for _ in rows]
         for column in torch.tensor(uniforms, dtype=torch.float64).to(self.sampling_device).unbind(1):
@@ -234,9 +220,9 @@ class Scheduler(Generic[RowT]):
             logprobs.append(logprob)
             for of_row, extra in zip(extras, more, strict=False):
                 of_row.append(extra)
-        stacked = torch.stack(logprobs, 1)
+        values = torch.stack(logprobs, 1)
         # One copy from the device, so that the host waits once. Floats hold the ids of any vocabulary exactly.
-        ids, values = torch.stack([torch.stack(tokens, 1).to(stacked), stacked]).cpu()
+        ids, values = torch.stack([torch.stack(tokens, 1).to(values), values]).cpu()
         return tokens[-1], ids.long().tolist(), values.tolist(), extras
 
     def _drop_finished(self) -> None:
@@ -275,22 +261,20 @@ class ConversationScheduler:
         rows: int,
         deterministic: bool = False,
     ) -> None:
-        """Create a scheduler of conversations.
-
-        Args:
-            rows: the number of slots; as many as a group has rows at least.
-            deterministic: wait for all replies before each step, so that the clock does not decide which rows are
-                decoded together.
+        """rows: the number of slots. deterministic: before each step wait for all replies, so that the clock does not
+        decide which rows are decoded together.
         """
         self.conversations, self.max_rows = conversations, max(rows, conversations.sampling.n)
         self.deterministic = deterministic
         self.scheduler: Scheduler[ConversationRow] = Scheduler(
-            policy, self.max_rows, self._sample_tokens, self._append_tokens
+            policy,
+            self.max_rows,
+            lambda _, logits, uniforms: sample_tokens(logits, uniforms, conversations.sampling),
+            self._append_tokens,
         )
         self.can_append = self.scheduler.running.batch.can_append
 
     def run(self) -> list[Group]:
-        """Run all conversations. Return the groups of the prompts."""
         while not self.conversations.is_done:
             self.conversations.start(2 * self.max_rows)
             self.conversations.poll_replies(0.0 if self.scheduler.decoding else REPLY_POLL_SECONDS)
@@ -313,7 +297,7 @@ class ConversationScheduler:
     def _drop_ended(self) -> None:
         """Drop the paused rows whose conversation is over, or begins anew with another prompt."""
         paused = (*self.scheduler.paused, *self.scheduler.evicted)
-        if ended := [row for row in paused if row.outcome is not None or row in self.conversations.prefill_queue]:
+        if ended := [row for row in paused if row.outcome or row in self.conversations.prefill_queue]:
             self.scheduler.cancel(ended)
 
     def _admit_waiting(self) -> None:
@@ -345,22 +329,10 @@ class ConversationScheduler:
     def _evict_waiting(self) -> None:
         """Evict rows that have waited long, when others may use their slots."""
         scheduler, conversations = self.scheduler, self.conversations
-        is_wanted = (
-            conversations.prefill_queue
-            or scheduler.evicted
-            or 2 * len(scheduler.paused) > len(scheduler.running.requests)
-        )
-        if is_wanted:
-            scheduler.evict(
-                row
-                for row, steps in scheduler.paused.items()
-                if steps > _EVICT_AFTER_STEPS and row not in conversations.extend_queue
-            )
-
-    def _sample_tokens(
-        self, _: Sequence[ConversationRow], logits: Tensor, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        return sample_tokens(logits, uniforms, self.conversations.sampling)
+        has_many_paused = 2 * len(scheduler.paused) > len(scheduler.running.requests)
+        if conversations.prefill_queue or scheduler.evicted or has_many_paused:
+            late = [row for row, steps in scheduler.paused.items() if steps > _EVICT_AFTER_STEPS]
+            scheduler.evict(row for row in late if row not in conversations.extend_queue)
 
     def _append_tokens(
         self, row: ConversationRow, ids: list[int], logprobs: list[float], masks: list[Tensor]

@@ -43,13 +43,9 @@ def choose_sampler(
 
     Args:
         name: native, hf or vllm. vLLM is not tried here, since every push of weights is checked.
-        rows: how many completions are decoded at once.
-        environments: what answers the policy, if rollouts are conversations.
-        cache_gb: memory of vLLM's KV cache, in GB.
+        rows, environments, cache_gb, adapter: as in `VLLMSampler`.
         urls: sampler servers that run vLLM; none runs vLLM in this process.
-        timeout: seconds after which a server that does not answer is given up.
-        ahead: whether the policy is updated while rows are sampled.
-        adapter: as in `VLLMSampler`.
+        timeout, ahead: as in `ServerPool`.
 
     Returns:
         The sampler, and a line that says why it is not the one of the settings; empty if it is.

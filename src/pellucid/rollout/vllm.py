@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from pellucid.algorithm.batch import collate
 from pellucid.policy.load import is_quantized
 from pellucid.policy.logprobs import compute_token_logprobs
-from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch, ConversationRow
+from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch
 from pellucid.rollout.groups import build_groups, check_prompt_lengths, compute_row_seed
-from pellucid.rollout.weight_check import WeightCheck
+from pellucid.rollout.weight_check import WeightCheck, to_matrix
 from pellucid.types import AsyncEnvironments, Completion, Group, Prompt, Sampling, UserError
 from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import escape_controls, format_one_line
@@ -111,11 +111,7 @@ class VLLMSampler:
         return not self.environments
 
     def sync(self, policy: Policy, version: int = 0) -> None:
-        """Push these weights, and check them.
-
-        Raises:
-            UserError: the engine does not compute with them.
-        """
+        """Push these weights, and check them. Raise UserError if the engine does not compute with them."""
         try:
             self._push(policy)
         except AdapterRefusedError as error:
@@ -125,18 +121,7 @@ class VLLMSampler:
         self.policy, self.version = policy, version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Sample a group for each prompt.
-
-        Each row has its own random numbers, so that it does not depend on the rows beside it, except for the rounding
-        of matrix products.
-
-        Args:
-            prompts: [P]
-            sampling: group size G, temperature, limits and seed. Truncation is not supported.
-
-        Returns:
-            P groups of G completions.
-        """
+        """Sample a group for each prompt, with the random numbers of each row. Truncation is not supported."""
         if sampling.truncates:
             raise UserError(TRUNCATION_ERROR)
         assert self.engine
@@ -172,24 +157,20 @@ class VLLMSampler:
 
     def _generate_conversations(self, engine: SamplingEngine, conversations: ConversationBatch) -> list[Group]:
         """Sample turns as replies come. The engine finds earlier turns in its prefix cache."""
-        n = conversations.sampling.n
+        sampling = conversations.sampling
         while not conversations.is_done:
-            conversations.start(2 * max(self.rows, n))
+            conversations.start(2 * max(self.rows, sampling.n))
             conversations.poll_replies(0.0 if engine.unfinished else REPLY_POLL_SECONDS)
             while self.deterministic and conversations.pending_replies:
                 conversations.poll_replies(REPLY_POLL_SECONDS)
             for row in conversations.take_ready_rows():
-                self._add_turn_request(engine, conversations, row)
+                (p, g), max_tokens = divmod(row.number, sampling.n), conversations.get_turn_limit(row)
+                check_prompt_lengths([row.context], engine.max_length - max_tokens)
+                seed = compute_row_seed(f"{sampling.seed}/{row.sampled_count}", conversations.prompts[p], g)
+                engine.add_request((p, g), row.context, max_tokens, sampling.temperature, seed)
             for (p, g), tokens, logprobs in engine.step() if engine.unfinished else []:
-                conversations.add_turn(conversations.rows[p * n + g], tokens, logprobs)
+                conversations.add_turn(conversations.rows[p * sampling.n + g], tokens, logprobs)
         return conversations.collect_groups()
-
-    def _add_turn_request(self, engine: SamplingEngine, conversations: ConversationBatch, row: ConversationRow) -> None:
-        sampling, max_tokens = conversations.sampling, conversations.get_turn_limit(row)
-        p, g = divmod(row.number, sampling.n)
-        check_prompt_lengths([row.context], engine.max_length - max_tokens)
-        seed = compute_row_seed(f"{sampling.seed}/{row.sampled_count}", conversations.prompts[p], g)
-        engine.add_request((p, g), row.context, max_tokens, sampling.temperature, seed)
 
 
 # ---------------------------------------------------------------- what is pushed
@@ -274,14 +255,6 @@ def check_vllm_installed() -> None:
         )
 
 
-class _WeightLocation(NamedTuple):
-    """A place of a weight in vLLM's model: rows of an attribute of a module."""
-
-    module: Any
-    attribute: str
-    rows: slice
-
-
 class _ModelSource(Protocol):
     """A policy, or a model of which only the configuration is known."""
 
@@ -308,15 +281,11 @@ class VLLMEngine:
         """Create an engine without weights. An earlier engine of the process is closed.
 
         Args:
-            policy: what names the configuration of the model.
             dtype: the dtype of the weights that will be pushed, in which the engine computes.
-            rows: how many completions are decoded at once.
-            cache_gb: memory of the KV cache, in GB.
             adapter_shape: the shape of an adapter that will be pushed by itself.
 
         Raises:
-            UserError: vLLM does not run this model.
-            AdapterRefusedError: vLLM does not run it with such an adapter.
+            UserError: vLLM does not run this model, or not with such an adapter (AdapterRefusedError).
         """
         check_vllm_installed()
         for earlier in list(_OPEN_ENGINES):
@@ -456,10 +425,10 @@ class VLLMEngine:
         """Return columns [n, len(indices)] of a weight, from each layer that computes with it."""
         if is_adapter_weight(name):
             return [self._get_adapter_matrix(name)[:, list(indices)]]
-        return [self._read_location(each, indices, self.shapes[name][-1]) for each in self.locate_weight(name)]
+        return [self._read_rows(module, name, rows, indices) for module, rows in self.locate_weight(name)]
 
-    def locate_weight(self, name: str) -> list[_WeightLocation]:
-        """Return where the weight of this name is in vLLM's model. Raise UserError if it is nowhere."""
+    def locate_weight(self, name: str) -> list[tuple[Any, slice]]:
+        """Return the modules that compute with a weight, and its rows there. Raise UserError if there are none."""
         path, _, attribute = name.rpartition(".")
         found, parts = self._find_layer(path)
         module = getattr(found, "base_layer", found)  # the layer itself, where it stands in one that adds an adapter
@@ -469,7 +438,7 @@ class VLLMEngine:
         start = sum(sizes[: parts.index(path)])
         rows = slice(start, start + self.shapes[name][0])
         tied = [head for head in self.lm_heads if head is not module and head.weight is weight]
-        return [_WeightLocation(each, attribute, rows) for each in (module, *tied)]
+        return [(each, rows) for each in (module, *tied)]
 
     def _find_layer(self, path: str) -> tuple[Any, list[str]]:
         """Return the layer that holds this one, and the paths of all that it holds. Raise UserError if none does."""
@@ -491,16 +460,15 @@ class VLLMEngine:
         n, k = self.shapes[name]
         return stacks[parts.index(path)][slots.index(self.adapter.lora_int_id), 0, :n, :k]
 
-    def _read_location(self, location: _WeightLocation, indices: Sequence[int], width: int) -> Tensor:
+    def _read_rows(self, module: Any, name: str, rows: slice, indices: Sequence[int]) -> Tensor:
         """Read columns; where weights may be packed, by a product with columns of the identity."""
-        module = location.module
+        attribute = name.rpartition(".")[2]
         multiplies = hasattr(module, "quant_method") and (module not in self.embeddings or module in self.lm_heads)
-        if location.attribute != "weight" or not multiplies:
-            held = getattr(module, location.attribute)[location.rows]
-            return held[:, list(indices)] if held.dim() > 1 else held[:, None]
-        ones = torch.zeros(len(indices), width, dtype=self.dtype, device=self.device)
+        if attribute != "weight" or not multiplies:
+            return to_matrix(getattr(module, attribute)[rows])[:, list(indices)]
+        ones = torch.zeros(len(indices), self.shapes[name][-1], dtype=self.dtype, device=self.device)
         ones[range(len(indices)), list(indices)] = 1.0
-        return module.quant_method.apply(module, ones, None)[:, location.rows].T
+        return module.quant_method.apply(module, ones, None)[:, rows].T
 
     # ------------------------------------------------------------ tokens
 

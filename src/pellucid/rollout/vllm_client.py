@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import ipaddress
 import itertools
 import json
 import os
@@ -46,6 +45,7 @@ from pellucid.rollout.vllm import (
 )
 from pellucid.rollout.weight_check import WeightCheck
 from pellucid.types import UserError
+from pellucid.utils.endpoint import is_loopback
 from pellucid.utils.files import get_cache_folder, write_file_atomically
 from pellucid.utils.text import escape_controls, format_one_line
 
@@ -130,8 +130,7 @@ class SamplerClient:
     def load_model(self, model: bytes) -> None:
         """Create an engine for a model, as `serialize_model` describes it, unless the server has one.
 
-        Raises:
-            AdapterRefusedError: the server does not support such an adapter.
+        Raise AdapterRefusedError if the server does not support such an adapter.
         """
         state = self.get_state()
         if state["model"] != hash_model(model):
@@ -392,24 +391,15 @@ def _extract_error_message(answer: bytes) -> str:
 def get_secret(url: str = "") -> str:
     """Return the secret of the environment; without one, the secret that a server on this machine wrote to its file.
 
-    Raises:
-        UserError: it cannot stand in a header.
+    Raise UserError if it cannot stand in a header.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
-    if not secret and _is_on_loopback(url):
+    if not secret and is_loopback(url):
         with suppress(OSError):
             secret = get_secret_path(urlsplit(url).port or 80).read_text(encoding="utf-8", errors="replace").strip()
     if not (secret.isascii() and secret.isprintable()) or " " in secret:
         raise UserError(f"{SECRET_VARIABLE} must be letters, digits and signs of ASCII, without spaces")
     return secret
-
-
-def _is_on_loopback(url: str) -> bool:
-    name = urlsplit(url).hostname or ""
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def get_secret_path(port: int) -> Path:
@@ -421,8 +411,7 @@ def get_secret_path(port: int) -> Path:
 def publish_secret(port: int) -> Iterator[str]:
     """Yield a new secret, which is in a file that only this user can read until the end.
 
-    Raises:
-        UserError: the file cannot be written.
+    Raise UserError if the file cannot be written.
     """
     secret, path = secrets.token_urlsafe(32), get_secret_path(port)
     try:

@@ -9,7 +9,7 @@ number of its cached tokens shows whether the prefix cache was cleared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,32 +25,16 @@ _MAX_GAP_GROWTH = 10
 _OLD_WEIGHTS_HINT = 'nothing was trained on them; --resume the run, or set sampler.name = "native"'
 
 
-class GapLimits(NamedTuple):
-    """Limits of the sampler gap: the mean difference of the log-probs of a text, in nats."""
-
-    always_allowed: float
-    """The gap that two implementations may always have."""
-    maximum: float
-    """The gap that they never have."""
-
-
-_GAP_LIMITS = {
-    torch.float32: GapLimits(2e-5, 2e-3),
-    torch.float16: GapLimits(5e-3, 5e-2),
-    torch.bfloat16: GapLimits(4e-2, 2e-1),
-}
+_GAP_LIMITS = {torch.float32: (2e-5, 2e-3), torch.float16: (5e-3, 5e-2), torch.bfloat16: (4e-2, 2e-1)}
+"""The sampler gap, in nats, that two implementations may always have, and the one that they never have."""
 
 
 class _CheckedEngine(Protocol):
-    """An engine that weights were pushed to."""
+    """A `VLLMEngine`, or the client of a server."""
 
-    def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
-        """Return columns [n, len(indices)] of a weight, from each layer that computes with it."""
-        ...
+    def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]: ...
 
-    def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
-        """Return the log-probs of ids[1:] at temperature 1, and how many of these tokens were in the prefix cache."""
-        ...
+    def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]: ...
 
 
 class WeightCheck:
@@ -73,7 +57,6 @@ class WeightCheck:
         """Check an engine after a push.
 
         Args:
-            engine: the engine.
             pushed: the weights by name, in the dtype that the engine computes in.
             ids: [T] a text that the engine has scored just before the push.
             scorer_logprobs: [T - 1] the scorer's log-probs of ids[1:].
@@ -92,7 +75,7 @@ class WeightCheck:
         for name, weight in pushed.items():
             self.compare_columns(engine, name, weight, self.pick_changed_columns(name, sums[name]))
         dtypes = {next(iter(pushed.values())).dtype, *([scorer_dtype] if scorer_dtype else [])}
-        coarser = max(dtypes, key=lambda dtype: _GAP_LIMITS[dtype].maximum)
+        coarser = max(dtypes, key=lambda dtype: _GAP_LIMITS[dtype])
         self.check_gap((logprobs.double() - scorer_logprobs.double().cpu()).abs().mean().item(), coarser)
         self.column_sums |= sums
 

@@ -1,8 +1,7 @@
 """Worker processes as their parent sees them: started, asked within a time limit, killed and replaced.
 
-User code runs in processes because code that hangs can only be stopped from outside. `signal.alarm` works in the main
-thread alone, and neither it nor a thread interrupts a runaway regular expression. This is no security boundary: a
-worker runs as this user, with this user's files and network.
+Code that hangs, such as a runaway regular expression, can only be stopped from outside its process. This is no security
+boundary: a worker runs as this user, with this user's files and network.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SPAWN_CONTEXT = multiprocessing.get_context("spawn")
 CAN_FORK = sys.platform == "linux"
 START_TIMEOUT_SECONDS = 120.0
 """Seconds that a worker process has to import what the user's code needs."""
-_GRACE_SECONDS = 1.0
+GRACE_SECONDS = 1.0
 """Seconds beyond its time limit that a worker has to report by itself what took too long."""
 SECRET_VARIABLE_PATTERN = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 _SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
@@ -99,24 +98,27 @@ class Worker:
         return self._process.is_alive() if self._process else not self.connection.poll()
 
     def wait_until_loaded(self) -> None:
-        """Wait until the process has loaded the user's code.
+        """Wait until the process has loaded the user's code. If it does not, it is ended.
 
         Raises:
             WorkerStartError: if it fails, or takes longer than `START_TIMEOUT_SECONDS`.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while not self._has_reported:
-            if not wait([self.connection], max(0.0, deadline - time.monotonic())):
-                raise WorkerStartError(f"it is not loaded within {START_TIMEOUT_SECONDS:g} s")
-            try:
+        try:
+            while not self._has_reported:
+                if not wait([self.connection], max(0.0, deadline - time.monotonic())):
+                    raise WorkerStartError(f"it is not loaded within {START_TIMEOUT_SECONDS:g} s")
                 self._receive_message()
-            except _MESSAGE_ERRORS as error:
-                raise WorkerStartError(
-                    f"its process ended ({self._describe_exit()}); a script that trains needs"
-                    ' `if __name__ == "__main__":` around it'
-                ) from error
+        except _MESSAGE_ERRORS as error:
+            raise WorkerStartError(
+                f"its process ended ({self._describe_exit()}); a script that trains needs"
+                ' `if __name__ == "__main__":` around it'
+            ) from error
+        finally:
+            if not self._has_reported:
+                self.terminate()
 
-    def set_timeout(self, seconds: float, grace: float = _GRACE_SECONDS) -> None:
+    def set_timeout(self, seconds: float, grace: float = GRACE_SECONDS) -> None:
         """Give the worker this many seconds from now on, and a grace period to report by itself that it is late."""
         self._timeout, self.deadline = seconds, time.monotonic() + seconds + grace
 
@@ -229,7 +231,11 @@ class ForkServer:
             WorkerStartError: if the user's code cannot be loaded.
         """
         if not CAN_FORK:
-            return self._spawn_worker(kind)
+            worker = spawn_worker(kind, self._config, self._load, self._payload)
+            if not self._can_load:  # later ones load side by side
+                worker.wait_until_loaded()
+                self._can_load = True
+            return worker
         connection, child_connection = Pipe()
         with child_connection:
             try:
@@ -250,24 +256,9 @@ class ForkServer:
         if self._server is None or not self._server.is_alive or not _is_writable(self._server.connection):
             self.close()
             self._server = spawn_worker(Worker, self._config, self._load, self._payload, forks=True)
-            try:
-                self._server.wait_until_loaded()
-            except WorkerStartError:
-                self.close()
-                raise
+            self._server.wait_until_loaded()
             os.set_blocking(self._server.connection.fileno(), True)
         reduction.send_handle(self._server.connection, connection.fileno(), self._server.pid)
-
-    def _spawn_worker(self, kind: type[AnyWorker]) -> AnyWorker:
-        worker = spawn_worker(kind, self._config, self._load, self._payload)
-        if not self._can_load:  # later ones load side by side
-            try:
-                worker.wait_until_loaded()
-            except WorkerStartError:
-                worker.terminate()
-                raise
-            self._can_load = True
-        return worker
 
 
 def _is_writable(connection: Any) -> bool:
@@ -295,12 +286,11 @@ def terminate_workers(workers: list[Any] | dict[Any, Any]) -> None:
 def _use_safe_path() -> Iterator[None]:
     """Keep the working directory off the import path of new processes: a file in it may be called pickle.py."""
     with _safe_path_lock:  # the variable belongs to the whole process
-        before = os.environ.get(_SAFE_PATH_VARIABLE)
+        before = os.environ.pop(_SAFE_PATH_VARIABLE, None)
         os.environ[_SAFE_PATH_VARIABLE] = "1"
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[_SAFE_PATH_VARIABLE]
-            else:
+            del os.environ[_SAFE_PATH_VARIABLE]
+            if before is not None:
                 os.environ[_SAFE_PATH_VARIABLE] = before

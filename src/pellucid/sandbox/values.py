@@ -34,7 +34,12 @@ def describe_error(error: BaseException) -> str:
     frames = [frame for frame in summary.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
     frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PATH_PREFIXES)] or frames
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {shorten_to_one_line(str(summary))}{where}"
+    return replace_surrogates(f"{type(error).__name__}: {shorten_to_one_line(str(summary))}{where}")
+
+
+def replace_surrogates(text: str) -> str:
+    """Return the text with U+FFFD in place of half a surrogate pair, which no tokenizer and no file takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def describe_value(value: Any) -> str:

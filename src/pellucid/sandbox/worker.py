@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pellucid.sandbox.values import describe_error
+from pellucid.sandbox.values import InvalidResultError, describe_error
 from pellucid.utils import signals
 from pellucid.utils.files import exit_if_forked
 
@@ -50,7 +50,7 @@ class WorkerConfig:
 
 
 class ErrorLog:
-    """Writes the traceback of each kind of error once.
+    """Describes errors, and writes the traceback of each kind once, unless user code returned what cannot be used.
 
     path: the file to append to; by default standard error, which is the log of a worker process.
     """
@@ -59,21 +59,22 @@ class ErrorLog:
         self._path = path
         self._descriptions: set[str] = set()
 
-    def __call__(self, description: str, error: BaseException) -> None:
-        """Write the traceback of an error, unless one of the same description was written before."""
-        if description in self._descriptions or len(self._descriptions) >= MAX_LOGGED_TRACEBACKS:
-            return
+    def __call__(self, error: BaseException) -> str:
+        """Return the description of an error in one line, and write its traceback if it is new."""
+        description = describe_error(error)
+        is_known = description in self._descriptions or isinstance(error, InvalidResultError)
+        if is_known or len(self._descriptions) >= MAX_LOGGED_TRACEBACKS:
+            return description
         self._descriptions.add(description)
         with suppress(OSError, ValueError):  # a full disk, or a stream that user code has closed
             if not self._path:
                 traceback.print_exception(error)
-                return
+                return description
             with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 traceback.print_exception(error, file=file)
+        return description
 
 
-ErrorLogger = Callable[[str, BaseException], None]
-"""Takes the description of an error and the error, such as an ErrorLog."""
 log_error = ErrorLog()
 """The log of this worker process."""
 
@@ -96,8 +97,7 @@ def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader,
     try:
         serve = load(payload)
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is reported
-        log_error(describe_error(error), error)
-        _send_report(connection, describe_error(error))
+        _send_report(connection, log_error(error))
         exit_with_children()
     _send_report(connection)
     if forks:
@@ -137,6 +137,25 @@ def receive_request(connection: Connection) -> Any:
         return pickle.loads(connection.recv_bytes())
     except (EOFError, OSError):
         exit_with_children()
+
+
+def send_answer(connection: Connection, data: bytes) -> None:
+    """Send an answer. Ends this process when the parent has closed its end."""
+    try:
+        connection.send_bytes(data)
+    except OSError:
+        exit_with_children()
+
+
+def call_user_code(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return what a call of user code returns, and what it raises."""
+    try:
+        with exit_forked_copies():
+            return action(), None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+        return None, error
 
 
 @contextmanager

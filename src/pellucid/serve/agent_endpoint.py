@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
 
 _MODEL_NAME = "policy"
-"""The name of the model in answers, if a request names none."""
 
 
 class _AgentToolCall(ToolCall, extra="ignore"):
@@ -94,11 +93,6 @@ class _AgentRequest(RequestBody, extra="ignore"):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    @property
-    def tool_schemas(self) -> tuple[dict[str, Any], ...]:
-        """The tools, with all the fields that the agent sent."""
-        return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools)
-
     def build_history(self) -> tuple[Message, ...]:
         """Return the messages for a chat template. Of speakers only tools have names."""
         history = list[Message]()
@@ -109,29 +103,22 @@ class _AgentRequest(RequestBody, extra="ignore"):
         return tuple(history)
 
 
-def _build_response(request: _AgentRequest, turn: PolicyTurn) -> dict[str, Any]:
-    """Return a turn of the policy as a chat completion."""
+def _make_response(request: _AgentRequest, turn: PolicyTurn) -> Response:
+    """Return a turn of the policy as a chat completion. In a stream, the first event has all of its text."""
+    calls = turn.message.get("tool_calls", ())
+    message = build_message(turn.message["content"], calls)
+    reason = "length" if turn.is_truncated else "tool_calls" if calls else "stop"
+    choice = {"index": 0, "finish_reason": reason, "logprobs": None}
     head = build_response_head("chatcmpl", request.model or _MODEL_NAME)
-    choice = _build_choice(turn, {"message": _build_message(turn)})
-    return head | {"object": "chat.completion", "usage": build_usage(*turn.token_counts), "choices": [choice]}
-
-
-def _stream_response(request: _AgentRequest, turn: PolicyTurn) -> Iterator[str]:
-    """Yield a turn of the policy as server-sent events, with all of its text in the first."""
-    head = build_response_head("chatcmpl", request.model or _MODEL_NAME) | {"object": "chat.completion.chunk"}
-    yield format_event(head | {"choices": [_build_choice(turn, {"delta": number_tool_calls(_build_message(turn))})]})
+    usage = build_usage(*turn.token_counts)
+    if not request.stream:
+        body = {"object": "chat.completion", "usage": usage, "choices": [choice | {"message": message}]}
+        return JSONResponse(head | body)
+    head["object"] = "chat.completion.chunk"
+    events = [head | {"choices": [choice | {"delta": number_tool_calls(message)}]}]
     if request.stream_options and request.stream_options.include_usage:
-        yield format_event(head | {"choices": [], "usage": build_usage(*turn.token_counts)})
-    yield STREAM_END
-
-
-def _build_message(turn: PolicyTurn) -> dict[str, Any]:
-    return build_message(turn.message["content"], turn.message.get("tool_calls", ()))
-
-
-def _build_choice(turn: PolicyTurn, body: dict[str, Any]) -> dict[str, Any]:
-    reason = "length" if turn.is_truncated else "tool_calls" if turn.message.get("tool_calls") else "stop"
-    return {"index": 0, "finish_reason": reason, "logprobs": None} | body
+        events.append(head | {"choices": [], "usage": usage})
+    return StreamingResponse([*map(format_event, events), STREAM_END], media_type="text/event-stream")
 
 
 # ---------------------------------------------------------------- the server
@@ -188,12 +175,8 @@ class AgentEndpoint:
         """Return the requests since the last call whose clients are still connected."""
         while self.wakeup.poll():
             self.wakeup.recv_bytes()
-        requests: list[_PendingRequest] = []
-        while self._requests:
-            request = self._requests.popleft()
-            if request.response.set_running_or_notify_cancel():
-                requests.append(request)
-        return requests
+        requests = [self._requests.popleft() for _ in range(len(self._requests))]
+        return [request for request in requests if request.response.set_running_or_notify_cancel()]
 
     async def wait_for_answer(self, request: _PendingRequest) -> PolicyTurn:
         """Queue a request, and return the turn of the policy. Raises RequestError if there will be none."""
@@ -244,12 +227,9 @@ def make_agent_app(endpoint: AgentEndpoint) -> ASGIApp:
     @app.post("/rollout/{name}/v1/chat/completions")
     async def chat(name: str, request: _AgentRequest) -> Response:
         limit = request.max_completion_tokens or request.max_tokens or 0
-        turn = await endpoint.wait_for_answer(
-            _PendingRequest(name, request.build_history(), request.tool_schemas, limit)
-        )
-        if request.stream:
-            return StreamingResponse(_stream_response(request, turn), media_type="text/event-stream")
-        return JSONResponse(_build_response(request, turn))
+        tools = tuple(tool.model_dump(exclude_unset=True) for tool in request.tools)  # with all that the agent sent
+        turn = await endpoint.wait_for_answer(_PendingRequest(name, request.build_history(), tools, limit))
+        return _make_response(request, turn)
 
     limited = RequestLimitsMiddleware(app, _MAX_BODY_BYTES, _TRANSFER_TIMEOUT_SECONDS, _TRANSFER_TIMEOUT_SECONDS)
     return GuardMiddleware(limited, lambda scope: endpoint.check_rollout(_parse_rollout_name(scope["path"])))
@@ -307,8 +287,9 @@ class _AgentRollout:
         If it continues the history, the reply holds the added messages. Any other request begins a branch.
         """
         old, added = request.messages[: len(self.history)], request.messages[len(self.history) :]
-        continues = added and all(message["role"] != "assistant" for message in added)
-        if self.history and continues and request.tools == self.tools and _have_same_content(old, self.history):
+        is_continued = list(map(_get_content, old)) == list(map(_get_content, self.history))
+        is_answered = added and all(message["role"] != "assistant" for message in added)
+        if self.history and is_continued and is_answered and request.tools == self.tools:
             return EnvironmentReply(added, max_tokens=request.max_tokens)
         prompt = replace(
             self.prompt,
@@ -332,7 +313,7 @@ class AgentPool:
         self._factory = WorkerFactory(spec, build_worker_config(cfg, log))
         self._rollouts: dict[int, _AgentRollout] = {}
         self._endpoints: list[AgentEndpoint] = []
-        self._ready_replies: deque[tuple[int, EnvironmentReply]] = deque()
+        self._ready_replies: list[tuple[int, EnvironmentReply]] = []
         Finalize(self, _end_all_rollouts, [self._rollouts, self._factory, self._endpoints], exitpriority=0)
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
@@ -345,12 +326,10 @@ class AgentPool:
             secrets.token_urlsafe(16), prompt, self._factory.create_worker()
         )
         self._endpoints[0].rollout_numbers[rollout.name] = number
-        seed = f"{self._seed}/{prompt.id}/{sibling}"
+        row = {**prompt.columns, **({"answer": prompt.answer} if prompt.answer else {})}
+        url, seed = self._endpoints[0].make_rollout_url(rollout.name), f"{self._seed}/{prompt.id}/{sibling}"
         try:
-            rollout.worker.send_request(
-                SolveRequest(_make_data_row(prompt), self._endpoints[0].make_rollout_url(rollout.name), seed),
-                self._spec.timeout,
-            )
+            rollout.worker.send_request(SolveRequest(row, url, seed), self._spec.timeout)
         except WorkerLostError as error:
             self._handle_exit(number, WorkerAnswer([], {}, error=str(error)))
 
@@ -377,8 +356,7 @@ class AgentPool:
         end = time.monotonic() + seconds
         while True:
             self._poll_agents()
-            replies = list(self._ready_replies)
-            self._ready_replies.clear()
+            replies, self._ready_replies = self._ready_replies, []
             remaining = end - time.monotonic()
             workers = [rollout.worker for rollout in self._rollouts.values() if not rollout.outcome]
             if replies or remaining <= 0 or not workers:
@@ -390,7 +368,7 @@ class AgentPool:
     def close(self) -> None:
         """End all agents and the endpoint. The next conversation starts new ones."""
         _end_all_rollouts(self._rollouts, self._factory, self._endpoints)
-        self._ready_replies.clear()
+        self._ready_replies = []
 
     def _poll_agents(self) -> None:
         """Take new requests, then find agents that have ended or are late. An agent that waits is not late."""
@@ -463,19 +441,10 @@ class AgentPool:
         _end_rollout(rollout)
 
 
-def _have_same_content(one: Sequence[Message], other: Sequence[Message]) -> bool:
-    """Return whether messages have the same content. The ids of tool calls do not count."""
-    return list(map(_make_message_key, one)) == list(map(_make_message_key, other))
-
-
-def _make_message_key(message: Message) -> tuple[Any, ...]:
+def _get_content(message: Message) -> tuple[Any, ...]:
+    """Return what is compared of messages: all but the ids of tool calls."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     return message["role"], message["content"], message.get("name"), calls
-
-
-def _make_data_row(prompt: Prompt) -> dict[str, Any]:
-    """Return the data row of a prompt, with its gold answer as `answer`."""
-    return {**prompt.columns, **({"answer": prompt.answer} if prompt.answer else {})}
 
 
 def _end_rollout(rollout: _AgentRollout) -> None:

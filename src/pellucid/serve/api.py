@@ -35,7 +35,7 @@ from pellucid.models import hf_decode
 from pellucid.policy.access import ModelAccess
 from pellucid.policy.policy import Policy, load_frozen_policy
 from pellucid.reporting import run_files
-from pellucid.rewards.answers import split_reasoning_and_answer
+from pellucid.rewards.answers import extract_answer, split_thought
 from pellucid.rewards.grading import GradedTask, collect_grader_notices, load_graders
 from pellucid.rollout.groups import begins_in_thought
 from pellucid.rollout.select import find_decode_fault
@@ -151,15 +151,9 @@ async def create_completion(
     max_tokens: int | None,
     cleanup: ExitStack,
 ) -> Response:
-    """Return the completions of a prompt, as JSON or as a stream of events.
+    """Return the completions of a prompt, or of its token ids, as JSON or as a stream of events.
 
-    Args:
-        served: The model.
-        request: How completions are sampled.
-        prompt: A prompt, or its token ids.
-        is_chat: Answer in the form of chats.
-        max_tokens: The longest completion, in tokens.
-        cleanup: Cancels the decoding when the answer is sent or the client has left, even before a stream begins.
+    `cleanup` cancels the decoding when the answer is sent or the client has left, even before a stream begins.
 
     Raises:
         RequestError: The request cannot be answered.
@@ -175,11 +169,12 @@ async def create_completion(
         with_usage = request.stream_options is not None and request.stream_options.include_usage
         return StreamingResponse(stream_completion(choices, head, with_usage), media_type="text/event-stream")
     answers = await decoding.collect_completions()
-    usage = build_usage(len(decoding.prompt_ids), sum(len(a.tokens) for a in answers))
-    body = {"object": "chat.completion" if is_chat else "text_completion", "usage": usage}
-    return JSONResponse(
-        head | choices.build_head() | body | {"choices": list(starmap(choices.build_choice, enumerate(answers)))}
-    )
+    body = {
+        "object": "chat.completion" if is_chat else "text_completion",
+        "usage": build_usage(len(decoding.prompt_ids), sum(len(answer.tokens) for answer in answers)),
+        "choices": list(starmap(choices.build_choice, enumerate(answers))),
+    }
+    return JSONResponse(head | choices.build_head() | body)
 
 
 async def stream_completion(choices: ChoiceFormatter, head: dict[str, Any], with_usage: bool) -> AsyncIterator[str]:
@@ -189,7 +184,8 @@ async def stream_completion(choices: ChoiceFormatter, head: dict[str, Any], with
     answers = [ServedCompletion() for _ in range(decoding.request.n)]
     if choices.is_chat:
         for i in range(decoding.request.n):
-            yield format_event(head | first_only | {"choices": [choices.build_opening_chunk(i)]})
+            opening = choices.assemble_choice(i, {"delta": {"role": "assistant", "content": ""}}, "", ())
+            yield format_event(head | first_only | {"choices": [opening]})
             first_only = {}
     try:
         async for piece in decoding:
@@ -203,9 +199,8 @@ async def stream_completion(choices: ChoiceFormatter, head: dict[str, Any], with
     except RequestError as refusal:
         yield format_event(build_error_body(refusal))
     if with_usage:
-        yield format_event(
-            head | {"choices": [], "usage": build_usage(len(decoding.prompt_ids), sum(len(a.tokens) for a in answers))}
-        )
+        usage = build_usage(len(decoding.prompt_ids), sum(len(answer.tokens) for answer in answers))
+        yield format_event(head | {"choices": [], "usage": usage})
     yield STREAM_END
 
 
@@ -222,18 +217,14 @@ def format_event(data: dict[str, Any]) -> str:
 
 
 async def _answer_question(served: ServedModel, question: str) -> dict[str, Any]:
-    """Answer a question by greedy decoding.
-
-    The answer does not depend on other requests with `serve --batch-invariant`, or on processors that compute that way
-    anyway.
-    """
     start = time.perf_counter()
     decoding = await start_generation(
         served, Prompt("solve", format_question(served, question)), SamplingParams(temperature=0.0), None
     )
     [answer] = await decoding.collect_completions()
     thinking = begins_in_thought(served.policy, decoding.prompt_ids)
-    reasoning, final = split_reasoning_and_answer("<think>" + answer.text if thinking else answer.text)
+    text = "<think>" + answer.text if thinking else answer.text
+    reasoning, final = split_thought(text)[0], extract_answer(text)
     data = {
         "assistant_response": answer.text,
         "reasoning_process": reasoning,
@@ -246,16 +237,18 @@ async def _answer_question(served: ServedModel, question: str) -> dict[str, Any]
 
 async def _generate_group(served: ServedModel, request: GroupRequest) -> dict[str, Any]:
     """Return G completions of one prompt, with rewards and advantages if they can be graded."""
+    can_grade = served.task is not None and bool(request.answer or not request.question)
     prompt = _make_group_prompt(served, request)
     settings = SamplingParams(n=request.group_size, temperature=request.temperature, seed=request.seed)
     decoding = await start_generation(served, prompt, settings, request.max_tokens, served.group_tokens)
     answers = await decoding.collect_completions()
     thinking = begins_in_thought(served.policy, decoding.prompt_ids)
     completions = [
-        Completion(a.token_ids, a.logprobs, a.text, a.finish_reason == "stop", thinking=thinking) for a in answers
+        Completion(answer.token_ids, answer.logprobs, answer.text, answer.finish_reason == "stop", thinking=thinking)
+        for answer in answers
     ]
     async with enforce_deadline(served, decoding.deadline):
-        rewards = await _grade_completions(served, prompt, completions) if _can_grade(served, request) else []
+        rewards = await _grade_completions(served, prompt, completions) if can_grade else []
     group = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
     advantages = compute_group_advantages(served.algorithm, group) if rewards else [None] * len(answers)
     return {
@@ -264,21 +257,17 @@ async def _generate_group(served: ServedModel, request: GroupRequest) -> dict[st
         "prompt": served.policy.decode(decoding.prompt_ids, special=True),
         "completions": [
             {
-                "text": a.text,
-                "tokens": len(a.token_ids),
-                "finished": a.finish_reason == "stop",
-                "logprob": sum(a.logprobs),
-                "reward": rewards[i].value if rewards and not rewards[i].failed else None,
-                "parts": dict(rewards[i].parts) if rewards and not rewards[i].failed else {},
-                "advantage": advantages[i],
+                "text": answer.text,
+                "tokens": len(answer.token_ids),
+                "finished": answer.finish_reason == "stop",
+                "logprob": sum(answer.logprobs),
+                "reward": reward.value if reward and not reward.failed else None,
+                "parts": dict(reward.parts) if reward and not reward.failed else {},
+                "advantage": advantage,
             }
-            for i, a in enumerate(answers)
+            for answer, reward, advantage in zip(answers, rewards or [None] * len(answers), advantages, strict=True)
         ],
     }
-
-
-def _can_grade(served: ServedModel, request: GroupRequest) -> bool:
-    return served.task is not None and bool(request.answer or not request.question)
 
 
 async def _grade_completions(
@@ -346,9 +335,9 @@ def load_served_model(options: ServeCommand) -> ServedModel:
     run = run_files.find_run_dir(options.model)
     settings = _load_run_config(run) if run else None
     policy = _load_served_policy(options, run, settings)
-    hosts = [name.strip() for name in options.allowed_hosts.split(",")]
+    hosts = (name.strip() for name in options.allowed_hosts.split(","))
     return ServedModel(
-        name=options.name or _get_model_name(options.model),
+        name=options.name or Path(os.path.abspath(options.model)).name,
         policy=policy,
         engine=ServingEngine(policy, options.rows),
         task=make_graded_task(settings) if settings else None,
@@ -365,7 +354,7 @@ def load_served_model(options: ServeCommand) -> ServedModel:
 
 
 def _load_served_policy(options: ServeCommand, run: Path | None, settings: Config | None) -> Policy:
-    """Load the policy, and print notes about it. Raises UserError if it cannot be served."""
+    """Load the policy, and print notes about it."""
     if options.batch_invariant:
         hf_decode.disable_amx()
     model = str(run_files.get_model_dir(run)) if run else options.model
@@ -387,12 +376,6 @@ def _load_served_policy(options: ServeCommand, run: Path | None, settings: Confi
     if options.batch_invariant:
         hf_decode.check_batch_invariance(policy, options.rows)
     return policy
-
-
-def _get_model_name(model: str) -> str:
-    """Return the name of a model for clients: the last part of its path or of its Hub id."""
-    name = Path(model).name
-    return Path(model).resolve().name if name in ("", "..") else name
 
 
 def make_graded_task(settings: Config) -> GradedTask:

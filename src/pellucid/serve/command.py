@@ -85,7 +85,12 @@ class ServeCommand:
             print(f"! {warning}", file=sys.stderr, flush=True)
         if action == "start":
             return daemon.start_daemon(self.folder, daemon.make_url(self.host, self.port), self.build_arguments())
-        return _serve_in_foreground(guarded)
+        with open_listening_socket(self.host, self.port) as listening:
+            with pause_garbage_collection():
+                from pellucid.serve.api import serve_model  # noqa: PLC0415 - torch takes seconds; the port may be taken
+
+            serve_model(guarded, listening)
+        return 0
 
     def build_arguments(self) -> list[str]:
         """Return the words of a command line for the same service."""
@@ -96,15 +101,6 @@ class ServeCommand:
                 flag = f"--{option.name.replace('_', '-')}"
                 words.append(flag if value is True else f"{flag}={value}")
         return words
-
-
-def _serve_in_foreground(options: ServeCommand) -> int:
-    with open_listening_socket(options.host, options.port) as listening:
-        with pause_garbage_collection():
-            from pellucid.serve.api import serve_model  # noqa: PLC0415 - torch takes seconds, and the port may be taken
-
-        serve_model(options, listening)
-    return 0
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:

@@ -10,19 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pellucid.types import UserError
 from pellucid.utils.files import hold_lock, write_file_atomically
-from pellucid.utils.signals import handle_stop_signals
 from pellucid.utils.text import escape_controls
 
 STOP_TIMEOUT_SECONDS = 30.0
@@ -31,8 +30,6 @@ INSTANCE_VARIABLE = "PELLUCID_INSTANCE"
 """The environment variable with a random number, which /health shows: it identifies the service on its port."""
 _START_TIME_TOLERANCE_SECONDS = 2.0
 """Start times that differ by less count as equal: they are relative to the boot time, which is known to a second."""
-_PROXYLESS_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""An opener that ignores proxies: a proxy would answer in place of a service that is not running."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +54,24 @@ class Daemon:
             return False
 
     def is_answering(self) -> bool:
-        """Return whether this service, and no other, answers at its address."""
-        return _fetch_health(self.url).get("instance") == self.instance
+        """Return whether this service, and no other, answers at its address. No proxy is asked."""
+        try:
+            with closing(http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=2)) as connection:
+                connection.request("GET", "/health")
+                facts = json.loads(connection.getresponse().read(100_000))
+        except (OSError, ValueError, http.client.HTTPException):
+            return False
+        return isinstance(facts, dict) and facts.get("instance") == self.instance
 
-
-def _fetch_health(url: str) -> dict[str, object]:
-    """Return the health report of the service at an address; empty if none answers."""
-    try:
-        with _PROXYLESS_OPENER.open(f"{url}/health", timeout=2) as response:
-            facts = json.loads(response.read(100_000))
-    except (OSError, ValueError, http.client.HTTPException):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    def end(self) -> None:
+        """End the process, with SIGKILL if it does not end in time."""
+        for number, seconds in ((signal.SIGTERM, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
+            deadline = time.monotonic() + seconds
+            if self.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, number)
+            while self.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.1)
 
 
 def _read_pid_file(folder: Path) -> Daemon | None:
@@ -96,67 +99,49 @@ def make_url(host: str, port: int) -> str:
 
 def start_daemon(folder: Path, url: str, arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
+    pid_file, log = folder / "serve.pid", folder / "serve.log"
     with hold_lock(folder / "serve.lock", "starts a service in this folder"):
-        running = _find_running_daemon(folder)
-        if running is not None:
+        if running := _find_running_daemon(folder):
             raise UserError(
                 f"a service runs already: {running.url}, pid {running.pid}; stop it, or name another --folder"
             )
-        signals: list[int] = []
-        with handle_stop_signals(lambda number, _: signals.append(number)):  # no stop before there is a pid file
-            process, service = _launch_daemon(folder, url, arguments)
+        service = _launch_daemon(log, url, arguments)
         try:
-            if signals:
-                raise KeyboardInterrupt
-            wait_for_answer(process, service, folder / "serve.log")
+            # Readable by its owner alone: a token may be among the arguments.
+            write_file_atomically(pid_file, json.dumps(asdict(service)) + "\n", 0o600)
+            _wait_for_answer(service, log)
         except BaseException:
-            _terminate_process(process)
-            (folder / "serve.pid").unlink(missing_ok=True)
+            service.end()
+            pid_file.unlink(missing_ok=True)
             raise
-    print(escape_controls(f"{url}, pid {process.pid}, log {folder / 'serve.log'}"))
+    print(escape_controls(f"{url}, pid {service.pid}, log {log}"))
     return 0
 
 
-def _launch_daemon(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], Daemon]:
-    """Start the process, and write its pid file at once."""
-    command = [sys.executable, "-P", "-m", "pellucid", "serve", *arguments]
+def _launch_daemon(log: Path, url: str, arguments: Sequence[str]) -> Daemon:
     instance = secrets.token_hex(8)
-    with (folder / "serve.log").open("a") as log:
+    with log.open("a") as file:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-m", "pellucid", "serve", *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=file,
+            stderr=file,
             start_new_session=True,
             env=os.environ | {INSTANCE_VARIABLE: instance},
         )
-    service = Daemon(process.pid, psutil.Process(process.pid).create_time(), url, instance, list(arguments))
-    # Readable by its owner alone: a token may be among the arguments.
-    write_file_atomically(folder / "serve.pid", json.dumps(asdict(service)) + "\n", 0o600)
-    return process, service
+    return Daemon(process.pid, psutil.Process(process.pid).create_time(), url, instance, list(arguments))
 
 
-def wait_for_answer(process: subprocess.Popen[bytes], service: Daemon, log: Path) -> None:
+def _wait_for_answer(service: Daemon, log: Path) -> None:
     """Wait until the service answers. Raises UserError if it ends, or does not answer in time."""
     deadline = time.monotonic() + 10 * STOP_TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
+    while not service.is_answering():
+        if not service.is_alive():
             [last_line] = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
             raise UserError(f"the service ended at once: {last_line} (more in {log})")
-        if service.is_answering():
-            return
+        if time.monotonic() > deadline:
+            raise UserError(f"the service did not answer within {10 * STOP_TIMEOUT_SECONDS:.0f} seconds: see {log}")
         time.sleep(0.2)
-    raise UserError(f"the service did not answer within {10 * STOP_TIMEOUT_SECONDS:.0f} seconds: see {log}")
-
-
-def _terminate_process(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_SECONDS)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def stop_daemon(folder: Path) -> int:
@@ -164,14 +149,7 @@ def stop_daemon(folder: Path) -> int:
     if running is None:
         print("nothing runs")
         return 0
-    with suppress(ProcessLookupError):
-        os.kill(running.pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
-    while running.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if running.is_alive():
-        with suppress(ProcessLookupError):
-            os.kill(running.pid, signal.SIGKILL)
+    running.end()
     (folder / "serve.pid").unlink(missing_ok=True)
     print(f"stopped pid {running.pid}")
     return 0

@@ -27,7 +27,7 @@ from pellucid.models.decode import RunningBatch
 from pellucid.models.sampling import NO_TRUNCATION, Truncation, find_top_tokens, sample_tokens
 from pellucid.policy import tool_calls
 from pellucid.policy.text import REPLACEMENT
-from pellucid.rollout.groups import UniformStream
+from pellucid.rollout.groups import generate_uniforms
 from pellucid.rollout.scheduler import RowState, Scheduler
 from pellucid.serve.middleware import LOOPBACK_HOSTS, RequestError
 from pellucid.serve.schemas import SamplingParams
@@ -66,7 +66,7 @@ class ThroughputMeter:
 
 
 class ServingEngine:
-    """Decodes the requests that threads `submit`. Chunks of text are sent through `GenerationRequest.notify`.
+    """Decodes the requests that threads `submit`, and sends chunks of text through `GenerationRequest.notify`.
 
     Call `run` in the thread that loaded the model: OpenMP has a pool of workers for each thread that computes, and with
     two pools on two cores a token takes twice as long.
@@ -101,7 +101,7 @@ class ServingEngine:
         if request.n > self.max_rows:
             raise RequestError(400, f"n = {request.n} must be at most {self.max_rows}")
         with self.queue_changed:
-            self._drop_cancelled()
+            self.waiting = [each for each in self.waiting if not each.cancelled]
             if self.closed:
                 raise _make_ending_error()
             if len(self.waiting) >= self.max_waiting:
@@ -154,9 +154,6 @@ class ServingEngine:
             self.queue_changed.wait_for(lambda: self.closed or self.running.requests or self.waiting)
             return not self.closed
 
-    def _drop_cancelled(self) -> None:
-        self.waiting = [request for request in self.waiting if not request.cancelled]
-
     def _get_active_requests(self) -> set[GenerationRequest]:
         """Return the requests that are being decoded."""
         return {row.request for row in self.running.requests}
@@ -166,28 +163,29 @@ class ServingEngine:
         while joining := self._take_admissible():
             for request in joining:
                 seeds = [(request.seed * 1_000_003 + i) % 2**63 for i in range(request.n)]
-                rows = [GenerationRow(request, i, UniformStream(seed)) for i, seed in enumerate(seeds)]
+                rows = [GenerationRow(request, i, generate_uniforms(seed)) for i, seed in enumerate(seeds)]
                 self.scheduler.add_request(list(request.prompt_ids), rows)
             self.scheduler.admit()
 
     def _take_admissible(self) -> list[GenerationRequest]:
         """Take from the queue its first requests, as many as fit into one prefill and into the free slots."""
         with self.queue_changed:
-            self._drop_cancelled()
+            self.waiting = [request for request in self.waiting if not request.cancelled]
             active = [len(request.prompt_ids) for request in self._get_active_requests()]
             count = 0
-            for request in self.waiting:
-                joining = self.waiting[: count + 1]
-                lengths = [len(each.prompt_ids) for each in joining]
-                if (
-                    (count and _count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES)
-                    or ((active or count) and _count_padded_tokens(active + lengths) > MAX_CACHED_PROMPT_TOKENS)
-                    or sum(each.n for each in joining) > self.running.count_free_slots()
-                ):
-                    break
+            while count < len(self.waiting) and self._is_admissible(active, self.waiting[: count + 1]):
                 count += 1
             joining, self.waiting = self.waiting[:count], self.waiting[count:]
             return joining
+
+    def _is_admissible(self, active: list[int], joining: Sequence[GenerationRequest]) -> bool:
+        """Return whether requests fit beside prompts of these lengths. One that is alone always does."""
+        lengths = [len(request.prompt_ids) for request in joining]
+        if len(lengths) > 1 and _count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES:
+            return False
+        if len(active + lengths) > 1 and _count_padded_tokens(active + lengths) > MAX_CACHED_PROMPT_TOKENS:
+            return False
+        return sum(request.n for request in joining) <= self.running.count_free_slots()
 
     def _sample_tokens(self, rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor) -> _Sampled:
         """Sample a token for each row; adjacent rows with the same settings are sampled together."""
@@ -305,8 +303,6 @@ incomplete is sent as it is."""
 
 
 class SampledToken(NamedTuple):
-    """A sampled token."""
-
     token_id: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
@@ -360,7 +356,6 @@ class CompletionChunk(NamedTuple):
     row_index: int
     """The index of the row in its request, from 0."""
     text: str
-    """The text of the chunk."""
     tokens: tuple[SampledToken, ...]
     finish_reason: str = ""
     """`stop` or `length` in the last chunk of a row."""
@@ -398,14 +393,13 @@ class GenerationRequest:
 class GenerationRow:
     request: GenerationRequest
     index: int
-    uniforms: UniformStream
+    uniforms: Iterator[float]
     token_ids: list[int] = field(default_factory=list)
     undecoded_tokens: list[SampledToken] = field(default_factory=list)
     """Tokens that are not text yet."""
     unsent_spans: list[_TokenSpan] = field(default_factory=list)
     """Spans whose text is not fully sent yet."""
     sent_characters: int = 0
-    """The number of characters that were sent."""
     unsent_text: str = ""
     """Decoded text that is not sent yet, since a stop string may begin in it."""
     decoded_range: tuple[int, int] = (0, 0)
@@ -469,7 +463,8 @@ class GenerationRow:
 
 
 _MAX_INLINE_CHARACTERS = 10_000
-"""Prompts of up to so many characters are tokenized at once, within milliseconds; longer ones in a thread."""
+"""Prompts of up to so many characters are tokenized at once, within milliseconds; longer ones in a thread. Each message
+counts 100 more."""
 
 
 @dataclass(frozen=True)
@@ -477,7 +472,6 @@ class ServedModel:
     """A served model and the limits of its service."""
 
     name: str
-    """The name by which clients call the model."""
     policy: Any
     engine: ServingEngine
     task: Task | None = None
@@ -615,8 +609,6 @@ async def start_generation(
         RequestError: the context is too short, the prompt cannot be encoded, or the queue is full.
     """
     deadline = asyncio.get_running_loop().time() + served.timeout
-    if sampling.n > served.engine.max_rows:
-        raise RequestError(400, f"n = {sampling.n} must be at most {served.engine.max_rows}")
     async with enforce_deadline(served, deadline):
         prompt_ids = await _encode_prompt(served, prompt)
     room = served.policy.context_length - len(prompt_ids)
@@ -643,7 +635,7 @@ async def _tokenize_prompt(served: ServedModel, prompt: Prompt) -> tuple[int, ..
     """Return the token ids of a prompt. A megabyte takes a second, so that long texts are tokenized in a thread."""
     texts = [prompt.text] if isinstance(prompt.text, str) else [str(part) for part in (*prompt.text, *prompt.tools)]
     try:
-        if sum(map(len, texts)) + _MAX_INLINE_CHARACTERS // 100 * len(texts) <= _MAX_INLINE_CHARACTERS:
+        if sum(100 + len(text) for text in texts) <= _MAX_INLINE_CHARACTERS:
             return served.policy.encode(prompt)
         return await asyncio.get_running_loop().run_in_executor(served.tokenizer_pool, served.policy.encode, prompt)
     except (UserError, TemplateError, TypeError) as error:
@@ -685,9 +677,6 @@ class ChoiceFormatter:
         # As in vLLM, the prompt is in the response of a chat, and in each choice of a text completion.
         body = {"message": body} if self.is_chat else body | self.build_head()
         return self.assemble_choice(index, body, reason, answer.tokens)
-
-    def build_opening_chunk(self, index: int) -> dict[str, Any]:
-        return self.assemble_choice(index, {"delta": {"role": "assistant", "content": ""}}, "", ())
 
     def build_chunk(self, chunk: CompletionChunk) -> dict[str, Any]:
         """Return a chunk of a choice."""

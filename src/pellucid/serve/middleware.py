@@ -151,14 +151,7 @@ class RequestLimitsMiddleware:
     """
 
     def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, send_seconds: float) -> None:
-        """Set the limits.
-
-        Args:
-            app: The application.
-            body_bytes: The largest body.
-            body_seconds: Seconds to receive a body.
-            send_seconds: Seconds for a client to receive a piece of the answer.
-        """
+        """Limit bodies, the seconds to receive one, and those in which a client receives a piece of the answer."""
         self.app, self.body_bytes, self.body_seconds = app, body_bytes, body_seconds
         self.send_seconds, self.request_count = send_seconds, 0
 
@@ -257,13 +250,15 @@ async def _answer_error(_: Request, error: Exception) -> Response:
             answer = RequestError(400, format_validation_errors(error.errors()))
         case HTTPException():
             answer = RequestError(error.status_code, error.detail)
+        case UserError():
+            answer = RequestError(422, str(error))
         case _:
             answer = RequestError(500, f"{type(error).__name__}: {error}", "internal_error")
     return make_error_response(answer)
 
 
 ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = dict.fromkeys(
-    (RequestError, RequestValidationError, HTTPException, Exception), _answer_error
+    (RequestError, RequestValidationError, HTTPException, UserError, Exception), _answer_error
 )
 """Handlers with which an application answers every error in OpenAI's form."""
 
@@ -274,10 +269,7 @@ def format_validation_errors(errors: Iterable[Any]) -> str:
 
 
 def _format_validation_error(error: Mapping[str, Any]) -> str:
-    """Return a validation error as one line.
-
-    Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"
-    """
+    """Return for example "messages.0.role: Input should be 'system', 'user' or 'assistant'"."""
     field = ".".join(str(part) for part in error["loc"] if part not in ("body", *PROMPT_KINDS))
     if error["type"] == "extra_forbidden":
         neutral = " or ".join(map(json.dumps, NEUTRAL_VALUES.get(str(error["loc"][-1]), ())))
@@ -292,9 +284,6 @@ def _format_validation_error(error: Mapping[str, Any]) -> str:
 
 
 _SHUTDOWN_GRACE_SECONDS = 10.0
-"""Seconds that requests have to end after the service was told to stop."""
-_HEADER_TIMEOUT_SECONDS = 10.0
-"""Seconds that a client has to send headers, from its connection or from the last answer."""
 
 
 def _is_waiting_for_client(connection: Any) -> bool:
@@ -309,7 +298,7 @@ def _is_waiting_for_client(connection: Any) -> bool:
 
 def make_server(
     app: ASGIApp,
-    header_timeout: float = _HEADER_TIMEOUT_SECONDS,
+    header_timeout: float = 10.0,
     grace: float = _SHUTDOWN_GRACE_SECONDS,
     keep_alive: int = 5,
     is_waiting: Callable[[Any], bool] = _is_waiting_for_client,
@@ -318,10 +307,10 @@ def make_server(
 
     Args:
         app: The application.
-        header_timeout: Seconds that a client has to send headers.
+        header_timeout: Seconds after which a connection is closed that waits for its client.
         grace: Seconds that requests have to end. Uvicorn cancels what remains 2 seconds later.
         keep_alive: Seconds that a connection may be silent after an answer.
-        is_waiting: Returns whether a connection waits for its client, and is closed after `header_timeout`.
+        is_waiting: Returns whether a connection waits for its client.
     """
     settings = uvicorn.Config(
         app,
@@ -352,10 +341,7 @@ def make_server(
 def make_stop_handler(
     server: uvicorn.Server, close: Callable[[], None], grace: float = _SHUTDOWN_GRACE_SECONDS
 ) -> Callable[[int, Any], None]:
-    """Return a signal handler that stops accepting connections, and calls `close` after `grace` seconds.
-
-    Current requests have that time to end.
-    """
+    """Return a signal handler that accepts no more connections, and calls `close` after `grace` seconds."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.handle_exit(number, frame)

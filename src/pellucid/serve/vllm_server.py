@@ -12,9 +12,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -50,7 +50,6 @@ from pellucid.serve.middleware import (
     is_loopback,
     make_access_check,
 )
-from pellucid.types import UserError
 from pellucid.utils import hardware
 
 _CLOSE_TIMEOUT_SECONDS = 10.0
@@ -110,16 +109,14 @@ class EngineHost:
         return {"model": self.model_digest, "version": self.version, "longest": longest, "block": block, "refusal": ""}
 
     def load_model(self, body: bytes) -> dict[str, Any]:
-        """Make an engine for a model, unless there is one. It has no weights yet.
-
-        Args:
-            body: A ModelDescription as JSON.
+        """Make an engine without weights for a ModelDescription, unless there is one.
 
         Returns:
             The state, with a reason as `refusal` if vLLM cannot serve the adapter by itself.
 
         Raises:
-            RequestError: The description is malformed, or vLLM does not run the model.
+            RequestError: The description is malformed.
+            UserError: vLLM does not run the model.
         """
         try:
             model = ModelDescription.model_validate_json(body)
@@ -128,20 +125,13 @@ class EngineHost:
             return {**self.describe_state(), "refusal": str(error)}
         except ValidationError as error:
             raise RequestError(422, format_validation_errors(error.errors())) from error
-        except UserError as error:
-            raise RequestError(422, str(error)) from error
 
     def receive_weights(
         self, version: str, part_index: int, part_count: int, part: bytes, base_version: str = ""
     ) -> None:
-        """Take a part of the weights of a version. With the last part, the engine loads them.
+        """Take a part of the weights of a version, in the format of safetensors. With the last, the engine loads them.
 
-        Args:
-            version: The name of the weights.
-            part_index: The index of the part.
-            part_count: The number of parts.
-            part: Tensors in the format of safetensors.
-            base_version: The version of the base weights, if these are an adapter's.
+        `base_version` is the version of the base weights, if these are an adapter's.
 
         Raises:
             RequestError: Another trainer has pushed weights in between.
@@ -156,12 +146,12 @@ class EngineHost:
             self.pending = _PendingWeights("", [])
             self.executor.submit(self._push_weights, pending).result()
 
-    def run_at_version(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
-        """Return the version of the weights, and the result of `work`. Raises RequestError for another version."""
+    def run_at_version(self, version: str, work: Callable[[], Any]) -> Any:
+        """Return the result of work with the engine. Raises RequestError if its weights have another version."""
         return self.executor.submit(self._run_at_version, version, work).result()
 
-    def sample_rows(self, version: str, rows: Sequence[SampleRequest]) -> tuple[str, Any]:
-        """Request rows, wait a moment, and return the version with all that was sampled since the last call."""
+    def sample_rows(self, version: str, rows: Sequence[SampleRequest]) -> dict[str, Any]:
+        """Request rows, wait a moment, and return all that was sampled since the last call."""
         self.run_at_version(version, lambda: self._submit_rows(rows))
         with self.rows_arrived:
             self.rows_arrived.wait_for(lambda: self.finished_rows, POLL_SECONDS)
@@ -186,7 +176,7 @@ class EngineHost:
 
     def _push_weights(self, pending: _PendingWeights) -> None:
         if pending.base_version:
-            self.check_version(pending.base_version)
+            self._check_version(pending.base_version)
         self._reset()
         weights: dict[str, Tensor] = {}
         while pending.parts:
@@ -202,11 +192,11 @@ class EngineHost:
         if self.step_future and self.step_future.done():
             self.step_future = None
 
-    def _run_at_version(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
-        self.check_version(version)
-        return self.version, self._guard_engine(work)
+    def _run_at_version(self, version: str, work: Callable[[], Any]) -> Any:
+        self._check_version(version)
+        return self._guard_engine(work)
 
-    def check_version(self, version: str) -> None:
+    def _check_version(self, version: str) -> None:
         if not version or version != self.version:
             raise RequestError(409, "these are other weights here")
 
@@ -263,23 +253,19 @@ def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASG
 
     @app.post("/read")
     def read(version: _VersionHeader, ids: Annotated[list[int], Body(embed=True)]) -> Response:
-        found_version, (logprobs, cached) = host.run_at_version(version, lambda: host.score_tokens(ids))
-        return _make_tensor_response(found_version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
+        logprobs, cached = host.run_at_version(version, lambda: host.score_tokens(ids))
+        return _make_tensor_response(version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
 
     @app.post("/columns")
     def read_columns(
         version: _VersionHeader, name: Annotated[str, Body()], at: Annotated[list[int], Body()]
     ) -> Response:
-        try:
-            found_version, columns = host.run_at_version(version, lambda: host.engine.read_columns(name, at))
-        except UserError as error:
-            raise RequestError(422, str(error)) from error
-        return _make_tensor_response(found_version, {str(i): column for i, column in enumerate(columns)})
+        columns = host.run_at_version(version, lambda: host.engine.read_columns(name, at))
+        return _make_tensor_response(version, {str(i): column for i, column in enumerate(columns)})
 
     @app.post("/step")
     def step(version: _VersionHeader, rows: Annotated[list[SampleRequest], Body()]) -> Response:
-        found_version, answers = host.sample_rows(version, rows)
-        return JSONResponse(answers, headers={VERSION_HEADER: found_version})
+        return JSONResponse(host.sample_rows(version, rows), headers={VERSION_HEADER: version})
 
     return GuardMiddleware(app, make_access_check(hosts, secret))
 
@@ -303,41 +289,38 @@ def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, dev
         UserError: vLLM is not installed.
     """
     check_vllm_installed()
-    secret, (address, port) = get_secret(), listening.getsockname()[:2]
-    with ExitStack() as running:
-        if not secret and is_loopback(address):
-            secret = running.enter_context(publish_secret(port))
-            print(
-                f"its secret is in {get_secret_path(port)}: your own runs on this machine read it there; others need it"
-                f" in {SECRET_VARIABLE}",
-                flush=True,
-            )
-        elif not secret:
-            print(
-                f"! {address}:{port} is open to everyone who can reach it: set {SECRET_VARIABLE}",
-                file=sys.stderr,
-                flush=True,
-            )
-        _serve_sampler(listening, rows, cache_gb, device, hosts, secret)
-
-
-def _serve_sampler(
-    listening: socket.socket, rows: int, cache_gb: float, device: str, hosts: Sequence[str], secret: str
-) -> None:
-    """Serve rows to clients with the secret, or to everyone if it is empty, until Ctrl-C."""
-    address, port = listening.getsockname()[:2]
     torch_device = hardware.pick_device(device)
 
     def make_engine(model: ModelDescription) -> VLLMEngine:
         policy = _WeightlessPolicy(model.config, torch_device, model.ends)
         return VLLMEngine(policy, getattr(torch, model.dtype), rows, cache_gb, model.adapter)
 
-    host = EngineHost(make_engine)
-    print(f"sampler on {make_url(address, port)}, Ctrl-C ends it", flush=True)
-    try:
-        middleware.make_server(make_sampler_app(host, (*LOOPBACK_HOSTS, *hosts), secret)).run(sockets=[listening])
-    finally:
+    address, port = listening.getsockname()[:2]
+    with _open_to_secret(address, port) as secret:
+        host = EngineHost(make_engine)
+        print(f"sampler on {make_url(address, port)}, Ctrl-C ends it", flush=True)
         try:
-            host.close()
-        except TimeoutError:
-            os._exit(1)  # Python would wait for the thread of the engine
+            middleware.make_server(make_sampler_app(host, (*LOOPBACK_HOSTS, *hosts), secret)).run(sockets=[listening])
+        finally:
+            try:
+                host.close()
+            except TimeoutError:
+                os._exit(1)  # Python would wait for the thread of the engine
+
+
+@contextmanager
+def _open_to_secret(address: str, port: int) -> Iterator[str]:
+    """Yield the secret that clients need, and print where it is; it is empty for a server that is open to everyone."""
+    if secret := get_secret():
+        yield secret
+    elif is_loopback(address):
+        with publish_secret(port) as secret:
+            where = (
+                f"its secret is in {get_secret_path(port)}: your own runs on this machine read it there; others need it"
+            )
+            print(f"{where} in {SECRET_VARIABLE}", flush=True)
+            yield secret
+    else:
+        warning = f"! {address}:{port} is open to everyone who can reach it: set {SECRET_VARIABLE}"
+        print(warning, file=sys.stderr, flush=True)
+        yield ""

@@ -9,7 +9,7 @@ from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import extract_answer, find_last_number
-from pellucid.tasks.prompts import assign_split
+from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat
 from pellucid.types import Completion, Prompt, Reward
 
 _Operator = Literal["+", "-", "*"]
@@ -18,16 +18,14 @@ Problem = tuple[int, _Operator, int]
 
 OPERATIONS = {"+": add, "-": sub, "*": mul}
 _MAX_LISTED_DIGITS = 2
-"""Up to this many digits, all problems of a split are listed (at most 24,300).
-
-With more digits, problems are drawn at random, and those of the other split are rejected.
-"""
+"""Up to this many digits, all problems of a split are listed (at most 24,300). With more, they are drawn at random, and
+those of the other split are rejected."""
 _MAX_DIGITS = 1000
 """The most digits of an operand. A product has twice as many, and answers.py reads up to 4000 characters."""
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(GeneratedTask):
     """Questions with two operands and one operator; the reward is 1 if the answer's last number is right, else 0.
 
     The splits share no pair of operands, in either order: where 3 and 4 are held out, so are 3 + 4, 4 + 3 and 3 * 4.
@@ -38,10 +36,6 @@ class Arithmetic:
 
     name: Literal["arithmetic"] = "arithmetic"
     """This task."""
-    seed: int = 0
-    """The seed by which the problems of each step are drawn."""
-    split: Split = "train"
-    """`train` or `test`."""
     digits: int = 1
     """Digits of each operand: 1 means 0 to 9, 2 means 10 to 99."""
     operators: tuple[_Operator, ...] = ("+", "*")
@@ -69,32 +63,29 @@ class Arithmetic:
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return n problems, all different as long as the split has others; then problems repeat."""
         rng = Random(f"arithmetic/{self.seed}/{self.split}/{step}")
-        problems = self._draw_problems(rng, n)
-        return [self._make_prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
+        prompts = list[Prompt]()
+        for i, (a, operator, b) in enumerate(self._draw_problems(rng, n)):
+            question = self.template.replace("{a}", str(a)).replace("{operator}", operator).replace("{b}", str(b))
+            text, answer = build_chat("", question), str(OPERATIONS[operator](a, b))
+            prompts.append(Prompt(f"{self.split}/{step}/{i}", text, answer, columns={"problem": (a, operator, b)}))
+        return prompts
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return Reward(float(find_last_number(extract_answer(completion.full_text)) == int(prompt.answer)))
-
-    def solution(self, prompt: Prompt) -> str:
-        return prompt.answer
 
     def working(self, prompt: Prompt) -> str:
         """Return the steps by which a person computes the result: tens first, then ones."""
         a, operator, b = prompt.columns["problem"]
         return write_working(a, operator, b)
 
-    def _make_prompt(self, id: str, problem: Problem) -> Prompt:
-        a, operator, b = problem
-        question = self.template.replace("{a}", str(a)).replace("{operator}", operator).replace("{b}", str(b))
-        answer = str(OPERATIONS[operator](a, b))
-        return Prompt(id, ({"role": "user", "content": question},), answer, columns={"problem": problem})
-
     def _draw_problems(self, rng: Random, n: int) -> list[Problem]:
         low, high = _compute_operand_range(self.digits)
         share = self.test_share if self.split == "test" else 1 - self.test_share
         # Drawing n distinct problems takes long if n is near the size of the split, and never ends above it.
         if self.digits <= _MAX_LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
-            return _sample_in_passes(self._list_problems(self.split), rng, n)
+            problems = self._list_problems(self.split)
+            passes = (min(len(problems), n - start) for start in range(0, n, len(problems)))
+            return [problem for size in passes for problem in rng.sample(problems, size)]
         drawn: dict[Problem, None] = {}
         while len(drawn) < n:
             a, b = rng.randint(low, high), rng.randint(low, high)
@@ -151,10 +142,3 @@ def list_problems(
     pairs = ((a, b) for a in range(low, high + 1) for b in range(low, high + 1))
     in_split = [(a, b) for a, b in pairs if assign_split(_format_pair(a, b), test_share) == split]
     return tuple((a, operator, b) for a, b in in_split for operator in operators)
-
-
-def _sample_in_passes(problems: tuple[Problem, ...], rng: Random, n: int) -> list[Problem]:
-    drawn: list[Problem] = []
-    while len(drawn) < n:
-        drawn += rng.sample(problems, min(len(problems), n - len(drawn)))
-    return drawn

@@ -8,13 +8,14 @@ from typing import Literal
 
 from pellucid.environments.spec import EnvironmentSpec
 from pellucid.rewards.answers import extract_answer, find_last_number, parse_only_number
+from pellucid.tasks.prompts import GeneratedTask
 from pellucid.types import Completion, Message, Prompt, Reward
 
 _TOOL_NAME = "multiply"
 
 
 @dataclass(frozen=True)
-class Calculator:
+class Calculator(GeneratedTask):
     """The reward is 1 for the right product; the share `credit` of it is for the right call of the tool.
 
     The answer is the last number of the last turn. Numbers with an even sum are in the train split, others in the test
@@ -25,10 +26,6 @@ class Calculator:
 
     name: Literal["calculator"] = "calculator"
     """This task."""
-    seed: int = 0
-    """The seed by which the numbers of each step are drawn."""
-    split: Literal["train", "test"] = "train"
-    """`train` or `test`."""
     digits: int = 3
     """How many digits each number has."""
     credit: float = 0.3
@@ -50,10 +47,6 @@ class Calculator:
     def environment_spec(self) -> EnvironmentSpec:
         return EnvironmentSpec(tools=(f"pellucid.tasks.calculator:{_TOOL_NAME}",))
 
-    def sample(self, step: int, n: int) -> list[Prompt]:
-        random = Random(f"calculator/{self.seed}/{self.split}/{step}")
-        return [self._make_prompt(f"{self.split}/{step}/{i}", random) for i in range(n)]
-
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade the answer and the use of the tool, which was used rightly if it returned the product."""
         answers = [message["content"] for message in completion.messages if message["role"] == "tool"]
@@ -64,18 +57,16 @@ class Calculator:
         by_tool = {"right_by_tool": float(right and called)}
         return Reward(value, {"called": float(called), "right": float(right)}, correct=right, logged=by_tool)
 
-    def _make_prompt(self, id: str, random: Random) -> Prompt:
+    def _make_prompt(self, id: str, rng: Random) -> Prompt:
         worked = [
-            message
-            for _ in range(self.examples)
-            for message in self._make_example(*self._draw_numbers(random, "train"))
+            message for _ in range(self.examples) for message in self._make_example(*self._draw_numbers(rng, "train"))
         ]
-        a, b = self._draw_numbers(random, self.split)
+        a, b = self._draw_numbers(rng, self.split)
         return Prompt(id, (*worked, self._make_question(a, b)), str(a * b))
 
-    def _draw_numbers(self, random: Random, split: str) -> tuple[int, int]:
+    def _draw_numbers(self, rng: Random, split: str) -> tuple[int, int]:
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
-        a, b = random.randint(low, high), random.randint(low, high)
+        a, b = rng.randint(low, high), rng.randint(low, high)
         if (a + b) % 2 != (split == "test"):
             b += 1 if b < high else -1
         return a, b

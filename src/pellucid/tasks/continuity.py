@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from pellucid.rewards.answers import extract_marked_answer, parse_only_number, strip_thought
 from pellucid.tasks.countdown import LinearExpression, add_linear, convert_latex, parse_linear, scale_linear
-from pellucid.tasks.prompts import assign_split, build_chat
+from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat
 from pellucid.types import Completion, Prompt, Reward
 
 _DEFAULT_SYSTEM_MESSAGE = "Solve the problem step by step, and put the final answer in \\boxed{}."
@@ -50,19 +50,11 @@ class PiecewiseProblem(NamedTuple):
         return self.k * self.left - self.m * self.left - self.q
 
     def format_question(self) -> str:
-        middle = f"{_format_factor(self.m)}x {_format_signed(self.q)}"
+        middle = f"{_omit_1(self.m)}x {_format_signed(self.q)}"
         return (
             f"Let f(x) = ax {_format_signed(self.p)} for x > {self.right}, f(x) = {middle} for {self.left} <= x <="
-            f" {self.right}, and f(x) = {_format_factor(self.k)}x - b for x < {self.left}. f is continuous everywhere."
+            f" {self.right}, and f(x) = {_omit_1(self.k)}x - b for x < {self.left}. f is continuous everywhere."
             " Find a + b."
-        )
-
-    def format_solution(self) -> str:
-        at_right, at_left = self.m * self.right + self.q, self.m * self.left + self.q
-        return (
-            f"f must agree with itself at x = {self.right} and at x = {self.left}. {self.right}a"
-            f" {_format_signed(self.p)} = {at_right}, so a = {self.a}. {at_left} = {self.k * self.left} - b, so"
-            f" b = {self.b}. \\boxed{{{self.a + self.b}}}"
         )
 
 
@@ -71,7 +63,7 @@ ORIGINAL_PROBLEM = PiecewiseProblem(right=2, left=-2, p=3, m=1, q=-5, k=2)
 
 
 @dataclass(frozen=True)
-class Continuity:
+class Continuity(GeneratedTask):
     """Find a + b such that a function of three pieces is continuous; the reward is the sum of the weights earned.
 
     Grading `parsed` reads statements as equations, in LaTeX and Markdown too: 2a + 6 = 0 is the same as 2a + 3 = -3,
@@ -86,10 +78,6 @@ class Continuity:
 
     name: Literal["continuity"] = "continuity"
     """This task."""
-    seed: int = 0
-    """The seed by which the problems of each step are drawn."""
-    split: Literal["train", "test"] = "train"
-    """`train` or `test`."""
     problems: Literal["one", "family"] = "one"
     """one: always the same problem, in both splits, to see whether training has any effect. family: many problems."""
     grading: Literal["parsed", "literal"] = "parsed"
@@ -109,7 +97,15 @@ class Continuity:
         rng = Random(f"continuity/{self.seed}/{self.split}/{step}")
         family = list_problems(self.split, self.test_share) if self.problems == "family" else (ORIGINAL_PROBLEM,)
         chosen = rng.sample(family, n) if n <= len(family) else rng.choices(family, k=n)
-        return [self._make_prompt(f"{self.split}/{step}/{i}", pieces) for i, pieces in enumerate(chosen)]
+        return [
+            Prompt(
+                f"{self.split}/{step}/{i}",
+                build_chat(self.system, pieces.format_question()),
+                str(pieces.a + pieces.b),
+                {"pieces": pieces._asdict()},
+            )
+            for i, pieces in enumerate(chosen)
+        ]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         found = parts = grade_parts(completion.full_text, PiecewiseProblem(**prompt.columns["pieces"]))
@@ -118,13 +114,6 @@ class Continuity:
             parts, weights = _grade_literal_parts(completion.text[:_MAX_SEARCHED_CHARS]), _LITERAL_WEIGHTS
         value = round(sum(weights[name] * part for name, part in parts.items()), 10)
         return Reward(min(1.0, value), parts, correct=bool(found["sum"]), weights=weights)
-
-    def solution(self, prompt: Prompt) -> str:
-        return PiecewiseProblem(**prompt.columns["pieces"]).format_solution()
-
-    def _make_prompt(self, id: str, pieces: PiecewiseProblem) -> Prompt:
-        text = build_chat(self.system, pieces.format_question())
-        return Prompt(id, text, str(pieces.a + pieces.b), {"pieces": pieces._asdict()})
 
 
 @cache
@@ -150,30 +139,32 @@ def grade_parts(text: str, pieces: PiecewiseProblem) -> dict[str, float]:
     normalized = [_normalize_equation(left, right) for left, right in equations]
     answer = strip_thought(text)
     answer_equations = equations if answer == text else extract_equations(answer[:_MAX_SEARCHED_CHARS])
-    a, b = pieces.a, pieces.b
 
-    def states(unknown: str, value: int) -> float:
-        return float(LinearExpression(Fraction(-value), {unknown: Fraction(1)}) in normalized)
+    def states(unknown: str, value: int) -> bool:
+        return LinearExpression(Fraction(-value), {unknown: Fraction(1)}) in normalized
 
-    return {
-        "points": states("x", pieces.right) * states("x", pieces.left),
-        "right equation": states("a", a),
-        "a": float(_find_solution(equations, "a") == a),
-        "left equation": states("b", b),
-        "b": float(_find_solution(equations, "b") == b),
-        "sum": float(extract_final_answer(text, answer_equations) == a + b),
+    parts = {
+        "points": states("x", pieces.right) and states("x", pieces.left),
+        "right equation": states("a", pieces.a),
+        "a": _find_solution(equations, "a") == pieces.a,
+        "left equation": states("b", pieces.b),
+        "b": _find_solution(equations, "b") == pieces.b,
+        "sum": extract_final_answer(text, answer_equations) == pieces.a + pieces.b,
     }
+    return {name: float(value) for name, value in parts.items()}
 
 
 def extract_equations(text: str) -> list[tuple[LinearExpression, LinearExpression]]:
     """Return both sides of every equation in a text, in order: "2a + 3 = 2 - 5 = -3" holds two equations."""
     equations = []
     for span in _iter_expression_spans(text):
-        first, *sides = span.split("=")
-        if sides:
-            # Emphasis and brackets at the outer ends belong to the text around the equation.
-            first, last = first.lstrip(" \t*)"), sides[-1].rstrip(" \t*(")
-            sides = [_remove_outer_bracket(first, "(", ""), *sides[:-1], _remove_outer_bracket(last, "", ")")]
+        # Emphasis and brackets at the outer ends belong to the text around the equation.
+        sides = span.lstrip(" \t*)").rstrip(" \t*(").split("=")
+        if len(sides) > 1:
+            if sides[0].count("(") != sides[0].count(")"):
+                sides[0] = sides[0].removeprefix("(")
+            if sides[-1].count("(") != sides[-1].count(")"):
+                sides[-1] = sides[-1].removesuffix(")")
             equations += pairwise([parse_linear(side, "abx") for side in sides])
     return [(left, right) for left, right in equations if left is not None and right is not None]
 
@@ -188,13 +179,6 @@ def _iter_expression_spans(text: str) -> Iterator[str]:
             start = piece.start()
         end = piece.end()
     yield text[start:end]
-
-
-def _remove_outer_bracket(side: str, opened: str, closed: str) -> str:
-    """Remove from a side with unbalanced brackets the bracket that belongs to the whole equation."""
-    if side.count("(") == side.count(")"):
-        return side
-    return side.removeprefix(opened) if opened else side.removesuffix(closed)
 
 
 def _normalize_equation(left: LinearExpression, right: LinearExpression) -> LinearExpression | None:
@@ -242,7 +226,7 @@ def _grade_literal_parts(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in parts.items()}
 
 
-def _format_factor(n: int) -> str:
+def _omit_1(n: int) -> str:
     return "" if n == 1 else str(n)
 
 

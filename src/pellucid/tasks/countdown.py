@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -13,14 +12,14 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from pellucid.rewards.answers import ASCII_FORMS, extract_marked_answer, strip_thought
-from pellucid.tasks.prompts import assign_split
+from pellucid.tasks.prompts import GeneratedTask, assign_split
 from pellucid.types import Completion, Prompt, Reward
 
 MAX_TRIES = 10_000
 
 
 @dataclass(frozen=True)
-class Countdown:
+class Countdown(GeneratedTask):
     """The reward is 1 for an expression that has the target's exact value and uses every number exactly once.
 
     The expression is read from a final `<answer>` tag or the last `\\boxed{}`, otherwise from the last line, in LaTeX
@@ -34,10 +33,6 @@ class Countdown:
 
     name: Literal["countdown"] = "countdown"
     """This task."""
-    seed: int = 0
-    """The seed by which the problems of each step are drawn."""
-    split: Literal["train", "test"] = "train"
-    """`train` or `test`."""
     numbers: int = 3
     """How many numbers there are, from 2 to 6."""
     largest: int = 20
@@ -64,10 +59,6 @@ class Countdown:
         if not all(field in self.template for field in ("{numbers}", "{target}")):
             raise ValueError(f'template = "{self.template}" must contain {{numbers}} and {{target}}')
 
-    def sample(self, step: int, n: int) -> list[Prompt]:
-        rng = Random(f"countdown/{self.seed}/{self.split}/{step}")
-        return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
-
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         expression = extract_expression(completion.full_text)
         value = parse_linear(expression)
@@ -77,9 +68,6 @@ class Countdown:
         right = uses_numbers and value is not None and value.constant == int(prompt.answer)
         parts = {"right": float(right), "numbers": float(uses_numbers)}
         return Reward(1.0 if right else self.format_reward * uses_numbers, parts, correct=right)
-
-    def solution(self, prompt: Prompt) -> str:
-        return prompt.columns["solution"]
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(MAX_TRIES):
@@ -125,8 +113,8 @@ def _strip_emphasis(written: str) -> str:
     return bare[marks : len(bare) - marks] if marks and bare.endswith(bare[:marks][::-1]) else bare
 
 
-# Expressions: a model's arithmetic is parsed with Python's parser and computed exactly. Only + - * / and brackets are
-# allowed.
+# ---------------------------------------------------------------- expressions
+# A model's arithmetic is parsed with Python's parser and computed exactly. Only + - * / and brackets are allowed.
 
 
 MAX_EXPRESSION_CHARS = 200
@@ -157,13 +145,6 @@ class LinearExpression(NamedTuple):
     """The coefficients of the unknowns that are not 0."""
 
 
-class _ParsedExpression(NamedTuple):
-    """The syntax tree of an expression, and its text."""
-
-    root: ast.expr
-    text: str
-
-
 def convert_latex(text: str) -> str:
     """Return the same arithmetic without LaTeX: \\times becomes *, braces become brackets, arrows begin a new line.
 
@@ -185,59 +166,26 @@ def parse_linear(text: str, unknowns: str = "") -> LinearExpression | None:
 
     Example: parse_linear("(3 - 1) / 4") == LinearExpression(Fraction(1, 2), {})
     """
-    tree = _parse_expression(text)
+    written, tree = _parse_expression(text)
+
+    def evaluate(node: ast.AST | None) -> LinearExpression:
+        match node:
+            case ast.Constant():
+                return LinearExpression(Fraction(_get_source(written, node)), {})
+            case ast.Name(id=name) if name in unknowns and len(name) == 1:
+                return LinearExpression(Fraction(0), {name: Fraction(1)})
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return scale_linear(evaluate(operand), Fraction(-1))
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return evaluate(operand)
+            case ast.BinOp(op=operator):
+                return _apply_operator(evaluate(node.left), operator, evaluate(node.right))
+        raise ValueError("no linear arithmetic")
+
     try:
-        return None if tree is None else _evaluate_linear(tree, tree.root, unknowns)
+        return evaluate(tree)
     except (ArithmeticError, ValueError):
         return None
-
-
-def extract_numbers(text: str) -> list[int] | None:
-    """Return the numbers in an expression, repeats included; None if one is written with more than digits.
-
-    Example: extract_numbers("3 * (3 + 10)") == [3, 3, 10]; extract_numbers("3 * 0.0 + 10") is None
-    """
-    tree = _parse_expression(text)
-    written = [] if tree is None else list(_iter_constants(tree))
-    return [int(number) for number in written] if all(map(str.isdigit, written)) else None
-
-
-def _iter_constants(tree: _ParsedExpression) -> Iterator[str]:
-    """Return every constant as it is written, since Python's value of 1_0 or 0x10 is not what the text shows."""
-    nodes = (node for node in ast.walk(tree.root) if isinstance(node, ast.Constant))
-    return (tree.text[node.col_offset : node.end_col_offset] for node in nodes)
-
-
-@lru_cache(maxsize=4096)
-def _parse_expression(text: str) -> _ParsedExpression | None:
-    if len(text) > MAX_EXPRESSION_CHARS:
-        return None
-    written = _IMPLICIT_PRODUCT.sub("*", " ".join(text.translate(_ASCII_TABLE).split()))
-    if not _ALLOWED_CHARS.fullmatch(written):
-        return None
-    try:
-        return _ParsedExpression(ast.parse(written, mode="eval").body, written)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def _evaluate_linear(tree: _ParsedExpression, node: ast.expr, unknowns: str) -> LinearExpression:
-    """Evaluate a parsed expression. ValueError if it is not linear, ZeroDivisionError for a division by 0."""
-    match node:
-        case ast.Constant():
-            # Read from the text, since Python rounds decimals.
-            return LinearExpression(Fraction(tree.text[node.col_offset : node.end_col_offset]), {})
-        case ast.Name(id=name) if name in unknowns and len(name) == 1:
-            return LinearExpression(Fraction(0), {name: Fraction(1)})
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return scale_linear(_evaluate_linear(tree, operand, unknowns), Fraction(-1))
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _evaluate_linear(tree, operand, unknowns)
-        case ast.BinOp(left=left, op=operator, right=right):
-            return _apply_operator(
-                _evaluate_linear(tree, left, unknowns), operator, _evaluate_linear(tree, right, unknowns)
-            )
-    raise ValueError(f"no linear arithmetic: {ast.dump(node)}")
 
 
 def _apply_operator(left: LinearExpression, operator: ast.operator, right: LinearExpression) -> LinearExpression:
@@ -253,6 +201,34 @@ def _apply_operator(left: LinearExpression, operator: ast.operator, right: Linea
         case ast.Div() if not right.coefficients:
             return scale_linear(left, 1 / right.constant)
     raise ValueError("not linear")
+
+
+def extract_numbers(text: str) -> list[int] | None:
+    """Return the numbers in an expression, repeats included; None if one is written with more than digits.
+
+    Example: extract_numbers("3 * (3 + 10)") == [3, 3, 10]; extract_numbers("3 * 0.0 + 10") is None
+    """
+    written, tree = _parse_expression(text)
+    nodes = ast.walk(tree) if tree else ()
+    numbers = [_get_source(written, node) for node in nodes if isinstance(node, ast.Constant)]
+    return [int(number) for number in numbers] if all(map(str.isdigit, numbers)) else None
+
+
+def _get_source(written: str, node: ast.Constant) -> str:
+    """Return a number as it is written, since Python rounds decimals, and reads 1_0 and 0x10 otherwise than people."""
+    return written[node.col_offset : node.end_col_offset]
+
+
+@lru_cache(maxsize=4096)
+def _parse_expression(text: str) -> tuple[str, ast.expr | None]:
+    """Return the text as Python writes it, and its syntax tree; None if it is no expression."""
+    written = _IMPLICIT_PRODUCT.sub("*", " ".join(text.translate(_ASCII_TABLE).split()))
+    if len(text) > MAX_EXPRESSION_CHARS or not _ALLOWED_CHARS.fullmatch(written):
+        return written, None
+    try:
+        return written, ast.parse(written, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return written, None
 
 
 def scale_linear(x: LinearExpression, factor: Fraction) -> LinearExpression:

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.wrappers import list_task_layers
-from pellucid.types import Completion, Group, Prompt, Reward, UserError, get_equal_rewards, with_split
+from pellucid.tasks.wrappers import TaskWrapper, list_task_layers
+from pellucid.types import Group, Prompt, UserError, get_equal_rewards, with_split
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _CurriculumState:
 
 
 @dataclass(frozen=True)
-class Curriculum:
+class Curriculum(TaskWrapper):
     """A pool of another task's questions. The first epoch measures how often each is answered rightly, and later epochs
     go from easy to hard.
 
@@ -43,8 +43,6 @@ class Curriculum:
     Example: Curriculum(Arithmetic(digits=2), pool=480)
     """
 
-    task: Any = None
-    """The task that the questions are from."""
     name: Literal["curriculum"] = "curriculum"
     """This task."""
     pool: int = 480
@@ -83,14 +81,6 @@ class Curriculum:
         """The questions that were sampled since the last `observe`, by the arguments (step, n) of `sample`."""
         return {}
 
-    @property
-    def seed(self) -> int:
-        return self.task.seed
-
-    @property
-    def split(self) -> str:
-        return self.task.split
-
     def with_split(self, split: str) -> Any:
         """Return the curriculum on another split; for `test` the task inside, since those questions need no order."""
         inside = with_split(self.task, split)
@@ -100,9 +90,6 @@ class Curriculum:
         """Return the next n questions of the order. The same arguments give the same questions until `observe`.
 
         Another round of a step, which has another step number, gets other questions as far as there are any.
-
-        Raises:
-            UserError: The pool is smaller than n.
         """
         if n > len(self.questions):
             raise UserError(
@@ -112,19 +99,6 @@ class Curriculum:
         if (step, n) not in self.sampled_indices:
             self.sampled_indices[step, n] = self._choose_questions(step, n)
         return [self.questions[q] for q in self.sampled_indices[step, n]]
-
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return self.task.reward(prompt, completion)
-
-    def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
-        """Return the completion that the task inside grades, which is the same one."""
-        return completion
-
-    def solution(self, prompt: Prompt) -> str:
-        return self.task.solution(prompt)
-
-    def working(self, prompt: Prompt) -> str:
-        return self.task.working(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Update the estimates and return metrics. A group with a prefix counts as asked, but is not measured."""

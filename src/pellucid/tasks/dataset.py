@@ -17,7 +17,7 @@ from pellucid.rewards.answers import extract_gold_answer
 from pellucid.rewards.functions import build_trainer_state
 from pellucid.rewards.parts import RewardPart
 from pellucid.rewards.terms import (
-    GOLD_TERMS,
+    GOLD_GRADERS,
     RewardTerm,
     compile_pattern,
     compute_term_parts,
@@ -135,7 +135,7 @@ class Dataset(DataSettings):
     @property
     def needs_gold(self) -> bool:
         """Whether any reward term needs a gold answer."""
-        return any(term.name in GOLD_TERMS for term in self.rewards)
+        return any(term.name in GOLD_GRADERS for term in self.rewards)
 
     @property
     def question_count(self) -> int:
@@ -204,16 +204,6 @@ class Dataset(DataSettings):
             extra={column: value for part in parts for column, value in part.extra.items()},
             logged=_average_by_name([part.logged for part in parts]),
         )
-
-    def solution(self, prompt: Prompt) -> str:
-        """Return a correct completion, with the worked answer if the data has one."""
-        known = has_column(prompt.columns, self.answer)
-        worked = get_column_text(prompt.columns, self.answer, prompt.id) if known else prompt.answer
-        if any(term.name == "tagged" for term in self.rewards):
-            return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
-        if self.correctness_term.name == "math" and r"\boxed" not in worked:
-            return f"{worked}\n\\boxed{{{prompt.answer}}}"
-        return prompt.answer if self.correctness_term.name == "exact" else worked
 
 
 @dataclass(frozen=True)
@@ -481,7 +471,7 @@ def _parse_gold_answer(task: Dataset, location: str, text: str) -> str:
     text = extract_gold_answer(text)
     if not text:
         raise UserError(f"{location}: the answer is empty, and a reward compares with it")
-    for name in dict.fromkeys(term.name for term in task.rewards if term.name in GOLD_TERMS):
+    for name in dict.fromkeys(term.name for term in task.rewards if term.name in GOLD_GRADERS):
         if fault := find_gold_fault(name, text):
             raise UserError(f"{location}: the answer {_shorten_to_line(text)} {fault}")
     return text

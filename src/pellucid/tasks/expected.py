@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
-from functools import lru_cache
 from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import strip_thought
-from pellucid.tasks.prompts import build_chat
+from pellucid.tasks.prompts import GeneratedTask, build_chat
 from pellucid.types import Completion, Prompt, Reward
 
 QUESTIONS = {
@@ -34,13 +33,11 @@ QUESTIONS = {
 }
 """For each language and answer, the question of the train split, and the same in other words for the test split. The
 Chinese questions are from the task's description; the English ones are for models that know no Chinese."""
-_MAX_COMBINING_MARKS = 30
-"""The most combining marks on a letter, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
 _LITERAL_IGNORED_CHARS = " \n\t。，,.!?：:\"'"
 
 
 @dataclass(frozen=True)
-class Expected:
+class Expected(GeneratedTask):
     """The reward is hit_reward for the expected answer and miss_reward for any other, less a penalty for length.
 
     Texts must agree as a whole, but case, white space, punctuation and the difference between full-width and half-width
@@ -51,8 +48,6 @@ class Expected:
 
     name: Literal["expected"] = "expected"
     """This task."""
-    seed: int = 0
-    """The seed of the order of the questions."""
     split: Literal["train", "test"] = "train"
     """`train`, or `test`: the same four in other words."""
     language: Literal["zh", "en"] = "zh"
@@ -96,40 +91,14 @@ class Expected:
         grade = self.hit_reward if hit else self.miss_reward
         return Reward(grade - length, {"match": grade, "length": -length}, correct=hit)
 
-    def solution(self, prompt: Prompt) -> str:
-        return prompt.answer
-
 
 def normalize_text(text: str) -> str:
     """Return a text without case, white space, punctuation and full-width forms.
 
     Example: normalize_text("Ｃzq 是神！") == "czq是神"
     """
-    folded = unicodedata.normalize("NFKC", make_stream_safe(text)).casefold()
+    folded = unicodedata.normalize("NFKC", text).casefold()
     return "".join(c for c in folded if not c.isspace() and unicodedata.category(c)[0] != "P")
-
-
-def make_stream_safe(text: str) -> str:
-    """Insert a joiner after every 30 marks on one letter (Unicode's Stream-Safe Text Format).
-
-    Normalization sorts the marks of a letter in quadratic time. No language has more than a few marks on a letter.
-    """
-    if text.isascii():
-        return text
-    safe, marks = [], 0
-    for c in text:
-        marks = marks + 1 if _is_combining_mark(c) else 0
-        if marks > _MAX_COMBINING_MARKS:
-            safe.append("\u034f")
-            marks = 1
-        safe.append(c)
-    return "".join(safe)
-
-
-@lru_cache(maxsize=4096)
-def _is_combining_mark(c: str) -> bool:
-    """Whether a character is, or decomposes into, a combining mark, which normalization sorts among its neighbors."""
-    return unicodedata.combining(unicodedata.normalize("NFKD", c)[0]) > 0
 
 
 def normalize_literally(text: str) -> str:

@@ -105,10 +105,6 @@ class Gsm8k:
         value = right + self.format_reward * whole
         return Reward(value, {"answer": right, "format": whole}, bool(right), weights={"format": self.format_reward})
 
-    def solution(self, prompt: Prompt) -> str:
-        worked = str(prompt.columns.get(self.answer, prompt.answer)).partition("####")[0].strip()
-        return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
-
     def as_dataset(self) -> Dataset:
         """Return the data set that the questions are from."""
         return build_dataset(

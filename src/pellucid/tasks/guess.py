@@ -9,13 +9,14 @@ from random import Random
 from typing import Any, Literal
 
 from pellucid.environments.spec import EnvironmentSpec
+from pellucid.tasks.prompts import GeneratedTask
 from pellucid.types import Completion, Message, Prompt, Reward
 
 _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
-class Guess:
+class Guess(GeneratedTask):
     """The reward is 1 if the number was found within `guesses` turns, each of them one number and nothing else.
 
     The guess of a turn is the last number in it. The share `format_reward` of the reward is for the share of turns that
@@ -27,10 +28,6 @@ class Guess:
 
     name: Literal["guess"] = "guess"
     """This task."""
-    seed: int = 0
-    """The seed by which the numbers of each step are drawn."""
-    split: Literal["train", "test"] = "train"
-    """`train` or `test`."""
     largest: int = 20
     """The largest number that may be hidden; the smallest is 1."""
     guesses: int = 5

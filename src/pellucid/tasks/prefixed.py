@@ -13,16 +13,17 @@ from random import Random
 from typing import Any, Literal
 
 from pellucid.environments.agents import AgentSpec
-from pellucid.tasks.wrappers import get_innermost_task, list_task_layers
-from pellucid.types import ROUND_STRIDE, Completion, Group, Prompt, Reward, UserError, as_stateful_task, with_split
+from pellucid.tasks.wrappers import TaskWrapper, get_innermost_task, list_task_layers
+from pellucid.types import ROUND_STRIDE, Completion, Group, Prompt, UserError, as_stateful_task, with_split
 
 PREFIX_SOURCES = ("teacher", "student")
+_TEXT_KEYS = ("question", "answer", "source", "text")
 _UNSPACED_SCRIPTS = r"\u3040-\u30ff\u3400-\u9fff"
 _WORD = re.compile(rf"[{_UNSPACED_SCRIPTS}]|[^\s{_UNSPACED_SCRIPTS}]+")
 
 
 @dataclass(frozen=True)
-class Prefixed:
+class Prefixed(TaskWrapper):
     """Prompts of another task, most with a prefix (mathgrpo's prefix training; UFT, arXiv 2505.16984, for schedules).
 
     The prefix is part of the prompt: the policy gradient is that of the completion alone, and exact without importance
@@ -32,8 +33,6 @@ class Prefixed:
     Example: Prefixed(Gsm8k(), file="prefixes.jsonl", dropout=0.5)
     """
 
-    task: Any = None
-    """The task that the questions are from."""
     name: Literal["prefixed"] = "prefixed"
     """This task."""
     file: str = ""
@@ -67,14 +66,6 @@ class Prefixed:
                 " of the rows; leave prefixed out"
             )
 
-    @property
-    def seed(self) -> int:
-        return self.task.seed
-
-    @property
-    def split(self) -> str:
-        return self.task.split
-
     def with_split(self, split: str) -> Any:
         """Return the task on another split; for `test` the task inside, without prefixes.
 
@@ -96,9 +87,6 @@ class Prefixed:
     def sample(self, step: int, n: int) -> list[Prompt]:
         return [self._add_prefix(step, prompt) for prompt in self.task.sample(step, n)]
 
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return self.task.reward(prompt, self.transform_completion(prompt, completion))
-
     def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:
         """Return the completion that the task inside grades, in which the prefix is part of the answer.
 
@@ -107,9 +95,6 @@ class Prefixed:
         if sum(message["role"] == "assistant" for message in completion.messages) > 1:
             return completion
         return replace(completion, text=prompt.prefix + completion.text)
-
-    def solution(self, prompt: Prompt) -> str:
-        return self.task.solution(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
         stateful_task = as_stateful_task(self.task)
@@ -191,9 +176,8 @@ def read_prefix_file(path: Path) -> tuple[Mapping[str, Any], list[dict[str, Any]
     if not isinstance(header["settings"], dict):
         raise TypeError("the first line must hold settings")
     for entry in entries:
-        texts = [entry[name] for name in ("question", "answer", "source", "text")]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(entry["index"], int):
-            raise TypeError("a prefix must have texts and an index")
         if entry["source"] not in PREFIX_SOURCES:
             raise KeyError(entry["source"])
+        if not isinstance(entry["index"], int) or not all(isinstance(entry[name], str) for name in _TEXT_KEYS):
+            raise TypeError("a prefix must have texts and an index")
     return header, entries

@@ -1,11 +1,32 @@
-"""Helpers with which several tasks make prompts: the split of a problem, and the messages of a question."""
+"""What several tasks share that make up their questions."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
-from pellucid.types import Message
+from pellucid.types import Message, Prompt
+
+
+@dataclass(frozen=True)
+class GeneratedTask:
+    """A task that makes up its questions from random numbers."""
+
+    name: str = ""
+    """This task."""
+    seed: int = 0
+    """The seed by which the questions of each step are drawn."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        rng = Random(f"{self.name}/{self.seed}/{self.split}/{step}")
+        return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
+
+    def _make_prompt(self, id: str, rng: Random) -> Prompt:
+        raise NotImplementedError
 
 
 def assign_split(key: str, test_share: float) -> Literal["train", "test"]:

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Literal
 
 from pellucid.rewards.answers import extract_answer
-from pellucid.tasks.prompts import assign_split, build_chat
+from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat
 from pellucid.types import Completion, Prompt, Reward, UserError
 from pellucid.utils.plugins import did_you_mean, import_extra
 
@@ -28,7 +28,7 @@ _GRADER_ERRORS = (ArithmeticError, AttributeError, LookupError, SyntaxError, Typ
 
 
 @dataclass(frozen=True)
-class ReasoningGym:
+class ReasoningGym(GeneratedTask):
     """The reward is the score of the family's own grader, from 0 to 1; an answer is right at 1.
 
     What the grader cannot read earns 0. The splits share no question: a quarter of them, by a hash, are held out.
@@ -38,10 +38,6 @@ class ReasoningGym:
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
     """This task."""
-    seed: int = 0
-    """The seed by which the questions of each step are drawn."""
-    split: Literal["train", "test"] = "train"
-    """`train` or `test`."""
     family: str = "chain_sum"
     """A data set of the package, such as mini_sudoku; composite mixes those in options.datasets."""
     options: _FamilyOptions = field(default_factory=dict)
@@ -69,10 +65,6 @@ class ReasoningGym:
         """Construct the task in the other process, so that the package is loaded there before a reward is timed."""
         return partial(type(self), **{each.name: getattr(self, each.name) for each in fields(self)}), ()
 
-    def sample(self, step: int, n: int) -> list[Prompt]:
-        rng = Random(f"reasoning_gym/{self.seed}/{self.split}/{step}")
-        return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
-
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         grader = _load_grader(self.family, json.dumps(self.options))
         try:
@@ -80,10 +72,6 @@ class ReasoningGym:
         except _GRADER_ERRORS:
             score = 0.0
         return Reward(score, correct=score >= 1)
-
-    def solution(self, prompt: Prompt) -> str:
-        """Return the family's own answer in its tag. The tag is empty if the family has none, such as rush_hour."""
-        return f"<answer>{prompt.answer}</answer>"
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(MAX_TRIES):

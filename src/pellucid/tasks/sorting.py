@@ -11,7 +11,7 @@ from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import extract_answer
-from pellucid.tasks.prompts import assign_split
+from pellucid.tasks.prompts import GeneratedTask, assign_split
 from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
@@ -21,7 +21,7 @@ Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
 
 
 @dataclass(frozen=True)
-class Sorting:
+class Sorting(GeneratedTask):
     """Numbers in random order, to be sorted; the reward is from 0 to 1, and 1 only for exactly the sorted list.
 
     The splits share no set of numbers.
@@ -31,10 +31,6 @@ class Sorting:
 
     name: Literal["sorting"] = "sorting"
     """This task."""
-    seed: int = 0
-    """The seed by which the problems of each step are drawn."""
-    split: Literal["train", "test"] = "train"
-    """`train` or `test`."""
     length: int = 4
     """How many numbers there are."""
     largest: int = 9
@@ -55,18 +51,11 @@ class Sorting:
         if "{numbers}" not in self.template:
             raise ValueError(f'template = "{self.template}" must contain {{numbers}}')
 
-    def sample(self, step: int, n: int) -> list[Prompt]:
-        rng = Random(f"sorting/{self.seed}/{self.split}/{step}")
-        return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
-
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         written = _NUMBERS.findall(extract_answer(completion.full_text))
         answer = [int(digits) if digits.isdigit() and len(digits) < 20 else _INVALID_NUMBER for digits in written]
         right = sorted(prompt.columns["numbers"])
         return Reward(GRADINGS[self.grading](answer, right), correct=answer == right)
-
-    def solution(self, prompt: Prompt) -> str:
-        return prompt.answer
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(10_000):

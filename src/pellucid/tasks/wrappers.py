@@ -11,8 +11,31 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pellucid.types import Message, Task
+from pellucid.types import Completion, Message, Prompt, Reward, Task
 from pellucid.utils.plugins import IN_PROCESS_PREFIX
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskWrapper:
+    """What the wrappers here have in common; one of the user's own need not be derived from it."""
+
+    task: Any = None
+    """The task that the questions are from."""
+
+    @property
+    def seed(self) -> int:
+        return self.task.seed
+
+    @property
+    def split(self) -> str:
+        return self.task.split
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        return self.task.reward(prompt, self.transform_completion(prompt, completion))
+
+    def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
+        """Return the completion that the task inside grades, which is the same one."""
+        return completion
 
 
 def is_task_wrapper(task: Any) -> bool:
@@ -67,4 +90,4 @@ def is_local_class(cls: type) -> bool:
 def _has_reward_objects(task: Any) -> bool:
     terms = getattr(task, "rewards", ())  # a task of the user's own can have anything here
     names = [getattr(term, "name", "") for term in terms] if isinstance(terms, list | tuple) else []
-    return any(isinstance(name, str) and name.startswith(IN_PROCESS_PREFIX) for name in names)
+    return any(str(name).startswith(IN_PROCESS_PREFIX) for name in names)

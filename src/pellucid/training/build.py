@@ -16,7 +16,7 @@ from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import get_advantage_function
 from pellucid.algorithm.objectives import get_objective_function
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.config import Config
+from pellucid.config import Config, PolicyConfig
 from pellucid.distributed.process_group import broadcast_decision
 from pellucid.distributed.runtime import Runtime
 from pellucid.environments.agents import AgentSpec
@@ -105,14 +105,10 @@ def resolve_machine_settings(cfg: Config) -> Config:
 
 
 def build_components(cfg: Config, log: Path | None = None) -> Components:
-    """Build the objects of a Config.
+    """Build the objects of settings that `check_settings` accepts.
 
-    Args:
-        cfg: Settings that `check_settings` accepts.
-        log: The file that gets what rewards and environments print; None to discard it.
-
-    Raises:
-        UserError: The task, the model or the runtime does not work with these settings.
+    What rewards and environments print goes to `log`. Raise UserError if the task, the model or the runtime does not
+    work with the settings.
     """
     device = hardware.pick_device(cfg.policy.device)
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
@@ -128,7 +124,7 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
         lora_rank=cfg.policy.lora,
         lora_alpha=cfg.policy.lora_alpha,
         lora_targets=cfg.policy.lora_targets,
-        template=make_template(cfg),
+        template=make_template(cfg.policy),
         access=cfg.policy.access,
         load_in_4bit=cfg.policy.load_in_4bit,
         engine=cfg.policy.engine,
@@ -161,13 +157,13 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
     )
 
 
-def make_progress(cfg: Config, step: int) -> Progress:
+def make_progress(cfg: GRPOConfig, step: int) -> Progress:
     """Return the progress of a run after `step` steps."""
-    return Progress(step, cfg.algorithm.steps, cfg.algorithm.prompts_per_step)
+    return Progress(step, cfg.steps, cfg.prompts_per_step)
 
 
-def make_template(cfg: Config) -> ChatTemplate:
-    return ChatTemplate(cfg.policy.template, cfg.policy.template_kwargs)
+def make_template(cfg: PolicyConfig) -> ChatTemplate:
+    return ChatTemplate(cfg.template, cfg.template_kwargs)
 
 
 def check_settings(cfg: Config) -> None:
@@ -253,10 +249,7 @@ def _check_step_size(cfg: GRPOConfig, world_size: int) -> None:
 def isolate_task_rewards(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
     """Return the task with its rewards computed in worker processes, unless they cannot raise, hang or exit.
 
-    Args:
-        task: The task whose rewards are computed.
-        cfg: The settings of the workers.
-        log: The file that gets what rewards print. The judge keeps its answers beside it.
+    What rewards print goes to `log`. The judge keeps its answers beside it.
     """
     if all(type(layer) in _IN_PROCESS_TASKS for layer in list_task_layers(task)):
         return task

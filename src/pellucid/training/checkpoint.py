@@ -65,33 +65,31 @@ class DamagedCheckpointError(UserError):
 def save_checkpoint(run_dir: Path, cfg: Config, parts: Components) -> None:
     """Save all that is needed to resume the run to the same bits. All processes call this together.
 
-    Raises:
-        UserError: The checkpoint could not be written; raised in all processes.
+    Raise UserError in all of them if the checkpoint could not be written.
     """
     runtime, state, reference = parts.runtime, parts.state, parts.reference
     random_states = runtime.gather([get_random_state()])
     replay, replay_facts = pack_replay(runtime.gather([state.replay_buffer]))
     # Each moment has a file of its own, since safetensors holds a whole file in memory while it writes.
     moments = {f"{OPTIMIZER_PREFIX}{moment}": tensors for moment, tensors in runtime.engine.moments().items()}
-    moving = (
-        {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
-    )
-    tensors = {"policy": runtime.engine.masters(), **moments, **moving, **replay}
+    tensors = {"policy": runtime.engine.masters(), **moments, **replay}
+    if cfg.algorithm.reference_every and isinstance(reference, Policy):
+        tensors["reference"] = reference.weights()
     processes = runtime if any(map(has_sharded_tensors, tensors.values())) else SINGLE_PROCESS
     if processes is not runtime and not runtime.is_main:
         return
+    stateful_task = as_stateful_task(parts.task)
     facts = {
         "updates": runtime.updates,
         "seconds": parts.elapsed_seconds,
         "random": random_states,
         "replay": replay_facts,
+        "micro_batch": runtime.max_micro_batch_rows,
+        "kl_coef": state.kl_coef,
+        "task": stateful_task.state() if stateful_task else None,
+        "ahead": AHEAD_GROUPS_TYPE.dump_python(state.next_rollouts, mode="json") if state.next_rollouts else None,
+        **runtime.engine.state(),
     }
-    facts |= {"micro_batch": runtime.max_micro_batch_rows} if runtime.max_micro_batch_rows else {}
-    facts |= runtime.engine.state()
-    facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
-    stateful_task = as_stateful_task(parts.task)
-    facts |= {"task": stateful_task.state()} if stateful_task else {}
-    facts |= {"ahead": AHEAD_GROUPS_TYPE.dump_python(state.next_rollouts, mode="json")} if state.next_rollouts else {}
     # The logs up to this step must be on disk before the checkpoint is.
     sync_logs(run_dir)
     sync_tokens(run_dir, after=max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0))
@@ -131,7 +129,7 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
     )
     runtime.engine.load_state(facts)
     runtime.updates = facts["updates"]
-    if rows := facts.get("micro_batch", 0):
+    if rows := facts.get("micro_batch"):
         runtime.max_micro_batch_rows = rows
         notes = [*notes, f"memory ran out before: {rows} rows in a forward pass at most"]
     saved_world_size = len(facts["random"])
@@ -147,7 +145,7 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
     if stateful_task := as_stateful_task(parts.task):
         stateful_task.load_state(facts["task"])
-    state.next_rollouts = AHEAD_GROUPS_TYPE.validate_python(facts["ahead"]) if "ahead" in facts else None
+    state.next_rollouts = AHEAD_GROUPS_TYPE.validate_python(facts["ahead"]) if facts.get("ahead") else None
     state.replay_buffer = unpack_replay(tensors, facts["replay"], runtime.rank) if any(facts["replay"]) else []
     if not runtime.is_main:
         return []
@@ -159,8 +157,7 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
 def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
     """Write the trained model to `model/`, and a LoRA adapter to `adapter/`. All processes call this together.
 
-    Raises:
-        UserError: The model could not be written. The checkpoint remains, and `--resume` saves the model again.
+    Raise UserError if it could not be written. The checkpoint remains, and `--resume` saves the model again.
     """
     learner, runtime, dtype = parts.policy, parts.runtime, getattr(torch, cfg.policy.save_dtype)
     processes = runtime if runtime.engine.is_lockstep else SINGLE_PROCESS
@@ -172,12 +169,11 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         trained = {name: gather_full_tensor(p.detach()) for name, p in runtime.engine.masters().items()}
         learner.gather()
 
-    def save_own_part() -> Sequence[Any]:
+    def save_own_part() -> None:
         if is_sharded:
             save_consolidated_model(model, {name: x.to(dtype) for name, x in runtime.engine.weights().items()})
-        return ()
 
-    def end(_: Sequence[Any]) -> None:
+    def end(_: Sequence[None]) -> None:
         if is_sharded:
             learner.save_config(model, dtype)
         else:
@@ -212,20 +208,14 @@ def _finalize_folder(partial_folder: Path) -> None:
 
 def _save_collectively(
     partial_folders: Sequence[Path],
-    save_own_part: Callable[[], Sequence[T]],
+    save_own_part: Callable[[], Sequence[T] | None],
     end: Callable[[Sequence[T]], None],
     processes: ProcessGroup,
 ) -> None:
     """Save something in parts, each of which starts when all processes have finished the one before.
 
-    Args:
-        partial_folders: Are empty at first, and removed if anything fails.
-        save_own_part: Runs in all processes.
-        end: Runs in the main process, with the results of `save_own_part` of all processes.
-        processes: The processes that call this together.
-
-    Raises:
-        OSError, UserError: One of the processes failed; raised in all of them.
+    All save their own part; then the main process ends it, with what the others have returned. The folders are empty
+    at first, and removed if one process fails; its OSError or UserError is then raised in all of them.
     """
 
     def remove_folders() -> None:
@@ -252,8 +242,7 @@ def _run_in_all_processes(
 ) -> list[T]:
     """Run an action in all processes, or in the main one while the others wait, and return all results.
 
-    Raises:
-        OSError, UserError: One of the processes failed; raised in all of them, so that none waits for it.
+    If one fails, its OSError or UserError is raised in all of them, so that none waits for it.
     """
     results, error = [], None
     try:
@@ -285,7 +274,7 @@ def write_checkpoint(
     keep_last: int,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> Path:
-    """Write the checkpoint of a step, which is on disk at return, and remove older ones.
+    """Write the checkpoint of a step, which is on disk at return, remove older ones, and return its folder.
 
     Args:
         run_dir: The run directory.
@@ -293,13 +282,7 @@ def write_checkpoint(
         tensors: A safetensors file for each name. Sharded tensors become a folder with a file of each process.
         facts: The content of state.json.
         keep_last: How many checkpoints to keep.
-        processes: The processes that call this together.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        UserError: The files could not be written, as on a full disk; raised in all processes.
+        processes: The processes that call this together. If one cannot write, all raise a UserError.
     """
     folder = get_checkpoint_dir(run_dir, step)
     partial_folder = folder.with_suffix(".partial")
@@ -380,11 +363,8 @@ def load_newest_checkpoint(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[str]]:
     """Load the newest undamaged checkpoint, which the main process looks for.
 
-    Returns:
-        Tensors and facts as `load_checkpoint` returns them, and notes that name damaged checkpoints.
-
-    Raises:
-        UserError: No checkpoint is undamaged, or a process cannot read it; raised in all processes.
+    Return tensors and facts as `load_checkpoint` does, and notes that name damaged checkpoints. Raise UserError in all
+    processes if no checkpoint is undamaged, or one of them cannot read it.
     """
     loaded = {}
 
@@ -412,12 +392,7 @@ def load_newest_checkpoint(
 def load_checkpoint(folder: Path, is_verified: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Load the tensors, without sharded ones, and the facts that `write_checkpoint` was given, with the step.
 
-    Args:
-        folder: The folder of the checkpoint.
-        is_verified: Whether another process has compared the checksums.
-
-    Raises:
-        DamagedCheckpointError: A file is missing or has changed.
+    Raise DamagedCheckpointError if a file is missing, or has changed unless another process has verified that.
     """
     try:
         facts = json.loads((folder / "state.json").read_text())

@@ -10,6 +10,7 @@ import bisect
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import math
 import shutil
 import threading
@@ -91,7 +92,10 @@ def collect_findings() -> Iterator[tuple[str, str]]:
     yield "allocator", "keeps freed memory (glibc mallopt)" if is_glibc else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"
     for name in load.PACKAGED_MODELS:
-        yield name, _describe_embedded_model(name)
+        try:
+            yield name, f"ready in {load.locate_model(name)}"
+        except UserError as error:
+            yield name, str(error)
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         yield extra, f"missing: pip install 'pellucid[{extra}]'" if missing else "installed"
@@ -99,11 +103,10 @@ def collect_findings() -> Iterator[tuple[str, str]]:
 
 def _describe_cpu() -> Iterator[tuple[str, str]]:
     kernel, reason = fused_check.load_fused_kernel()
-    instructions = "AMX" if kernel and kernel.uses_amx else "AVX-512"
-    yield (
-        "decoding",
-        f"fused, in bfloat16 by {instructions} on the CPU" if kernel else f"by torch's operators: {reason}",
-    )
+    if kernel:
+        yield "decoding", f"fused, in bfloat16 by {'AMX' if kernel.uses_amx else 'AVX-512'} on the CPU"
+    else:
+        yield "decoding", f"by torch's operators: {reason}"
 
 
 def _describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
@@ -120,10 +123,7 @@ def _describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
 def print_memory_plan(cfg: Config) -> int:
     """Print the memory of a run with these settings on each device. Return the exit status, 0.
 
-    No weights are loaded.
-
-    Raises:
-        UserError: The model cannot be found.
+    No weights are loaded. Raise UserError if the model cannot be found.
     """
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
@@ -133,17 +133,16 @@ def print_memory_plan(cfg: Config) -> int:
         f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M"
         f" trained, computed in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
-    names = list(memory.estimate_parts(model, cfg))
     in_4bit, by_vllm = cfg.policy.load_in_4bit, cfg.sampler.name == "vllm"
-    heads = ["devices", "engine", *names, "peak", *([] if in_4bit else ["with offload"])]
+    parts = memory.estimate_parts(model, cfg)
+    heads = ["devices", "engine", *parts, "peak", *([] if in_4bit else ["with offload"])]
     print(_format_table_row(heads), _format_table_row(["---"] * len(heads)), sep="\n")
     # Only ddp trains on a 4-bit base, and vLLM is for one process.
     for name, changes in list(ENGINE_SETTINGS.items())[: 1 if in_4bit or by_vllm else None]:
         with_engine = replace(cfg, runtime=replace(cfg.runtime, **changes))
-        with_offload = replace(with_engine, optimizer=replace(cfg.optimizer, offload=True))
+        variants = [with_engine, *([] if in_4bit else [_replace_settings(with_engine, {"optimizer.offload": True})])]
         for devices in _PLANNED_DEVICE_COUNTS[: 1 if by_vllm else None]:
             parts = memory.estimate_parts(model, with_engine, devices).values()
-            variants = [with_engine] if in_4bit else [with_engine, with_offload]
             prefix = "at least " if None in parts else ""
             peaks = [f"{prefix}{memory.estimate_peak(model, settings, devices):.1f}" for settings in variants]
             print(_format_table_row([str(devices), name, *map(_format_gb, parts), *peaks]))
@@ -169,59 +168,54 @@ def _describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
     need = f"{qualifier} {needed:.1f} GB are needed and {owner} has {available:.1f} GB"
     if needed <= available:
         return f"Verdict for this machine: fits, {need}."
-    for settings, gb in _suggest_smaller_settings(model, cfg, device):
+    for changes in _suggest_smaller_settings(cfg, device):
+        changed = _replace_settings(cfg, changes)
+        facts = memory.describe_policy_model(changed.policy) if "policy.lora" in changes else model
+        devices = torch.cuda.device_count() if "runtime.engine" in changes else 1
+        gb = memory.estimate_peak(facts, changed, devices)
         if gb <= available:
-            return f"Verdict for this machine: does not fit, {need}. It fits with {settings}: {gb:.1f} GB."
+            settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changes.items())
+            where = f" on {devices} GPUs" if devices > 1 else ""
+            return f"Verdict for this machine: does not fit, {need}. It fits with {settings}{where}: {gb:.1f} GB."
     return (
         f"Verdict for this machine: does not fit, {need}. Smaller micro-batches, gradient checkpointing and LoRA are"
         " not enough: choose a smaller model or a larger machine."
     )
 
 
-def _suggest_smaller_settings(
-    model: memory.ModelFacts, cfg: Config, device: torch.device
-) -> Iterator[tuple[str, float]]:
-    """Yield settings that need less memory, with the GB that they need, in the order of how much they change.
+def _suggest_smaller_settings(cfg: Config, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield settings by dotted key that need less memory, in the order of how much they change.
 
     At first each change is made alone, then all of them together.
     """
-    rows, combined, texts = memory.count_backward_rows(cfg, 1), cfg, list[str]()
-    changes = [("algorithm.micro_batch", rows >> shift) for shift in range(1, rows.bit_length())]
-    changes += [] if cfg.policy.gradient_checkpointing else [("policy.gradient_checkpointing", True)]
-    if device.type == "cuda" and not cfg.policy.load_in_4bit and cfg.policy.dtype != "float16":
-        changes += [] if cfg.optimizer.offload else [("optimizer.offload", True)]
-    for key, value in changes:
-        yield f"{key} = {_format_setting(value)}", memory.estimate_peak(model, _replace_setting(cfg, key, value))
-    for key, value in changes[max(0, rows.bit_length() - 2) :]:  # of the micro-batches, only the smallest
-        combined = _replace_setting(combined, key, value)
-        texts.append(f"{key} = {_format_setting(value)}")
-        yield ", ".join(texts), memory.estimate_peak(model, combined)
-    if device.type == "cuda" and torch.cuda.device_count() > 1 and not cfg.policy.load_in_4bit:
-        devices = torch.cuda.device_count()
-        sharded = _replace_setting(combined, "runtime.engine", "fsdp2")
-        yield (
-            f'{", ".join(texts)}, runtime.engine = "fsdp2" on {devices} GPUs',
-            memory.estimate_peak(model, sharded, devices),
-        )
+    rows, is_cuda = memory.count_backward_rows(cfg, 1), device.type == "cuda"
+    micro_batches = [{"algorithm.micro_batch": rows >> shift} for shift in range(1, rows.bit_length())]
+    others: list[dict[str, Any]] = []
+    if not cfg.policy.gradient_checkpointing:
+        others.append({"policy.gradient_checkpointing": True})
+    if is_cuda and not cfg.policy.load_in_4bit and cfg.policy.dtype != "float16" and not cfg.optimizer.offload:
+        others.append({"optimizer.offload": True})
+    yield from (*micro_batches, *others)
+    combined: dict[str, Any] = {}
+    for change in (*micro_batches[-1:], *others):
+        combined |= change
+        yield dict(combined)
+    if is_cuda and torch.cuda.device_count() > 1 and not cfg.policy.load_in_4bit:
+        yield {**combined, "runtime.engine": "fsdp2"}
     if not cfg.policy.lora:
-        for settings, others in ((cfg, []), (combined, texts)):
-            adapted = _replace_setting(
-                _replace_setting(settings, "policy.lora", _SUGGESTED_LORA_RANK), "optimizer.offload", False
-            )
-            names = [
-                f"policy.lora = {_SUGGESTED_LORA_RANK}",
-                *(text for text in others if not text.startswith("optimizer.")),
-            ]
-            yield ", ".join(names), memory.estimate_peak(memory.describe_policy_model(adapted.policy), adapted)
+        combined.pop("optimizer.offload", None)
+        adapter: dict[str, Any] = {"policy.lora": _SUGGESTED_LORA_RANK}
+        if cfg.optimizer.offload:
+            adapter["optimizer.offload"] = False
+        yield from (adapter, adapter | combined)
 
 
-def _replace_setting(cfg: Config, key: str, value: Any) -> Config:
-    section, _, name = key.partition(".")
-    return replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
-
-
-def _format_setting(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _replace_settings(cfg: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the settings with changes by dotted key."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+    return cfg
 
 
 def _describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
@@ -246,13 +240,6 @@ def _format_gb(size: float | None) -> str:
 def _format_table_row(cells: Sequence[str]) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
-
-
-def _describe_embedded_model(name: str) -> str:
-    try:
-        return f"ready in {load.locate_model(name)}"
-    except UserError as error:
-        return str(error)
 
 
 # ---------------------------------------------------------------- pellucid train --profile
@@ -283,16 +270,7 @@ OPERATOR_KINDS = {
     "optimizer": ("_fused_adam", "_foreach", "linalg_vector_norm", "_amp"),
     "softmax, exp, log": ("softmax", "_softmax", "exp", "log", "sigmoid", "silu"),
     "copies, casts, indices": (
-        "copy",
-        "cat",
-        "index",
-        "gather",
-        "scatter",
-        "constant_pad",
-        "fill",
-        "zero",
-        "clone",
-        "sort",
+        *("copy", "cat", "index", "gather", "scatter", "constant_pad", "fill", "zero", "clone", "sort"),
     ),
     "the rest": ("",),
 }
@@ -315,13 +293,7 @@ class PhaseProfile(NamedTuple):
 
 
 def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -> Iterator[StepResult]:
-    """Yield the steps, and write a profile of the third one.
-
-    Args:
-        steps: The steps of a run.
-        path: The file of the profile.
-        dtype: The compute dtype, for the speed to compare with.
-    """
+    """Yield the steps, and write a profile of the third one, with the speed of products in `dtype` to compare with."""
     flops_per_token: dict[str, float] = {}
     for number in itertools.count(1):
         if number == _PROFILED_STEP - 1:
@@ -338,8 +310,7 @@ def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -
 def _count_flops(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, float]]:
     """Take a step, and count its floating-point operations for each sampled token, by phase.
 
-    It is not the profiled step, since counting slows operators down, and torch.profiler holds gigabytes if it counts.
-    Attention in C++ is not counted.
+    It is not the profiled step, since counting slows operators down. Attention in C++ is not counted.
     """
     with FlopCounter() as counter, count_cpp_operations(counter.operations):
         start = time.perf_counter()
@@ -463,8 +434,8 @@ def format_profile(
 
     Args:
         phases: The profile of each phase.
-        tflop: The floating-point operations of the matrix products of each phase, in 1e12.
-        peak_tflops: The measured speed of a large matrix product, in TFLOP/s.
+        tflop: The operations of the matrix products of each phase, in 1e12.
+        peak_tflops: The measured speed of a large matrix product in `dtype`, in TFLOP/s.
         dtype: The dtype of that product.
     """
     lines = [f"{'':26}" + "".join(f"{name:>12}" for name in [*phases, "step"])]

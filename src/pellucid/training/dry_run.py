@@ -27,17 +27,13 @@ _ENVIRONMENT_STARTUP_SECONDS = 60.0
 def show_dry_run(cfg: Config, run_dir: Path) -> int:
     """Print all settings, the numbers that follow from them, and the first prompt as the policy reads it.
 
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UserError: A run would refuse these settings before it loads the model.
+    Return the exit status, 0. Raise UserError if a run would refuse these settings before it loads the model.
     """
     cfg = resolve_machine_settings(resolve_config(cfg))
     run_preflight_checks(cfg, run_dir)
     model = describe_policy_model(cfg.policy)
     tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.access)
-    make_template(cfg).apply_to_tokenizer(tokenizer)
+    make_template(cfg.policy).apply_to_tokenizer(tokenizer)
     prompt = next(iter(with_split(cfg.task, "train").sample(0, 1)), None)
     if prompt is None:
         raise UserError("the task has no prompt for step 0: its sample(step, n) must return n of them")
@@ -54,11 +50,7 @@ def show_dry_run(cfg: Config, run_dir: Path) -> int:
 
 
 def _get_environment_prompt(cfg: Config, prompt: Prompt) -> Prompt:
-    """Return the prompt with the tools and messages that its environment adds; as it is if the task has none.
-
-    Raises:
-        UserError: The environment cannot begin a conversation.
-    """
+    """Return the prompt with the tools and messages that its environment adds; as it is if the task has none."""
     task = get_innermost_task(cfg.task)
     environments = create_environments(task, cfg.reward, in_process=is_process_bound(cfg.task))
     if not environments:

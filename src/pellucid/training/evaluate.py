@@ -61,7 +61,7 @@ def evaluate(
         sampler: Generates the answers.
         sampling: How the samples are drawn; sampling.n >= k of each prompt.
         k: The k of mean@k and pass@k. With 0 there are only greedy answers, and both are NaN.
-        processes: The processes that share the prompts.
+        processes: Share the prompts.
         progress: The progress of the run, for rewards that depend on it.
 
     Returns:
@@ -74,18 +74,14 @@ def evaluate(
     groups = processes.gather(sample_and_grade(task, sampler, own_prompts, sampling, progress)) if k else []
     decided_groups = [group for group in groups if _count_decided(group)]
     greedy_rewards = [group.rewards[0] for group in greedy_groups]
-    by_key = sorted(
-        ((prompt.key, group) for prompt, group in zip(prompts, greedy_groups, strict=True)), key=itemgetter(0)
-    )
+    by_key = sorted(zip((prompt.key for prompt in prompts), greedy_groups, strict=True), key=itemgetter(0))
     rewards = [reward for group in (*greedy_groups, *groups) for reward in group.rewards]
     evaluation = Evaluation(
         task=name,
         split=task.split,
         n=len(prompts),
         k=k,
-        greedy=estimate_if_enough(
-            estimate_share, [_count_correct(group) for group in greedy_groups if _count_decided(group)]
-        ),
+        greedy=estimate_if_enough(estimate_share, list(map(_count_correct, filter(_count_decided, greedy_groups)))),
         mean_at_k=estimate_if_enough(
             estimate_share, [_count_correct(group) / _count_decided(group) for group in decided_groups]
         ),
@@ -176,12 +172,7 @@ def digest_questions(questions: Sequence[str]) -> str:
 def compute_pass_at_k(k: int, samples: int, correct: int) -> float:
     """Return 1 - C(n - c, k) / C(n, k), an unbiased estimate of the probability that one of k samples is right.
 
-    Args:
-        k: The number of samples that may be tried.
-        samples: The number n >= k of samples that were graded.
-        correct: How many of these are right, c.
-
-    Source: Chen et al., arXiv 2107.03374, equation 1.
+    Of n = `samples` >= k samples, c = `correct` were right. Source: Chen et al., arXiv 2107.03374, equation 1.
     """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 

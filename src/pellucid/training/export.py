@@ -21,19 +21,9 @@ from pellucid.utils.text import escape_controls, print_notes
 
 
 def export_model(run_dir: Path, output: Path) -> int:
-    """Save the model of the newest undamaged checkpoint in a new folder, and print the path.
+    """Save the model of the newest undamaged checkpoint in a new folder, and print the path. Return the exit status, 0.
 
     A LoRA adapter is merged into its base, and is also saved by itself in `adapter/` below the folder.
-
-    Args:
-        run_dir: The run directory.
-        output: The new folder.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UserError: There is no checkpoint, or the folder exists or cannot be written.
     """
     if not find_run_dir(str(run_dir)):
         raise UserError(f"{run_dir} is no run folder (config.json and metrics.jsonl)")
@@ -76,6 +66,6 @@ def _load_initial_policy(cfg: Config) -> Policy:
         lora_rank=p.lora,
         lora_alpha=p.lora_alpha,
         lora_targets=p.lora_targets,
-        template=make_template(cfg),
+        template=make_template(p),
         access=p.access,
     )

@@ -79,14 +79,9 @@ def build_meta_model(name: str, access: ModelAccess = DEFAULT_ACCESS) -> tuple[A
 def describe_model(
     name: str, lora: int, targets: Sequence[str] = (), access: ModelAccess = DEFAULT_ACCESS, in_4bit: bool = False
 ) -> ModelFacts:
-    """Return the facts of a model without loading its weights.
+    """Return the facts of a model without loading its weights. Of a folder, config.json is enough.
 
-    Args:
-        name: Its name, or a folder, in which config.json is enough.
-        lora: The rank of the adapter; 0 to train all parameters.
-        targets: The names of the modules that are adapted; empty for all linear layers but the head.
-        access: How the model is accessed.
-        in_4bit: Whether the base is in 4 bits.
+    `lora` is the rank of an adapter of the target modules, by default of all linear layers but the head.
     """
     config, model = build_meta_model(name, access)
     parameters = sum(p.numel() for p in model.parameters())

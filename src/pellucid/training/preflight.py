@@ -93,9 +93,7 @@ _OTHER_ARITHMETIC_NOTE = (
 def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
     """Check what would otherwise fail after minutes or at the end: settings, extras, data, disk space.
 
-    Raises:
-        DataError: The data set has bad rows that are not to be skipped.
-        UserError: Anything else that would end the run.
+    Raise DataError for bad rows that are not to be skipped, and UserError for anything else that would end the run.
     """
     print_disclosures(cfg, cfg.policy.access.format_warning(cfg.policy.model))
     check_settings(cfg)
@@ -121,8 +119,13 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
     check_reward_signatures(cfg, with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step))
     if cfg.evaluate.every:  # raises a UserError if nothing is held out
         sample_held_out_prompts(with_split(cfg.task, "test"), cfg.evaluate.n)
-    if model:
-        _check_disk_space(cfg, model, run_dir)
+    disk = memory.plan_disk(cfg, model, run_dir) if model else None
+    if disk and disk.needed_gb > disk.free_gb:
+        checkpoints = format_count(disk.max_checkpoints, "checkpoint")
+        raise UserError(
+            f"{run_dir} needs {disk.needed_gb:.1f} GB for the model and {checkpoints}, and {disk.free_gb:.1f} GB are"
+            f" free: make room, lower checkpoint.keep_last, or choose another folder with {format_option('run')}"
+        )
 
 
 def print_disclosures(cfg: Config, access_warning: str) -> None:
@@ -157,26 +160,10 @@ def _check_model_config(cfg: Config, text: PreTrainedConfig) -> None:
         check_lora_targets(memory.build_meta_model(cfg.policy.model, cfg.policy.access)[1], cfg.policy.lora_targets)
 
 
-def _check_disk_space(cfg: Config, model: memory.ModelFacts, run_dir: Path) -> None:
-    """Raise UserError if the disk has no room for the model and its checkpoints, one more than are kept."""
-    plan = memory.plan_disk(cfg, model, run_dir)
-    if plan.needed_gb > plan.free_gb:
-        checkpoints = format_count(plan.max_checkpoints, "checkpoint")
-        raise UserError(
-            f"{run_dir} needs {plan.needed_gb:.1f} GB for the model and {checkpoints}, and {plan.free_gb:.1f} GB are"
-            f" free: make room, lower checkpoint.keep_last, or choose another folder with {format_option('run')}"
-        )
-
-
 def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: int, run_dir: Path) -> None:
     """Print the numbers that follow from the settings.
 
-    Args:
-        cfg: The settings.
-        model: The facts of the model.
-        fallback: Why transformers computes and not our decoder; empty if our decoder does.
-        world_size: The number of processes.
-        run_dir: The run directory.
+    `fallback` says why transformers computes and not our decoder; it is empty if our decoder does.
     """
     a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
     completions, disk = a.prompts_per_step * a.group_size, memory.plan_disk(cfg, model, run_dir)
@@ -297,21 +284,20 @@ def refuse_inapplicable_rewards(groups: Sequence[Group]) -> None:
 def show_signal(groups: Sequence[Group], cfg: Config, eos_ids: Collection[int]) -> None:
     """Print the predicted share of zero-variance groups, advice if it is large, and warnings about cut-off samples.
 
-    Args:
-        groups: Graded groups of at least algorithm.group_size samples each.
-        cfg: The settings.
-        eos_ids: The end-of-sequence tokens.
+    The graded groups have at least algorithm.group_size samples each.
     """
     graded = [reward for group in groups for reward in group.rewards if not reward.failed]
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
+    n = f"{format_count(len(graded), 'sample')} of {format_count(len(groups), 'prompt')}"
+    if rewards_are_verdicts(graded):
+        outcome = f"{fmean(reward.is_correct for reward in graded):.0%} of {n} are right"
+    else:
+        outcome = f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
     share, prediction = _estimate_zero_variance_share(groups, cfg.algorithm)
-    few = len(groups) < MIN_INTERVAL_PROMPTS
-    print(
-        f"{_describe_outcome(graded, len(groups))}; {prediction}",
-        _describe_failures(groups) or _give_advice(share, graded, _can_add_prefixes(cfg.task), few),
-    )
+    advice = _describe_failures(groups) or _give_advice(share, graded, cfg.task, len(groups) < MIN_INTERVAL_PROMPTS)
+    print(f"{outcome}; {prediction}", advice)
     completions = [completion for group in groups for completion in group.completions]
     print_notes(*find_cut_off_warnings(completions, cfg.sampler, eos_ids))
 
@@ -336,23 +322,8 @@ def _describe_failures(groups: Sequence[Group]) -> str:
     return f"{share:.0%} of rewards failed{in_brackets}, the first with {find_first_error(groups)}: mend them first."
 
 
-def _describe_outcome(graded: Sequence[Reward], prompts: int) -> str:
-    """Return the share of right samples, or the mean reward, and the number of samples."""
-    n = f"{format_count(len(graded), 'sample')} of {format_count(prompts, 'prompt')}"
-    if rewards_are_verdicts(graded):
-        return f"{fmean(reward.is_correct for reward in graded):.0%} of {n} are right"
-    return f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
-
-
-def _give_advice(zero_variance_share: float, graded: Sequence[Reward], has_workings: bool, few: bool) -> str:
-    """Return what to change if many groups will have zero variance, and so no gradient.
-
-    Args:
-        zero_variance_share: The predicted share of these groups.
-        graded: The rewards of the samples.
-        has_workings: Whether the task could have prefixes, and has none yet.
-        few: Whether there are too few prompts for a promise.
-    """
+def _give_advice(zero_variance_share: float, graded: Sequence[Reward], task: Task, few: bool) -> str:
+    """Return what to change if many groups will have zero variance; `few`, of too few prompts for a promise."""
     if zero_variance_share < 0.5:
         return "" if few else "That is enough contrast to learn from."
     too_easy = fmean(reward.is_correct for reward in graded) >= 0.5
@@ -362,16 +333,11 @@ def _give_advice(zero_variance_share: float, graded: Sequence[Reward], has_worki
         "algorithm.max_rounds to draw dead groups anew",
         other_prompts if rewards_are_verdicts(graded) else "a reward that grades more finely",
     ]
-    if has_workings and not too_easy:
+    is_prefixed = any(isinstance(layer, Prefixed) for layer in list_task_layers(task))
+    if hasattr(get_innermost_task(task), "working") and not is_prefixed and not too_easy:
         changes.append('prefixes, the beginnings of right answers: [task] name = "prefixed" around this task')
     subject = "These prompts" if few else "Most sampling"
     return f"{subject} will teach little: use {', '.join(changes[:-1])}, or {changes[-1]}."
-
-
-def _can_add_prefixes(task: Task) -> bool:
-    """Whether the task has workings that could be prefixes, and gives none yet."""
-    is_prefixed = any(isinstance(layer, Prefixed) for layer in list_task_layers(task))
-    return not is_prefixed and hasattr(get_innermost_task(task), "working")
 
 
 def find_cut_off_warnings(
@@ -435,22 +401,16 @@ class _PromptLimits(NamedTuple):
     max_prompt_tokens: int
     """The most tokens that leave room for a completion in the context of the model."""
     max_completion_tokens: int
-    """sampler.max_tokens, the limit of a completion."""
     vocabulary_size: int
-    """The number of embeddings of the model."""
 
 
 def _check_configured_prompts(cfg: Config, text: PreTrainedConfig) -> None:
-    """Check the prompts of both splits against the tokenizer and the configuration of the text model.
-
-    Raises:
-        DataError: Bad rows are not to be skipped.
-    """
+    """Check the prompts of both splits against the tokenizer and the configuration of the text model."""
     try:
         tokenizer = load.load_tokenizer(cfg.policy.model, cfg.policy.access)
     except UserError:  # loading the policy raises it again
         return
-    make_template(cfg).apply_to_tokenizer(tokenizer)
+    make_template(cfg.policy).apply_to_tokenizer(tokenizer)
     splits = ("train", "test") if cfg.evaluate.every else ("train",)
     check_prompts(cfg, tokenizer, get_context_length(text), text.vocab_size, splits)
 
@@ -460,15 +420,7 @@ def check_prompts(
 ) -> None:
     """Tokenize all prompts of a data set, or some of a task that generates them, and mark or refuse bad ones.
 
-    Args:
-        cfg: The settings.
-        tokenizer: The tokenizer of the policy.
-        context_length: The context of the model in tokens.
-        vocabulary_size: The number of embeddings of the model.
-        splits: The splits whose bad rows are an error if they are not to be skipped.
-
-    Raises:
-        DataError: There are bad prompts that are not to be skipped.
+    Raise DataError for bad rows of these splits that are not to be skipped.
     """
     limits = _PromptLimits(context_length - cfg.sampler.max_tokens, cfg.sampler.max_tokens, vocabulary_size)
     task = get_innermost_task(cfg.task)
@@ -510,25 +462,18 @@ def _filter_by_split(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits
 def _check_probe_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits, splits: Sequence[str]
 ) -> None:
-    """Raise DataError for a bad prompt among the first ones of a task that generates its questions."""
-    prompts = list(_sample_first_prompts(cfg, splits))
-    for prompt, fault in zip(prompts, find_prompt_faults(prompts, tokenizer, limits), strict=True):
-        if fault:
-            question = " ".join(prompt.question.split())[:60]
-            raise DataError(f'{cfg.task_name}: prompt {prompt.id}, "{question}": {fault}')
+    """Raise DataError for a bad prompt among the first ones of a task that generates its questions.
 
-
-def _sample_first_prompts(cfg: Config, splits: Sequence[str]) -> Iterator[Prompt]:
-    """Yield PROBE_PROMPT_COUNT prompts of a task of ours, or those of the first step of a task of the user.
-
-    A task of the user may depend on being called once for each step.
+    Of a task of the user they are those of the first step, since it may depend on being called once for each step.
     """
     train, n = get_innermost_task(with_split(cfg.task, "train")), cfg.algorithm.prompts_per_step
-    is_ours = type(train).__module__.startswith("pellucid.")
-    for step in range(-(-_PROBE_PROMPT_COUNT // n) if is_ours else 1) if "train" in splits else ():
-        yield from train.sample(step, n)
+    steps = -(-_PROBE_PROMPT_COUNT // n) if type(train).__module__.startswith("pellucid.") else 1
+    prompts = [prompt for step in range(steps) for prompt in train.sample(step, n)] if "train" in splits else []
     if "test" in splits and cfg.evaluate.every:
-        yield from sample_held_out_prompts(get_innermost_task(with_split(cfg.task, "test")), cfg.evaluate.n)
+        prompts += sample_held_out_prompts(get_innermost_task(with_split(cfg.task, "test")), cfg.evaluate.n)
+    for i, fault in _find_prompt_faults(dict(enumerate(prompts)), tokenizer, limits).items():
+        question = " ".join(prompts[i].question.split())[:60]
+        raise DataError(f'{cfg.task_name}: prompt {prompts[i].id}, "{question}": {fault}')
 
 
 def _find_bad_rows(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits) -> dict[int, str]:
@@ -536,19 +481,18 @@ def _find_bad_rows(scanned: SourceScan, tokenizer: PreTrainedTokenizerBase, limi
     indices = [index for index, fingerprint in enumerate(scanned.fingerprints) if fingerprint]
     bad: dict[int, str] = {}
     for start in range(0, len(indices), _TOKENIZE_BATCH_SIZE):
-        batch = indices[start : start + _TOKENIZE_BATCH_SIZE]
-        faults = find_prompt_faults([scanned.prompts[index] for index in batch], tokenizer, limits)
-        bad |= {index: fault for index, fault in zip(batch, faults, strict=True) if fault}
+        batch = {index: scanned.prompts[index] for index in indices[start : start + _TOKENIZE_BATCH_SIZE]}
+        bad |= _find_prompt_faults(batch, tokenizer, limits)
     return bad
 
 
-def find_prompt_faults(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits
-) -> list[str]:
-    """Return the fault of each prompt; empty for a good one."""
-    faults: list[str] = [""] * len(prompts)
+def _find_prompt_faults(
+    prompts: Mapping[int, Prompt], tokenizer: PreTrainedTokenizerBase, limits: _PromptLimits
+) -> dict[int, str]:
+    """Return the faults of bad prompts by their indices."""
+    faults: dict[int, str] = {}
     texts: dict[int, PromptText] = {}
-    for i, prompt in enumerate(prompts):
+    for i, prompt in prompts.items():
         try:
             texts[i] = render_question(tokenizer, prompt)
         except UserError as error:
@@ -556,8 +500,9 @@ def find_prompt_faults(
         except RENDER_ERRORS as error:
             faults[i] = format_template_error(error)
     for i, ids in zip(texts, encode_prompt_texts(tokenizer, list(texts.values())), strict=True):
-        faults[i] = find_token_fault(ids, limits.vocabulary_size)
-        if not faults[i] and len(ids) > limits.max_prompt_tokens:
+        if fault := find_token_fault(ids, limits.vocabulary_size):
+            faults[i] = fault
+        elif len(ids) > limits.max_prompt_tokens:
             most = f"more than {limits.max_prompt_tokens}, which leave room for"
             faults[i] = f"its prompt has {len(ids)} tokens, {most} sampler.max_tokens = {limits.max_completion_tokens}"
-    return faults
+    return dict(sorted(faults.items()))

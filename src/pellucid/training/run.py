@@ -51,7 +51,7 @@ from pellucid.reporting.loggers import (
     read_evaluations,
 )
 from pellucid.reporting.report import write_report
-from pellucid.reporting.run_files import list_checkpoints, read_records
+from pellucid.reporting.run_files import Record, list_checkpoints, read_records
 from pellucid.rewards.grading import GradedTask
 from pellucid.training.build import (
     Components,
@@ -108,19 +108,13 @@ _MIN_PROBE_ANSWERS = 8
 
 
 def train_run(cfg: Config, run_dir: Path, resume_changes: SettingChanges | None = None, profile: bool = False) -> int:
-    """Train to the end, or to the step during which a stop request came.
+    """Train to the end, or to the step during which a stop request came. Return the exit status.
 
     Args:
         cfg: The settings of the run.
         run_dir: The run directory.
         resume_changes: The settings that a resume changes (`find_resume_changes`); None starts a new run.
         profile: Whether the third step is profiled.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UserError: The run cannot start, or cannot go on.
     """
     with collect_stop_requests() as stop_requests:
         run = TrainingRun(cfg, run_dir, resume_changes, stop_requests, profile=profile)
@@ -274,9 +268,8 @@ class TrainingRun:
             if parts.runtime.is_main and is_new:
                 print_notes(*watcher.observe_step(metrics))
             is_last, is_due = _is_last_step(cfg.algorithm, parts), _is_evaluation_due(cfg, parts)
-            parts.failures = (
-                [*parts.failures, find_first_error(groups) or _NO_REWARD] if have_all_failed(groups) else []
-            )
+            error = find_first_error(groups) or _NO_REWARD
+            parts.failures = [*parts.failures, error] if have_all_failed(groups) else []
             stop = parts.runtime.any_rank(bool(self.stop_requests)) or _is_out_of_patience(cfg.reward.patience, parts)
             # The checkpoint comes before the evaluation: a supervisor waits only seconds between SIGTERM and SIGKILL.
             if stop or (cfg.checkpoint.every and (is_last or step % cfg.checkpoint.every == 0)):
@@ -297,11 +290,10 @@ class TrainingRun:
             *(parts.task, parts.sampler, parts.policy, parts.runtime),
             *(cfg.algorithm, parts.reference, parts.state, make_training_sampling(cfg)),
         )
-        steps = end_forked_copies(steps)
-        steps = record_steps(steps, cfg, self.run_dir, parts)
-        if not (self.profile and parts.runtime.is_main):
-            return steps
-        return profile_steps(steps, self.run_dir / "profile.txt", parts.policy.dtype)
+        steps = record_steps(end_forked_copies(steps), cfg, self.run_dir, parts)
+        if self.profile and parts.runtime.is_main:
+            return profile_steps(steps, self.run_dir / "profile.txt", parts.policy.dtype)
+        return steps
 
     def _save_checkpoint(self, parts: Components) -> None:
         """Save the run, unless this step is saved already."""
@@ -398,7 +390,7 @@ def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Gr
         make_evaluation_sampling(cfg),
         cfg.evaluate.k,
         parts.runtime,
-        make_progress(cfg, parts.state.step),
+        make_progress(cfg.algorithm, parts.state.step),
     )
     return evaluation, groups
 
@@ -406,13 +398,12 @@ def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Gr
 def _evaluate_before_training(cfg: Config, parts: Components) -> Evaluation | None:
     """Evaluate the policy before step 1, and show one exchange and the predicted share of zero-variance groups.
 
-    Raises:
-        NotBegunError: No reward applies, or all fail.
+    Raise NotBegunError if no reward applies, or all fail.
     """
     parts.sampler.sync(parts.policy, parts.state.step)
     _try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
-    sampling, progress = make_training_sampling(cfg), make_progress(cfg, 0)
+    sampling, progress = make_training_sampling(cfg), make_progress(cfg.algorithm, 0)
     is_same_sampling = replace(make_evaluation_sampling(cfg), n=sampling.n) == sampling
     if not groups or len(groups[0].completions) < sampling.n or not is_same_sampling:
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
@@ -439,7 +430,7 @@ def _try_rewards(cfg: Config, parts: Components) -> None:
         prompts = [*prompts, *parts.task.sample(0, cfg.algorithm.prompts_per_step)][:_MIN_PROBE_ANSWERS]
     n, sampling = -(-_MIN_PROBE_ANSWERS // len(prompts)), make_training_sampling(cfg)
     sampling = make_greedy_sampling(sampling) if n == 1 else replace(sampling, n=n)
-    own_prompts, progress = parts.runtime.shard(prompts), make_progress(cfg, 0)
+    own_prompts, progress = parts.runtime.shard(prompts), make_progress(cfg.algorithm, 0)
     groups = sample_and_grade(parts.task, parts.sampler, own_prompts, sampling, progress)
     refuse_failed_rewards(parts.runtime.gather(groups))
 
@@ -448,11 +439,7 @@ def _try_rewards(cfg: Config, parts: Components) -> None:
 
 
 def start_run_dir(run_dir: Path, cfg: Config, step: int, resume_changes: SettingChanges | None) -> None:
-    """Write config.json, and remove the logs of a run that has no checkpoint.
-
-    Raises:
-        UserError: The folder holds another run.
-    """
+    """Write config.json, and remove the logs of a run that has no checkpoint."""
     if resume_changes is None:
         check_free_run_dir(run_dir)
     if step == 0:
@@ -470,9 +457,8 @@ def start_run_dir(run_dir: Path, cfg: Config, step: int, resume_changes: Setting
 
 def _open_logs(cfg: Config, run_dir: Path, first_step: int) -> CompositeLogger:
     """Open the loggers of a run: its files, the boards that the settings name, and the screen."""
-    screen: Logger
     if is_in_notebook():
-        screen = NotebookLogger(cfg.algorithm.steps, list(read_records(run_dir / "metrics.jsonl")))
+        screen: Logger = NotebookLogger(cfg.algorithm.steps, list(read_records(run_dir / "metrics.jsonl")))
     else:
         screen = make_screen_logger(cfg.algorithm.steps, first_step)
     for step, evaluation in read_evaluations(run_dir).items():
@@ -486,10 +472,7 @@ def _open_logs(cfg: Config, run_dir: Path, first_step: int) -> CompositeLogger:
 
 
 def print_results(run_dir: Path, stopped_step: int, resume_hint: str) -> None:
-    """Write the report, and print how to resume a stopped run or the results of a finished one.
-
-    A failure to do so does not fail the run. An empty `resume_hint` prints none, for a run that ends with an error.
-    """
+    """Write the report, and print `resume_hint` for a stopped run or the results of a finished one."""
     if stopped_step and resume_hint:
         print(escape_controls(f"stopped after step {stopped_step}, nothing is lost; go on with: {resume_hint}"))
     outputs = {"model": "model"}
@@ -506,8 +489,8 @@ def print_results(run_dir: Path, stopped_step: int, resume_hint: str) -> None:
         print(escape_controls(f"{label:8} {run_dir / name}"))
 
 
-def collect_provenance() -> dict[str, Any]:
-    """Return versions, git revision and hardware, for config.json."""
+def collect_provenance() -> Record:
+    """Return where a run comes from, for config.json."""
     return {"versions": collect_versions(), "git": get_git_revision(), "hardware": hardware.describe_hardware()}
 
 
@@ -527,17 +510,14 @@ def get_git_revision() -> str:
 
 
 def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, output: Path | None = None) -> int:
-    """Evaluate a model on the held-out prompts of a task, and print the accuracy.
+    """Evaluate a model on the held-out prompts of a task, and print the accuracy. Return the exit status, 0.
 
     Args:
         cfg: The settings of task, rewards, sampler and evaluation.
         model: The name or the folder of the model.
         access: How the model is accessed.
         show: How many greedy answers are printed.
-        output: A file for a record of every answer; None for no file.
-
-    Returns:
-        The exit status.
+        output: A file for a record of every answer.
 
     Raises:
         UserError: The settings, the task or the model cannot be used.
@@ -553,7 +533,7 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
     task = with_split(cfg.task, "test")
     check_reward_signatures(cfg, sample_held_out_prompts(task, cfg.evaluate.n))
     policy = load_frozen_policy(
-        model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, make_template(cfg), access
+        model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, make_template(cfg.policy), access
     )
     check_prompts(cfg, policy.tokenizer, policy.context_length, policy.vocabulary_size, ("test",))
     prompts = sample_held_out_prompts(task, cfg.evaluate.n)  # without the rows that `check_prompts` marked as bad
@@ -573,7 +553,7 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
             sampling,
             cfg.evaluate.k,
             SINGLE_PROCESS,
-            make_progress(cfg, cfg.algorithm.steps),
+            make_progress(cfg.algorithm, cfg.algorithm.steps),
         )
     verdicts = evaluation.has_verdicts
     for group in greedy_groups[:show]:

@@ -56,10 +56,7 @@ def hold_run_dir(run_dir: Path) -> Iterator[None]:
     """Create a run directory if it is missing, and hold its lock until the context or this process ends.
 
     If the run cannot start, since its model is missing or its rewards fail, a new directory is removed again; from an
-    existing one, only the rows that were written for this run.
-
-    Raises:
-        UserError: Another process trains in the directory.
+    existing one, only the rows that were written for this run. Raise UserError if another process trains there.
     """
     new_folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -256,11 +253,7 @@ SettingChanges = Mapping[str, Sequence[Any]]
 
 
 def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
-    """Return the settings that a resume with `cfg` changes.
-
-    Raises:
-        UserError: One of them must not change.
-    """
+    """Return the settings that a resume with `cfg` changes. Raise UserError if one of them must not change."""
     changed, steps = _find_setting_changes(run_dir, dump_settings(cfg)), cfg.algorithm.steps
     done = max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0)
     if steps < done:
@@ -412,8 +405,7 @@ def _resolve_path(value: str) -> str:
 def digest_named_files(settings: Record) -> dict[str, str]:
     """Return by dotted key the sha256 of each file that the settings of task, axes and policy name.
 
-    These are code, prefixes, data and templates. An object that was passed to `pellucid.train` has the digest of its
-    source.
+    An object that was passed to `pellucid.train` has the digest of its source.
     """
     sources = [
         *_find_named_files(settings["task"], "task"),
@@ -444,17 +436,17 @@ def _digest_source(source: Path | Sequence[Path] | str) -> str:
 
 def _find_named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Path] | str]]:
     """Yield by dotted key the file that a setting names, all files of a pattern, or the source of an object."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
+    if isinstance(value, Mapping | list | tuple):
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _find_named_files(item, f"{key}.{name}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _find_named_files(item, f"{key}.{i}")
-    elif isinstance(value, str) and is_file_pattern(value):
+    elif not isinstance(value, str):
+        return
+    elif is_file_pattern(value):
         yield key, list_matching_files(value)
-    elif isinstance(value, str) and value.startswith(IN_PROCESS_PREFIX):
-        yield from ((key, source) for source in [_get_source(load_object(value))] if source)
-    elif isinstance(value, str) and (path := _find_file(value)):
+    elif value.startswith(IN_PROCESS_PREFIX):
+        if source := _get_source(load_object(value)):
+            yield key, source
+    elif path := _find_file(value):
         yield key, path
 
 

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +40,7 @@ _RowColumns = Mapping[str, Tensor]
 
 def record_steps(steps: Iterator[StepResult], cfg: Config, run_dir: Path, parts: Components) -> Iterator[StepResult]:
     """Yield the steps and record them if log.tokens is set. The metric time/record is the time that this takes."""
-    if not cfg.log.tokens:
-        return steps
-    return _TokenRecorder(cfg, run_dir, parts).record_steps(steps)
+    return _TokenRecorder(cfg, run_dir, parts).record_steps(steps) if cfg.log.tokens else steps
 
 
 class _TokenRecorder:
@@ -67,17 +64,16 @@ class _TokenRecorder:
                 start = time.perf_counter()
                 if scorer.score_hook:
                     self.record_step(result)
-                spent = {"time/record": time.perf_counter() - start}
-                yield result._replace(metrics=result.metrics | spent)
+                yield result._replace(metrics={**result.metrics, "time/record": time.perf_counter() - start})
                 self.prepare_step()
         finally:
             scorer.score_hook = None
 
     def prepare_step(self) -> None:
-        """Decide whether the next step is recorded."""
+        """Watch the update of the next step if it is to be recorded."""
         self.watcher.clear()
-        step, log = self.parts.state.step + 1, self.cfg.log
-        is_recorded = step <= self.cfg.algorithm.steps and (step == 1 or step % log.token_steps == 0)
+        step = self.parts.state.step + 1
+        is_recorded = step <= self.cfg.algorithm.steps and (step == 1 or step % self.cfg.log.token_steps == 0)
         self.parts.policy.scorer.score_hook = self.watcher if is_recorded else None
 
     def record_step(self, result: StepResult) -> None:
@@ -130,11 +126,8 @@ class _TokenRecorder:
         # The module of ddp would wait for processes that have no group, so it is only called if parameters are sharded.
         is_lockstep = self.parts.runtime.engine.is_lockstep
         statistics: TokenStatistics = policy.module(examine, batch) if is_lockstep else examine(batch)
-        flat = {
-            "logprob_after": statistics.logprobs,
-            "entropy_after": statistics.entropy,
-            **_make_distribution_columns(statistics, "after"),
-        }
+        flat = {"logprob_after": statistics.logprobs, "entropy_after": statistics.entropy}
+        flat |= _make_distribution_columns(statistics, "after")
         return _split_by_row(flat, batch.scored_mask.sum(-1).tolist())
 
     # ------------------------------------------------------------ tables
@@ -167,22 +160,20 @@ class _TokenRecorder:
         dead = bool(is_zero_variance(collect_task_rewards([group]), self.cfg.algorithm.min_reward_range))
         return "zero_variance" if dead else "no_advantage"
 
+    def make_id_columns(self, ids: Sequence[int]) -> _TokenTable:
+        return {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.decode_each(ids)}
+
     def make_prompt_table(self, ids: Sequence[int]) -> _TokenTable:
-        table = {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.decode_each(ids)}
-        return _add_constant_columns(table, {"kind": KIND_PROMPT, "completion": -1, "branch": 0})
+        return _add_constant_columns(self.make_id_columns(ids), {"kind": KIND_PROMPT, "completion": -1, "branch": 0})
 
     def make_sequence_table(self, sequence: Completion, columns: _RowColumns) -> _TokenTable:
         """Return the columns of the tokens of one sequence."""
         ids = sequence.token_ids
         given = {t for start, end in sequence.given_spans for t in range(start, end)}
-        sampled = [t for t in range(len(ids)) if t not in given]
-        table: _TokenTable = {
-            "position": list(range(len(ids))),
-            "token": list(ids),
-            "text": self.texts.decode_each(ids),
-        }
+        table = self.make_id_columns(ids)
         table["kind"] = [KIND_GIVEN if t in given else KIND_SAMPLED for t in range(len(ids))]
         table["sampler_logprob"] = [None if t in given else sequence.logprobs[t] for t in range(len(ids))]
+        sampled = [t for t in range(len(ids)) if t not in given]
         for name, values in self.convert_columns(columns).items():
             by_position = dict(zip(sampled, values, strict=True))
             table[name] = [by_position.get(t) for t in range(len(ids))]
@@ -207,14 +198,7 @@ class _TokenRecorder:
 
 
 def _add_rules(table: _TokenTable, advantage: float, zero_rule: str, unscored_rule: str) -> None:
-    """Add rules and advantages to the table of a sequence.
-
-    Args:
-        table: The table.
-        advantage: The advantage of the completion.
-        zero_rule: The rule that makes an advantage of its group 0.
-        unscored_rule: The rule of a sequence that was not scored.
-    """
+    """Add rules and advantages to the table of a sequence. See `explain_zero_advantage` for the rule of advantage 0."""
     is_sampled = [kind == KIND_SAMPLED for kind in table["kind"]]
     rules = [
         zero_rule if rule == "no_advantage" else rule for rule in table.get("rule") or [unscored_rule] * len(is_sampled)
@@ -245,30 +229,23 @@ def _add_constant_columns(table: _TokenTable, values: Mapping[str, Any]) -> _Tok
 def _join_tables(tables: Sequence[_TokenTable]) -> _TokenTable:
     """Return the rows of all tables; a column that one of them lacks is null there."""
     names = dict.fromkeys(name for table in tables for name in table)
-    joined: defaultdict[str, list[Any]] = defaultdict(list)
-    for table in tables:
-        for name in names:
-            joined[name] += table.get(name) or [None] * len(table["token"])
-    return dict(joined)
+    return {
+        name: [value for table in tables for value in table.get(name) or [None] * len(table["token"])] for name in names
+    }
 
 
 def _choose_groups(groups: Sequence[Group], max_groups: int) -> list[int]:
     """Return the indices of the first groups with an advantage, filled up with other groups, in ascending order."""
-    live = [i for i, group in enumerate(groups) if any(group.advantages)]
-    others = [i for i, group in enumerate(groups) if not any(group.advantages)]
-    return sorted([*live, *others][:max_groups])
+    with_advantage_first = sorted(range(len(groups)), key=lambda i: not any(groups[i].advantages))
+    return sorted(with_advantage_first[:max_groups])
 
 
 def _list_row_origins(groups: Sequence[Group]) -> list[list[int]]:
     """Return the row indices of each group of a process in its batch, completions before branches."""
-    origins, completion_start = [], 0
-    branch_start = sum(len(group.completions) for group in groups)
-    for group in groups:
-        completion_end = completion_start + len(group.completions)
-        branch_end = branch_start + sum(len(completion.branches) for completion in group.completions)
-        origins.append([*range(completion_start, completion_end), *range(branch_start, branch_end)])
-        completion_start, branch_start = completion_end, branch_end
-    return origins
+    branch_counts = [sum(len(completion.branches) for completion in group.completions) for group in groups]
+    rows = itertools.count()
+    origins = [list(itertools.islice(rows, len(group.completions))) for group in groups]
+    return [[*row_indices, *itertools.islice(rows, n)] for row_indices, n in zip(origins, branch_counts, strict=True)]
 
 
 # ---------------------------------------------------------------- during the update
@@ -278,10 +255,6 @@ class UpdateWatcher:
     """A score hook that keeps what the loss did to each token, in the last optimizer step of which a row was part.
 
     It records the rows of the first prompts of a step, in their order, until `max_prompts` have an advantage.
-
-    Args:
-        get_settings: Returns the settings of the current step.
-        max_prompts: The number of prompts with an advantage.
     """
 
     def __init__(self, get_settings: Callable[[], GRPOConfig], max_prompts: int) -> None:
@@ -291,7 +264,6 @@ class UpdateWatcher:
         """The columns of each row by its index in the batch of the step."""
 
     def clear(self) -> None:
-        """Forget the rows of the last step."""
         self.signal_prompts.clear()
         self.rows_by_origin.clear()
 

@@ -5,19 +5,19 @@ A key stays in an environment variable. Messages name the settings as the user d
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
 from pellucid.types import UserError
 
-LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 NO_KEY = "none"
 """The key for endpoints that need none."""
 _MIN_KEY_CHARACTERS = 4
@@ -36,9 +36,7 @@ UNCOMPRESSED_HEADERS = {"Accept-Encoding": "identity"}
 class RefusedAnswerError(Exception):
     """An answer is not read, because it is too long, compressed, or redirects to another origin.
 
-    Args:
-        reason: The message.
-        is_permanent: Whether every answer of the endpoint would be refused.
+    is_permanent: whether every answer of the endpoint would be refused.
     """
 
     def __init__(self, reason: str, is_permanent: bool = False) -> None:
@@ -48,10 +46,7 @@ class RefusedAnswerError(Exception):
 
 @dataclass(frozen=True)
 class SettingNames:
-    """The user's names for the settings of an endpoint.
-
-    Example: SettingNames("--base-url", "--teacher", "--key-env")
-    """
+    """The user's names for the settings of an endpoint, such as --base-url."""
 
     base_url: str
     model: str
@@ -73,15 +68,17 @@ def find_address_mistake(base_url: str, names: SettingNames) -> str:
     return ""
 
 
-def is_loopback(base_url: str) -> bool:
-    return urlsplit(base_url).hostname in LOOPBACK_HOSTS
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def get_api_key(base_url: str, variable: str) -> str:
     """Return the key in an environment variable; NO_KEY for a loopback address without one.
 
-    Raises:
-        UserError: There is no key, or it cannot be one.
+    Raise UserError if there is no key, or it cannot be one.
     """
     key = os.environ.get(variable, "").strip()
     if not key and not is_loopback(base_url):
@@ -126,18 +123,12 @@ def remove_key(text: str, key: str) -> str:
     """
     if key == NO_KEY or len(key) < _MIN_KEY_CHARACTERS:
         return text
-    parts = {key[i : i + _MIN_REDACTED_CHARACTERS] for i in range(max(1, len(key) - _MIN_REDACTED_CHARACTERS + 1))}
-    found = [part for part in parts if part in text]
-    if not found:
-        return text
-    covered = bytearray(len(text))
-    for part in found:
-        start = text.find(part)
-        while start >= 0:
-            covered[start : start + len(part)] = b"\1" * len(part)
-            start = text.find(part, start + 1)
-    stretches = groupby(zip(text, covered, strict=True), itemgetter(1))
-    return "".join("[key]" if hidden else "".join(map(itemgetter(0), pairs)) for hidden, pairs in stretches)
+    size = min(len(key), _MIN_REDACTED_CHARACTERS)
+    parts = {key[i : i + size] for i in range(len(key) - size + 1)}
+    starts = [match.start() for match in re.finditer(f"(?={'|'.join(map(re.escape, parts))})", text)]
+    covered = {start + i for start in starts for i in range(size)}
+    stretches = groupby(enumerate(text), lambda pair: pair[0] in covered)
+    return "".join("[key]" if hidden else "".join(character for _, character in pairs) for hidden, pairs in stretches)
 
 
 def extract_message_text(content: Any) -> str:
@@ -155,7 +146,7 @@ def limit_answer(response: Any) -> None:
 
     Raises:
         RefusedAnswerError: The answer is a redirect to another origin, which must get neither prompts nor key, or is
-            compressed. Reading more than MAX_ANSWER_BYTES raises it, too.
+            compressed, or more than MAX_ANSWER_BYTES are read.
     """
     url = response.request.url
     if response.has_redirect_location:
@@ -175,7 +166,6 @@ def limit_answer(response: Any) -> None:
 
 
 async def limit_answer_async(response: Any) -> None:
-    """`limit_answer` for asynchronous clients."""
     limit_answer(response)
 
 

@@ -15,6 +15,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
+
 from pellucid.types import UserError
 from pellucid.utils.text import escape_controls
 
@@ -63,13 +65,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_file_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace the content of a file. Whatever happens, it has the old or the new content; it is durable at return.
-
-    Args:
-        path: The file.
-        text: The new content.
-        mode: The permissions of the file, reduced by the user's umask.
-    """
+    """Replace the content of a file. Whatever happens, it has the old or the new content; it is durable at return."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
@@ -80,16 +76,11 @@ def write_file_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 class BoundedLog:
-    """Bounds the size of a file to which other processes append.
+    """Bounds the size of a file to which other processes append. They must open it with O_APPEND, or leave holes.
 
     Of `max_bytes`, the first half and the newest quarter are kept, and a line between them says that something was left
     out. The file may be larger by what is written in `interval_seconds`. Lines that are written during the
     milliseconds in which the file is cut may be lost or be out of order.
-
-    Args:
-        path: The file. Writers must open it with O_APPEND, or they would leave holes.
-        max_bytes: The size above which the file is cut.
-        interval_seconds: The time between two checks of the size.
     """
 
     def __init__(self, path: Path, max_bytes: int = 2**24, interval_seconds: float = 0.5) -> None:
@@ -154,11 +145,8 @@ def hold_lock(path: Path, activity: str) -> Iterator[TextIOWrapper]:
     `write_lock_holder`. Python passes no open files to children unless it is asked to.
 
     Args:
-        path: The lock file.
+        path: The lock file, which contains the process ids of the holders.
         activity: What a holder does, for the message of the error: "reads".
-
-    Yields:
-        The open lock file, which contains the process ids of the holders.
 
     Raises:
         UserError: Another process holds the lock.
@@ -166,13 +154,7 @@ def hold_lock(path: Path, activity: str) -> Iterator[TextIOWrapper]:
     if fcntl is None:
         raise UserError("training needs Linux or macOS, whose file locks die with a process: on Windows use WSL")
     with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(describe_lock_holder(file, activity)) from error
-        except OSError as error:
-            if error.errno not in _LOCKS_UNSUPPORTED_ERRNOS:
-                raise
+        if not _lock(file, fcntl.LOCK_EX, activity):
             text = f"! {path.parent}: its file system has no locks: see to it that no other process {activity}"
             print(escape_controls(text), flush=True)
         file.truncate(0)
@@ -184,13 +166,21 @@ def check_unlocked(path: Path, activity: str) -> None:
     """Raise UserError if a process holds the lock, without taking it."""
     if path.is_file() and fcntl is not None:
         with path.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(describe_lock_holder(file, activity)) from error
-            except OSError as error:
-                if error.errno not in _LOCKS_UNSUPPORTED_ERRNOS:
-                    raise
+            _lock(file, fcntl.LOCK_SH, activity)
+
+
+def _lock(file: TextIOWrapper, kind: int, activity: str) -> bool:
+    """Lock a file, or return False if its file system has no locks. Raises UserError if another process holds it."""
+    assert fcntl is not None
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(describe_lock_holder(file, activity)) from error
+    except OSError as error:
+        if error.errno not in _LOCKS_UNSUPPORTED_ERRNOS:
+            raise
+        return False
+    return True
 
 
 def write_lock_holder(lock: TextIOWrapper, pid: int) -> None:
@@ -201,29 +191,17 @@ def write_lock_holder(lock: TextIOWrapper, pid: int) -> None:
 def describe_lock_holder(file: TextIOWrapper, activity: str) -> str:
     """Return for example "process 7 reads: wait for it, or stop it (since 2026-01-31 12:00:00)"."""
     file.seek(0)
-    alive = [pid for pid in file.read().split() if pid.isdecimal() and is_process_alive(int(pid))]
+    alive = [pid for pid in file.read().split() if pid.isdecimal() and psutil.pid_exists(int(pid))]
     who = f"process {' and '.join(alive)}" if alive else "another process"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.fstat(file.fileno()).st_mtime))
     return f"{who} {activity}: wait for it, or stop it (since {since})"
-
-
-def is_process_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a process of another user
-        return True
-    return True
 
 
 # ---------------------------------------------------------------- forked copies
 
 
 def exit_if_forked(owner_pid: int, error: BaseException | None = None) -> None:
-    """Exit if this process is a copy that user code has forked; else do nothing.
-
-    Call it after user code that may fork. The copy exits as Python would, without running our code.
+    """Exit as Python would, without running our code, if this process is a copy that user code has forked.
 
     Args:
         owner_pid: The process id before the user code was called.

@@ -37,14 +37,10 @@ entries of older ones are not used again, and fragment the heap."""
 
 
 def pick_device(name: str, setting: str = "policy.device") -> torch.device:
-    """Return the device of a name.
-
-    Args:
-        name: A device of PyTorch. "cuda" is the GPU of this process; "auto" is that, or Apple's, or the CPU.
-        setting: The user's name for the setting, for the message of the error.
+    """Return the device of a name: PyTorch's, "cuda" for the GPU of this process, "auto" for that, Apple's or the CPU.
 
     Raises:
-        UserError: There is no such device.
+        UserError: There is no such device. `setting` is the user's name for the setting.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -113,14 +109,10 @@ def pick_float64_device(device: torch.device) -> torch.device:
 def use_deterministic_algorithms() -> Iterator[None]:
     """Make operations on a GPU repeatable bit for bit within the block, or refused. Enter it before any operation.
 
-    Raises:
-        UserError: The environment has another setting for cuBLAS.
+    Raise UserError if the environment has another setting for cuBLAS.
     """
-    workspace, mode, benchmark = (
-        os.environ.get(CUBLAS_WORKSPACE_VARIABLE),
-        torch.get_deterministic_debug_mode(),
-        torch.backends.cudnn.benchmark,
-    )
+    workspace = os.environ.get(CUBLAS_WORKSPACE_VARIABLE)
+    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     if workspace not in (None, *DETERMINISTIC_WORKSPACES):
         allowed = " or ".join(DETERMINISTIC_WORKSPACES)
         raise UserError(f"policy.deterministic needs {CUBLAS_WORKSPACE_VARIABLE} to be {allowed}: unset it")
@@ -139,8 +131,7 @@ def use_deterministic_algorithms() -> Iterator[None]:
 def measure_matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, threads: int = 1) -> float:
     """Return the speed of the fastest of a few matrix products on the CPU in TFLOP/s; it takes tens of milliseconds.
 
-    It uses one thread by default: two would wait for each other, and on a busy machine the wrong dtype might look
-    faster.
+    With two threads, which wait for each other, the wrong dtype might look faster on a busy machine.
     """
     before, x = torch.get_num_threads(), torch.ones(size, size, dtype=dtype)
     torch.set_num_threads(threads)
@@ -168,10 +159,7 @@ def keep_freed_memory() -> bool:
     """Configure glibc to keep freed memory for the next tensor, and bound the caches for shapes of products.
 
     A training step frees and allocates the same gigabytes again and again; on CPUs the page faults cost a quarter of
-    its time. The bounds of the caches have no effect after torch's first product.
-
-    Returns:
-        Whether freed memory is kept; False without glibc.
+    its time. The bounds have no effect after torch's first product. Return False without glibc.
     """
     for name, capacity in _GEMM_CACHE_LIMITS.items():
         os.environ.setdefault(name, capacity)
@@ -185,10 +173,8 @@ def keep_freed_memory() -> bool:
 
 
 class HeapTrimmer:
-    """Returns free memory to the system from time to time, after `keep_freed_memory`.
-
-    Memory that is kept becomes fragmented: small allocations lie in free blocks that a larger tensor would need, so the
-    heap would grow during the whole run.
+    """Returns free memory to the system from time to time, after `keep_freed_memory`: the heap is fragmented, and would
+    grow during the whole run.
     """
 
     def __init__(self) -> None:

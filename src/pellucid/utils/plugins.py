@@ -27,18 +27,6 @@ from pellucid.utils.text import escape_controls
 
 IN_PROCESS_PREFIX = "here:"
 """The prefix of names of objects that were given to `pellucid.train`; no other process can find them."""
-_USER_IMPORT_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a user's file may raise while it is imported, besides SyntaxError and ImportError."""
 _PACKAGE_PREFIX = "pellucid."
 _in_process_objects: ContextVar[Mapping[str, Any]] = ContextVar("given")
 _module_digests: dict[str, str] = {}
@@ -60,13 +48,10 @@ def provide_objects(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def load_object(spec: str) -> Any:
-    """Load an object.
+    """Load an object, or raise UserError.
 
     Args:
         spec: "module:Name", "path/to/file.py:Name", or "here:Name" for an object that was given to `pellucid.train`.
-
-    Raises:
-        UserError: There is no such object, or its module cannot be imported.
     """
     source, _, name = spec.rpartition(":")
     if spec.startswith(IN_PROCESS_PREFIX):
@@ -87,15 +72,7 @@ def load_object(spec: str) -> Any:
 
 
 def load_function(spec: str, kind: str) -> Callable[..., Any]:
-    """Load a function; objects from files are cached.
-
-    Args:
-        spec: As for `load_object`.
-        kind: What the function is for, such as "reward", for the message of the error.
-
-    Raises:
-        UserError: There is no such object, or it is no function.
-    """
+    """Load a function, or raise UserError with what it is for, its `kind`. Objects from files are cached."""
     # The name of a given object may stand for another one the next time.
     loaded = load_object(spec) if spec.startswith(IN_PROCESS_PREFIX) else _load_object_cached(spec)
     if not callable(loaded):
@@ -117,7 +94,9 @@ def _import_user_module(source: str) -> ModuleType:
         file = f"{source}.py"
         hint = f'; a file is named with its ending, "{file}:Name"' if Path(file).is_file() else ""
         raise UserError(f"{source} cannot be imported: {error}{hint}") from error
-    except _USER_IMPORT_ERRORS as error:
+    except UserError:
+        raise
+    except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
@@ -129,10 +108,7 @@ def _import_user_module(source: str) -> ModuleType:
 
 
 def forget_edited_modules() -> None:
-    """Make the next load of an object from an edited file import the file again.
-
-    Objects of the older version stay in use where they are.
-    """
+    """Make the next load of an object from an edited file import the file again."""
     _load_object_cached.cache_clear()
     for name, digest in list(_module_digests.items()):
         if _compute_module_digest(sys.modules.get(name)) == digest:
@@ -152,12 +128,7 @@ def _compute_module_digest(module: ModuleType | None) -> str:
 
 
 def _resolve_module_name(path: Path) -> str:
-    """Return the module name of a file, and add its folder to sys.path, which spawned processes inherit.
-
-    Raises:
-        MissingFileError: There is no such file.
-        UserError: The file name is no module name, or that of another module.
-    """
+    """Return the module name of a file, and add its folder to sys.path, which spawned processes inherit."""
     if not path.expanduser().is_file():
         raise MissingFileError(f"{path}: there is no such file{suggest_path(path)}", path)
     path = path.expanduser().resolve()
@@ -209,16 +180,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def import_extra(module: str, extra_name: str, feature: str) -> Any:
-    """Import a library that only some settings need.
-
-    Args:
-        module: The module.
-        extra_name: The extra that installs it: `pip install "pellucid[EXTRA]"`.
-        feature: What needs it, for the message of the error.
-
-    Raises:
-        UserError: The library is missing.
-    """
+    """Import a library that only some settings need. If it is missing, UserError says which `feature` needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -234,10 +196,7 @@ CONNECT_TIMEOUT_SECONDS = 10.0
 
 
 def check_hub_online() -> bool:
-    """Return whether the Hub can be used. If it cannot be reached, print so, and restrict its client to the cache.
-
-    The answer holds for the rest of this process.
-    """
+    """Return whether the Hub can be used. If not, this process says so once, and its client uses the cache alone."""
     from huggingface_hub import constants  # noqa: PLC0415 - it reads the environment when it is imported
 
     if not constants.HF_HUB_OFFLINE and not is_reachable(constants.ENDPOINT):
@@ -262,10 +221,9 @@ def is_reachable(endpoint: str) -> bool:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector while torch is imported, and exempt the imported modules from it afterwards.
+    """Pause the garbage collector while torch is imported, and exempt its modules, which saves a third of the time.
 
-    The collector would search modules that stay until the process ends, again and again, which takes half as long as
-    the import itself. If torch is imported already, this does nothing: the process is another program's.
+    If torch is imported already, this does nothing: the process is another program's.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

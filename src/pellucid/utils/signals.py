@@ -65,10 +65,9 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Ite
 
 @contextmanager
 def defer_stop_signals() -> Iterator[None]:
-    """Delay signals that ask for a stop until the end of the block.
+    """Delay signals that ask for a stop until the end of the block, which imports torch.
 
-    For the first import of torch: a module that was imported halfway cannot be imported again, and the process would
-    crash later.
+    A module that was imported halfway cannot be imported again, and the process would crash later.
     """
     received: list[int] = []
 
@@ -84,9 +83,8 @@ def defer_stop_signals() -> Iterator[None]:
 
 def list_stop_signals() -> list[signal.Signals]:
     """Return SIGINT, SIGTERM and, unless it is ignored as under nohup, SIGHUP."""
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    hang_up = getattr(signal, "SIGHUP", None)
-    return numbers if hang_up is None or signal.getsignal(hang_up) == signal.SIG_IGN else [*numbers, hang_up]
+    hang_up = [signal.SIGHUP] if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
 
 
 def _write_to_stderr(line: bytes) -> None:

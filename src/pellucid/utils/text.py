@@ -160,25 +160,17 @@ def get_module_summary(module: str) -> str:
 
 
 def get_dict_summaries(module: str, name: str) -> dict[str, str]:
-    """Return the first sentence of the docstring for each key of a dict of functions in a module.
+    """Return the first sentence of the docstring for each key of a dict of functions, or lambdas that call one.
 
-    The values of the dict are functions of the module, or lambdas that call one.
-
-    Example: get_dict_summaries("pellucid.algorithm.kl", "KL")["k1"] == "log pi - log ref: unbiased."
+    Example: get_dict_summaries("pellucid.algorithm.kl", "KL_ESTIMATORS")["k1"] == "log pi - log ref: unbiased."
     """
     body = _parse_module(module).body
     documented = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
-    table = body[_find_assignment(name, body)].value  # pyright: ignore[reportAttributeAccessIssue]
-    return {
-        key.value: extract_first_sentence(documented[get_function_name(value)])
-        for key, value in zip(table.keys, table.values, strict=True)
-    }
-
-
-def get_constant_summary(module: str, name: str) -> str:
-    """Return the first sentence of the string below the assignment to a name in a module."""
-    body = _parse_module(module).body
-    return extract_first_sentence(body[_find_assignment(name, body) + 1].value.value)  # pyright: ignore[reportAttributeAccessIssue]
+    [table] = [node.value for node in body if ast.unparse(node).startswith((f"{name} =", f"{name}:"))]  # pyright: ignore[reportAttributeAccessIssue]
+    called = [
+        next(node.id for node in ast.walk(value) if getattr(node, "id", "") in documented) for value in table.values
+    ]
+    return {key.value: extract_first_sentence(documented[each]) for key, each in zip(table.keys, called, strict=True)}
 
 
 def _parse_module(module: str) -> ast.Module:
@@ -186,22 +178,6 @@ def _parse_module(module: str) -> ast.Module:
     spec = importlib.util.find_spec(module)
     assert spec and spec.origin
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-
-
-def _find_assignment(name: str, body: list[ast.stmt]) -> int:
-    """Return the index of the statement that assigns to a name."""
-    targets = [
-        node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        for node in body
-    ]
-    return next(i for i, each in enumerate(targets) if any(isinstance(t, ast.Name) and t.id == name for t in each))
-
-
-def get_function_name(value: ast.expr) -> str:
-    """Return the name of the function that an expression is, or that a lambda calls."""
-    called = value.body.func if isinstance(value, ast.Lambda) and isinstance(value.body, ast.Call) else value
-    assert isinstance(called, ast.Name)
-    return called.id
 
 
 def extract_first_sentence(docstring: str) -> str:

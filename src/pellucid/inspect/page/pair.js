@@ -1,89 +1,71 @@
 // The same step of two runs, side by side by its questions.
 
-import {el, figure, link, mean} from "page/dom.js";
-import {listing, say} from "page/words.js";
-import {overview, runsThere, summary, tokens} from "page/source.js";
-import {groupOf} from "page/tokens.js";
-import {legend, paint, strongest} from "page/colours.js";
+import {el, formatNumber, link} from "page/dom.js";
+import {joinList, say} from "page/words.js";
+import {getOverview, getSummary, getTokens, listRuns} from "page/source.js";
+import {getSequences, isAnswer} from "page/tokens.js";
+import {buildLegend, colorToken, computeMax} from "page/colors.js";
 
-const BY = "change",
-  MOST_ANSWERS = 4,
-  MOST_TOKENS = 200;
+const BY = "change", MAX_ANSWERS = 4, MAX_TOKENS = 200;
 
-export async function pairView({step}) {
-  const title = el("h1", {}, say("pair.title", {step}));
-  if ((await runsThere()).length < 2) return [title, el("p", {class: "lede"}, say("pair.one"))];
-  const runs = [0, 1],
-    names = await Promise.all(runs.map(async run => (await overview(run)).name));
-  const sides = await Promise.all(
-    runs.map(async run => ({summary: await summary(step, run), data: await tokens(step, run)})),
-  );
-  const asked = new Map();
-  sides.forEach((side, run) =>
-    (side.summary?.groups ?? []).forEach(group =>
-      asked.set(group.question, {...asked.get(group.question), [run]: group}),
-    ),
-  );
-  const both = [...asked.values()].filter(pair => pair[0] && pair[1]);
-  const shown = pair => runs.flatMap(run => (pair[run] ? answersOf(sides[run].data, pair[run]) : []));
-  const all = [...asked.values()].flatMap(shown).flatMap(each => each.tokens),
-    most = strongest(all, BY);
-  const rest = [...asked.values()].filter(pair => !(pair[0] && pair[1]));
+export async function renderPair({step}) {
+  const title = el("h1", say("pair.title", {step}));
+  if ((await listRuns()).length < 2) return [title, el("p.lede", say("pair.one"))];
+  const runs = await Promise.all([0, 1].map(run => loadRun(step, run)));
+  const questions = [...new Set(runs.flatMap(run => [...run.groups.keys()]))];
+  const isShared = question => runs.every(run => run.groups.has(question));
+  const shared = questions.filter(isShared), others = questions.filter(question => !isShared(question));
+  const tokens = runs.flatMap(run => [...run.answers.values()].flat()).flatMap(answer => answer.tokens);
+  const max = computeMax(tokens, BY), legend = buildLegend(tokens, BY, max);
   return [
     title,
-    el("p", {class: "lede"}, say("pair.shared", {n: both.length})),
-    all.length ? el("p", {class: "controls"}, say("group.heat"), " ", say(`by.${BY}`), legend(all, BY, most)) : null,
-    ...[...both, ...rest].map(pair =>
+    el("p.lede", say("pair.shared", {n: shared.length})),
+    tokens.length ? el("p.controls", `${say("group.heat")} ${say(`by.${BY}`)}`, legend) : null,
+    ...[...shared, ...others].map(question =>
       el(
-        "section",
-        {class: "pair"},
-        el("h2", {class: "asked"}, (pair[0] ?? pair[1]).prompt.slice(0, 300)),
-        el(
-          "div",
-          {class: "two"},
-          runs.map(run => side(step, names[run], pair[run], sides[run].data, run, most)),
-        ),
+        "section.pair",
+        el("h2.question", runs.find(run => run.groups.has(question)).groups.get(question).prompt.slice(0, 300)),
+        el("div.two", runs.map(run => buildSide(step, run, question, max))),
       ),
     ),
   ];
 }
 
-function answersOf(data, group) {
-  if (!data || !group.recorded) return [];
-  return groupOf(data, group.group).filter(each => each.completion >= 0 && each.branch === 0);
+// The name of a run, and by question the groups of the step and their answers.
+async function loadRun(step, run) {
+  const {name} = await getOverview(run), data = await getTokens(step, run);
+  const groups = new Map(((await getSummary(step, run))?.groups ?? []).map(group => [group.question, group]));
+  const answers = new Map();
+  for (const [question, {group, recorded}] of groups) {
+    answers.set(question, data && recorded ? getSequences(data, group).filter(isAnswer) : []);
+  }
+  return {run, name, groups, answers};
 }
 
-// One run's answers to a question; `most` is the value that has the strongest colour on both sides.
-function side(step, name, group, data, run, most) {
-  if (!group) return el("div", {}, el("h3", {}, name), el("p", {class: "soft"}, say("pair.missing")));
-  const answers = answersOf(data, group),
-    first = answers.slice(0, MOST_ANSWERS);
-  const head = run === 0 ? link(name, `#/group/${step}/${group.group}`) : name;
-  return el(
-    "div",
-    {},
-    el("h3", {}, head),
-    el(
-      "p",
-      {class: "soft"},
-      listing([
-        say(`signal.${group.signal}`),
-        `${say("question.reward")} ${figure(mean(group.rewards))}`,
-        `${say("question.length")} ${figure(mean(group.lengths))}`,
-        answers.length ? say("pair.shown", {shown: first.length, all: answers.length}) : say("pair.unrecorded"),
-      ]),
-    ),
-    first.map(each =>
-      el(
-        "p",
-        {class: "flow"},
-        el("span", {class: "soft"}, `${say("reward", {value: figure(each.reward)})} `),
-        each.tokens.slice(0, MOST_TOKENS).map(token => {
-          const node = el("span", {class: "tok"}, token.text.slice(0, 100));
-          paint(node, token, BY, most);
-          return node;
-        }),
-      ),
-    ),
-  );
+function computeMean(values) {
+  const known = values.filter(value => value !== null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+}
+
+// One run's answers to a question; `max` is the value that has the strongest color on both sides.
+function buildSide(step, {run, name, groups, answers}, question, max) {
+  const group = groups.get(question);
+  if (!group) return el("div", el("h3", name), el("p.soft", say("pair.missing")));
+  const all = answers.get(question), shown = all.slice(0, MAX_ANSWERS);
+  const about = joinList([
+    say(`signal.${group.signal}`),
+    `${say("question.reward")} ${formatNumber(computeMean(group.rewards))}`,
+    `${say("question.length")} ${formatNumber(computeMean(group.lengths))}`,
+    all.length ? say("pair.shown", {shown: shown.length, all: all.length}) : say("pair.unrecorded"),
+  ]);
+  const flows = shown.map(answer => {
+    const tokens = answer.tokens.slice(0, MAX_TOKENS).map(token => {
+      const node = el("span.tok", token.text.slice(0, 100));
+      colorToken(node, token, BY, max);
+      return node;
+    });
+    return el("p.flow", el("span.soft", `${say("reward", {value: formatNumber(answer.reward)})} `), tokens);
+  });
+  const heading = run === 0 ? link(name, `#/group/${step}/${group.group}`) : name;
+  return el("div", el("h3", heading), el("p.soft", about), flows);
 }

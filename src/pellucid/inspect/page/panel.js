@@ -1,85 +1,48 @@
 // All numbers of a token, its alternatives before and after, and a sentence on what happened to it.
 
-import {el, figure, percent} from "page/dom.js";
-import {listing, say} from "page/words.js";
-import {topsAt} from "page/tokens.js";
-import {sentence} from "page/sentence.js";
+import {el, formatNumber, formatPercent} from "page/dom.js";
+import {joinList, say} from "page/words.js";
+import {getAlternatives} from "page/tokens.js";
+import {explainToken} from "page/sentence.js";
 
 const ROWS = [
-  "before",
-  "after",
-  "change",
-  "sampler",
-  "gap",
-  "ref",
-  "entropy",
-  "entropy_change",
-  "ratio",
-  "bound",
-  "advantage",
-  "weight",
-  "importance",
-  "push",
-  "gradient",
+  "before", "after", "change", "sampler", "gap", "ref", "entropy", "entropy_change", "ratio", "bound",
+  "advantage", "weight", "importance", "push", "gradient",
 ];
 
-export function named(text) {
+export function formatText(text) {
   return text === "" ? "∅" : text.slice(0, 200).replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
-export function panel(step, token) {
-  const rule = token.rule ? el("span", {class: "tag warn"}, say(`rule.${token.rule}`)) : null;
-  const numbers = ROWS.map(name => [say(`token.${name}`), figure(token[name])]);
-  const share = token.copies > 1 ? "token.share_several" : "token.share";
-  numbers.push([say(share, {n: token.copies}), percent(token.share)]);
+export function buildPanel(step, token) {
+  const share = say(token.copies > 1 ? "token.share_several" : "token.share", {n: token.copies});
+  const numbers = [
+    ...ROWS.map(name => [say(`token.${name}`), formatNumber(token[name])]),
+    [share, formatPercent(token.share)],
+  ].filter(([, value]) => value !== "-");
+  const kind = joinList([say(`kind.${token.kind}`), say("token.id", {id: token.id, position: token.position})]);
   return [
-    el("h2", {}, el("code", {}, named(token.text))),
+    el("h2", el("code", formatText(token.text))),
+    el("p.soft", `${kind} `, token.rule ? el("span.tag.warn", say(`rule.${token.rule}`)) : null),
+    el("p.sentence", explainToken(token, step)),
     el(
-      "p",
-      {class: "soft"},
-      listing([say(`kind.${token.kind}`), say("token.id", {id: token.id, position: token.position})]),
-      " ",
-      rule,
+      "dl.numbers",
+      {"aria-label": say("token.numbers")},
+      numbers.map(([name, value]) => el("div", el("dt", name), el("dd", value))),
     ),
-    el("p", {class: "sentence"}, sentence(token, step)),
-    el(
-      "dl",
-      {class: "numbers", "aria-label": say("token.numbers")},
-      numbers
-        .filter(([, value]) => value !== "-")
-        .map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
-    ),
-    el("h3", {}, say("tops.title")),
-    el(
-      "div",
-      {class: "tops"},
-      ["before", "after"].map(when => alternatives(step, token, when)),
-    ),
+    el("h3", say("tops.title")),
+    el("div.tops", buildAlternatives(step, token, "before"), buildAlternatives(step, token, "after")),
   ];
 }
 
-function alternatives(step, token, when) {
-  const tops = topsAt(step, token.row, when);
-  if (!tops) return el("div", {}, el("h4", {}, say(`tops.${when}`)), el("p", {class: "soft"}, say("tops.none")));
-  return el(
-    "div",
-    {},
-    el("h4", {}, say(`tops.${when}`)),
-    el(
-      "ol",
-      {},
-      tops.map(top => {
-        const bar = el("i", {class: "bar"});
-        bar.style.width = `${(100 * Math.exp(top.logprob)).toFixed(1)}%`;
-        const own = top.id === token.id;
-        return el(
-          "li",
-          {class: own ? "own" : null},
-          bar,
-          el("code", {}, named(top.text)),
-          el("span", {}, percent(Math.exp(top.logprob))),
-        );
-      }),
-    ),
-  );
+function buildAlternatives(step, token, when) {
+  const heading = el("h4", say(`tops.${when}`));
+  const alternatives = getAlternatives(step, token.row, when);
+  if (!alternatives) return el("div", heading, el("p.soft", say("tops.none")));
+  const items = alternatives.map(({id, text, logprob}) => {
+    const bar = el("i.bar"), percent = formatPercent(Math.exp(logprob));
+    bar.style.width = percent;
+    return el("li", {class: id === token.id ? "own" : null}, bar, el("code", formatText(text)), el("span", percent));
+  });
+  return el("div", heading, el("ol", items));
 }

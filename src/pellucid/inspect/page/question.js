@@ -1,69 +1,58 @@
 // One question through the steps: its curves, drawn by reporting/charts.py, and its best answer token by token.
 
-import {el, figure, link, picture} from "page/dom.js";
-import {listing, say, translated} from "page/words.js";
-import {get, tokens} from "page/source.js";
-import {groupOf} from "page/tokens.js";
-import {lit} from "page/colours.js";
+import {copySvg, el, formatNumber, link} from "page/dom.js";
+import {joinList, say, translateSvg} from "page/words.js";
+import {get, getTokens} from "page/source.js";
+import {getSequences, isAnswer} from "page/tokens.js";
+import {colorToken} from "page/colors.js";
 
-const MOST_LISTED = 200,
-  MOST_SHOWN = 120;
+const MAX_LISTED = 200, MAX_TOKENS = 120;
 
-export async function questionView({question}) {
-  const all = await get("0/questions");
-  if (!all.some(each => each.question === question)) return [el("h1", {}, say("question.title")), ...choice(all)];
-  const found = await get(`0/question/${question}`);
-  if (!found) return [el("h1", {}, say("question.title")), el("p", {class: "lede"}, say("question.unpacked"))];
+export async function renderQuestion({question}) {
+  const questions = await get("0/questions");
+  if (!questions.some(each => each.question === question)) return renderList(questions);
+  const history = await get(`0/question/${question}`);
+  if (!history) return [el("h1", say("question.title")), el("p.lede", say("question.unpacked"))];
   return [
-    el("p", {class: "eyebrow"}, link(say("question.title"), "#/question")),
-    el("h1", {class: "asked"}, found.prompt),
-    el(
-      "div",
-      {class: "charts"},
-      found.charts.map(svg => translated(picture(svg))),
-    ),
+    el("p.eyebrow", link(say("question.title"), "#/question")),
+    el("h1.question", history.prompt),
+    el("div.charts", history.charts.map(svg => translateSvg(copySvg(svg)))),
     el(
       "section",
-      {},
-      el("h2", {}, say("question.best")),
-      el("p", {class: "soft"}, say("question.best_about")),
-      await Promise.all(found.best.map(([step, group]) => best(step, group))),
+      el("h2", say("question.best")),
+      el("p.soft", say("question.best_about")),
+      await Promise.all(history.best.map(([step, group]) => buildBestAnswer(step, group))),
     ),
   ];
 }
 
-function choice(all) {
-  const said = each => say("question.times", {n: each.times, last: listing(each.last.map(figure))});
-  const line = each =>
-    el("li", {}, link(each.prompt.slice(0, 160), `#/question/${each.question}`), el("span", {class: "soft"}, " ", said(each)));
+function renderList(questions) {
+  const items = questions.slice(0, MAX_LISTED).map(({question, prompt, times, last}) => {
+    const about = say("question.times", {n: times, last: joinList(last.map(formatNumber))});
+    return el("li", link(prompt.slice(0, 160), `#/question/${question}`), el("span.soft", ` ${about}`));
+  });
   return [
-    el("p", {class: "lede"}, say(all.length ? "question.pick" : "question.none")),
-    el("ol", {class: "questions"}, all.slice(0, MOST_LISTED).map(line)),
+    el("h1", say("question.title")),
+    el("p.lede", say(questions.length ? "question.pick" : "question.none")),
+    el("ol.questions", items),
   ];
 }
 
-async function best(step, group) {
-  const data = await tokens(step);
-  if (!data) return el("div");
-  const answers = groupOf(data, group).filter(each => each.completion >= 0 && each.branch === 0);
-  if (!answers.length) return el("div");
-  const one = answers.reduce((first, other) =>
-    (other.reward ?? -Infinity) > (first.reward ?? -Infinity) ? other : first,
-  );
+async function buildBestAnswer(step, group) {
+  const data = await getTokens(step);
+  const answers = data ? getSequences(data, group).filter(isAnswer) : [];
+  if (!answers.length) return null;
+  const rewardOf = answer => answer.reward ?? -Infinity;
+  const best = answers.reduce((first, other) => (rewardOf(other) > rewardOf(first) ? other : first));
+  const tokens = best.tokens.slice(0, MAX_TOKENS).map(token => {
+    const node = el("span.tok", token.text.slice(0, 100));
+    colorToken(node, token, "probability", 1);
+    return node;
+  });
   return el(
-    "p",
-    {class: "history"},
+    "p.history",
     link(say("step.title", {step}), `#/group/${step}/${group}`),
-    el("span", {class: "soft"}, ` ${say("reward", {value: figure(one.reward)})} `),
-    el(
-      "span",
-      {class: "flow"},
-      one.tokens.slice(0, MOST_SHOWN).map(token => {
-        const node = el("span", {class: "tok"}, token.text.slice(0, 100)),
-          logprob = token.before ?? token.sampler;
-        if (logprob !== null) lit(node, Math.exp(logprob));
-        return node;
-      }),
-    ),
+    el("span.soft", ` ${say("reward", {value: formatNumber(best.reward)})} `),
+    el("span.flow", tokens),
   );
 }

@@ -1,94 +1,71 @@
 // The run: its curves as a way in, and every step as a cell.
 
-import {el, figure, link, picture} from "page/dom.js";
-import {listing, say, translated} from "page/words.js";
-import {overview} from "page/source.js";
-import {lit} from "page/colours.js";
+import {copySvg, el, formatNumber, link} from "page/dom.js";
+import {joinList, say, translateSvg} from "page/words.js";
+import {findNearest, getOverview, listSteps} from "page/source.js";
+import {colorSequentially} from "page/colors.js";
 
-const PAGE = 200;
+const STEPS_PER_PAGE = 200;
 
-export async function runView({first}) {
-  const run = await overview();
-  const last = Math.max(1, run.last),
-    pages = Math.ceil(run.steps.length / PAGE);
-  const page = first === undefined ? pages - 1 : Math.floor(Number(first) / PAGE);
+export async function renderRun({first}) {
+  const run = await getOverview(), steps = await listSteps();
+  const pages = Math.ceil(run.steps.length / STEPS_PER_PAGE);
+  const page = first === undefined ? pages - 1 : Math.floor(Number(first) / STEPS_PER_PAGE);
+  const {key, values, phrases} = run.lede;
+  const texts = Object.entries(phrases).map(([name, phrase]) => [name, say(phrase, values)]);
   return [
-    el("p", {class: "eyebrow"}, say("run.about", run)),
-    el("h1", {}, run.name),
-    el("p", {class: "lede"}, told(run.lede)),
-    el("p", {class: "soft"}, say("run.pick")),
-    el(
-      "div",
-      {class: "charts"},
-      run.charts.map(svg => clickable(translated(picture(svg)), run, last)),
-    ),
+    el("p.eyebrow", say("run.about", run)),
+    el("h1", run.name),
+    el("p.lede", say(key, {...values, ...Object.fromEntries(texts)})),
+    el("p.soft", say("run.pick")),
+    el("div.charts", run.charts.map(svg => makeClickable(translateSvg(copySvg(svg)), run, steps))),
     el(
       "section",
-      {},
-      el("h2", {}, say("run.steps")),
-      el("p", {class: "soft"}, say("run.steps_about")),
-      cells(run, page * PAGE),
-      pager(run, page, pages),
+      el("h2", say("run.steps")),
+      el("p.soft", say("run.steps_about")),
+      buildCells(run, page * STEPS_PER_PAGE),
+      pages > 1 ? buildPager(run, page, pages) : null,
     ),
   ];
 }
 
-// What happened, as the report says it first.
-function told({key, values, phrases}) {
-  const said = Object.entries(phrases).map(([name, phrase]) => [name, say(phrase, values)]);
-  return say(key, {...values, ...Object.fromEntries(said)});
-}
-
-function clickable(svg, run, last) {
+// A click opens the nearest step that has something to show.
+function makeClickable(svg, run, steps) {
   svg.addEventListener("click", event => {
     const box = svg.getBoundingClientRect();
     const part = ((event.clientX - box.left) / box.width - run.axis.left) / (run.axis.right - run.axis.left);
-    if (part > -0.05 && part < 1.05) location.hash = `#/step/${closest(run, part * last)}`;
+    const step = findNearest(steps, part * Math.max(1, run.last));
+    if (part > -0.05 && part < 1.05) location.hash = `#/step/${step}`;
   });
   return svg;
 }
 
-// A click finds a step that has something to show.
-function closest(run, step) {
-  const steps = run.recorded.length ? run.recorded : run.steps;
-  return steps.reduce((best, other) => (Math.abs(other - step) < Math.abs(best - step) ? other : best), steps[0]);
+function buildCells(run, start) {
+  const known = run.reward.filter(value => value !== null), recorded = new Set(run.recorded);
+  const low = known.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+  const cells = run.steps.slice(start, start + STEPS_PER_PAGE).map((step, i) => {
+    const reward = run.reward[start + i], isDead = run.dead[start + i] > 0.999, isRecorded = recorded.has(step);
+    const title = joinList([
+      say("run.cell", {step, reward: formatNumber(reward)}),
+      isDead ? say("run.cell_dead") : null,
+      isRecorded ? say("run.cell_recorded") : null,
+    ]);
+    const name = `cell${isDead ? " dead" : ""}${isRecorded ? " recorded" : ""}`;
+    const cell = link("", `#/step/${step}`, {class: name, "aria-label": title, title});
+    if (reward !== null) colorSequentially(cell, high > low ? (reward - low) / (high - low) : 0.5);
+    return cell;
+  });
+  return el("div.cells", cells);
 }
 
-function cells(run, from) {
-  const known = run.reward.filter(value => value !== null),
-    recorded = new Set(run.recorded);
-  const low = known.reduce((a, b) => Math.min(a, b), Infinity),
-    high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+function buildPager(run, page, pages) {
+  const steps = run.steps.slice(page * STEPS_PER_PAGE, (page + 1) * STEPS_PER_PAGE);
+  const target = number => `#/run?first=${number * STEPS_PER_PAGE}`;
   return el(
-    "div",
-    {class: "cells"},
-    run.steps.slice(from, from + PAGE).map((step, i) => {
-      const reward = run.reward[from + i],
-        dead = (run.dead[from + i] ?? 0) > 0.999;
-      const told = listing([
-        say("run.cell", {step, reward: figure(reward)}),
-        ...(dead ? [say("run.cell_dead")] : []),
-        ...(recorded.has(step) ? [say("run.cell_recorded")] : []),
-      ]);
-      const cell = link("", `#/step/${step}`, {
-        class: `cell${dead ? " dead" : ""}${recorded.has(step) ? " recorded" : ""}`,
-        "aria-label": told,
-        title: told,
-      });
-      if (reward !== null) lit(cell, high > low ? (reward - low) / (high - low) : 0.5);
-      return cell;
-    }),
-  );
-}
-
-function pager(run, page, pages) {
-  if (pages < 2) return null;
-  const at = run.steps.slice(page * PAGE, (page + 1) * PAGE);
-  return el(
-    "p",
-    {class: "pager"},
-    page > 0 ? link(`← ${say("earlier")}`, `#/run?first=${(page - 1) * PAGE}`) : "",
-    el("span", {}, ` ${say("run.page", {first: at[0], last: at[at.length - 1]})} `),
-    page < pages - 1 ? link(`${say("later")} →`, `#/run?first=${(page + 1) * PAGE}`) : "",
+    "p.pager",
+    page > 0 ? link(`← ${say("earlier")}`, target(page - 1)) : null,
+    el("span", ` ${say("run.page", {first: steps[0], last: steps.at(-1)})} `),
+    page < pages - 1 ? link(`${say("later")} →`, target(page + 1)) : null,
   );
 }

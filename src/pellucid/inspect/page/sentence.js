@@ -1,20 +1,20 @@
 // The sentence on a token, or on several `answers` that share it. sentences.py chooses it in the same way.
 
-import {figure} from "page/dom.js";
+import {formatNumber} from "page/dom.js";
 import {WORDS, say} from "page/words.js";
 
-export function sentence(token, {rounding, dtype, floor}) {
-  const values = Object.fromEntries(["advantage", "ratio", "bound"].map(name => [name, figure(token[name])]));
-  const {change, push, rule, answers = 1} = token,
-    size = change === null ? null : Math.abs(change);
-  values.size = size !== null && size < floor ? say("below", {least: figure(floor)}) : figure(size);
-  values.dtype = dtype;
+export function explainToken(token, {rounding, dtype, floor}) {
+  const {change, push, rule, answers = 1} = token;
+  const size = change === null ? null : Math.abs(change);
+  const values = {dtype, n: answers};
+  for (const name of ["advantage", "ratio", "bound"]) values[name] = formatNumber(token[name]);
+  values.size = size !== null && size < floor ? say("below", {least: formatNumber(floor)}) : formatNumber(size);
   values.moved = size !== null && size >= rounding ? say(change > 0 ? "moved.rose" : "moved.fell", values) : "";
-  values.lead = say(answers > 1 ? "said.lead_several" : "said.lead", {...values, n: answers});
-  return say(answers > 1 && push === 0 && !rule ? "said.cancel" : keyOf(token, rounding), {...values, n: answers});
+  values.lead = say(answers > 1 ? "said.lead_several" : "said.lead", values);
+  return say(answers > 1 && push === 0 && !rule ? "said.cancel" : chooseKey(token, rounding), values);
 }
 
-function keyOf({kind, rule, push, change}, rounding) {
+function chooseKey({kind, rule, push, change}, rounding) {
   if (kind === "prompt") return "said.prompt";
   if (rule && WORDS[`said.${rule}`]) return `said.${rule}`;
   if (!push) return push === null ? "said.unknown" : "said.still";

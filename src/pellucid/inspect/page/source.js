@@ -18,7 +18,7 @@ export function get(key) {
 }
 
 // Forget the answers that a running run may have changed; the tokens of a step never change.
-export function forget() {
+export function clearCache() {
   for (const key of cache.keys()) if (!key.includes("/tokens/")) cache.delete(key);
 }
 
@@ -36,23 +36,32 @@ async function unpackBlock(key) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 }
 
-export function runsThere() {
-  if (isLive) return get("runs");
-  return Promise.resolve([...blocks.keys()].filter(key => key.endsWith("/overview")));
+export async function listRuns() {
+  return isLive ? get("runs") : [...blocks.keys()].filter(key => key.endsWith("/overview"));
 }
 
-export async function overview(run = 0) {
+export async function getOverview(run = 0) {
   return get(`${run}/overview`);
 }
 
-export async function summary(step, run = 0) {
-  const {per_page: size} = await overview(run);
+// The steps that can be shown: those whose tokens are recorded, or all if there are none.
+export async function listSteps() {
+  const {recorded, steps} = await getOverview();
+  return recorded.length ? recorded : steps;
+}
+
+export function findNearest(steps, step) {
+  return steps.reduce((best, other) => (Math.abs(other - step) < Math.abs(best - step) ? other : best), steps[0]);
+}
+
+export async function getSummary(step, run = 0) {
+  const {per_page: size} = await getOverview(run);
   const page = await get(`${run}/summaries/${Math.floor(step / size)}`);
   return (page ?? []).find(each => each.step === step) ?? null;
 }
 
 // The recorded tokens of a step; null if there are none.
-export async function tokens(step, run = 0) {
-  const {recorded} = await overview(run);
+export async function getTokens(step, run = 0) {
+  const {recorded} = await getOverview(run);
   return recorded.includes(step) ? get(`${run}/tokens/${step}`) : null;
 }

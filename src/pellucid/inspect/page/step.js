@@ -1,110 +1,82 @@
-// A step: its groups as a strip, those first that taught most.
+// A step: its groups as a list, those first that taught most.
 
-import {el, figure, link, percent} from "page/dom.js";
-import {listing, say} from "page/words.js";
-import {isLive, overview, summary} from "page/source.js";
+import {el, formatNumber, formatPercent, link} from "page/dom.js";
+import {joinList, say} from "page/words.js";
+import {findNearest, getOverview, getSummary, isLive, listSteps} from "page/source.js";
 
-export async function stepView({step}) {
-  const found = await summary(step);
-  const title = el("h1", {}, say("step.title", {step}));
-  if (!found) return [title, el("p", {class: "lede"}, say(missing("step.none"), {step})), await elsewhere(step, "step")];
-  const groups = byTaught(found.groups),
-    whole = groups.reduce((sum, group) => sum + (group.gradient ?? 0), 0);
+export async function renderStep({step}) {
+  const summary = await getSummary(step);
+  if (!summary) return [el("h1", say("step.title", {step})), ...(await renderMissing("step.none", step, "step"))];
+  const groups = [...summary.groups].sort(
+    (a, b) => (b.gradient ?? -1) - (a.gradient ?? -1) || (b.signal === "signal") - (a.signal === "signal"),
+  );
+  const total = groups.reduce((sum, group) => sum + (group.gradient ?? 0), 0);
   const signal = groups.filter(group => group.signal === "signal").length;
-  const all = groups.every(group => group.recorded);
+  const shareKey = groups.every(group => group.recorded) ? "step.share" : "step.share_recorded";
+  const marks = say(groups.some(hasVerdicts) ? "step.marks" : "step.marks_degree");
   return [
-    title,
-    found.damaged ? el("p", {class: "warn", role: "alert"}, found.damaged) : null,
-    el("p", {class: "lede"}, say("step.counts", {signal, all: groups.length}), " ", await rewardOf(step)),
-    el("p", {class: "soft"}, say("step.taught"), " ", say(groups.some(isJudged) ? "step.marks" : "step.marks_degree"), " ", link(`${say("step.movers")} →`, `#/movers/${step}`)),
-    el(
-      "ol",
-      {class: "strip-of-groups"},
-      groups.map(group => row(step, group, whole, all)),
-    ),
+    el("h1", say("step.title", {step})),
+    summary.damaged ? el("p.warn", {role: "alert"}, summary.damaged) : null,
+    el("p.lede", `${say("step.counts", {signal, all: groups.length})} `, await describeReward(step)),
+    el("p.soft", `${say("step.taught")} ${marks} `, link(`${say("step.movers")} →`, `#/movers/${step}`)),
+    el("ol.groups", groups.map(group => buildGroup(step, group, total, shareKey))),
   ];
 }
 
-// A page on disk does not know whether what it has not was recorded.
-export function missing(key) {
-  return isLive ? key : `${key}_here`;
+// That a step is not there, which there are in its place, and the way to the nearest. A page on disk does not know
+// whether what it lacks was recorded.
+export async function renderMissing(key, step, view) {
+  const steps = await listSteps();
+  const about = el("p.lede", say(isLive ? key : `${key}_here`, {step}));
+  if (!steps.length) return [about];
+  const nearest = findNearest(steps, step);
+  const range = say("elsewhere", {first: steps[0], last: steps.at(-1)});
+  return [about, el("p", `${range} `, link(say("step.title", {step: nearest}), `#/${view}/${nearest}`))];
 }
 
-// Which steps there are in place of one that is not, and the way to the nearest.
-export async function elsewhere(step, view) {
-  const {recorded, steps} = await overview(),
-    there = recorded.length ? recorded : steps;
-  if (!there.length) return null;
-  const nearest = there.reduce((best, other) => (Math.abs(other - step) < Math.abs(best - step) ? other : best));
-  const range = say("elsewhere", {first: there[0], last: there[there.length - 1]});
-  return el("p", {}, range, " ", link(say("step.title", {step: nearest}), `#/${view}/${nearest}`));
-}
-
-async function rewardOf(step) {
-  const {steps, reward} = await overview(),
-    known = reward.filter(value => value !== null),
-    here = reward[steps.indexOf(step)] ?? null;
-  if (here === null) return "";
-  return say("step.reward", {reward: figure(here), first: figure(known[0]), last: figure(known[known.length - 1])});
-}
-
-function gradientOf(group) {
-  if (!group.recorded) return say("step.unrecorded");
-  return group.gradient ? say("step.gradient", {value: figure(group.gradient)}) : say("step.no_gradient");
-}
-
-function byTaught(groups) {
-  return [...groups].sort(
-    (a, b) => (b.gradient ?? -1) - (a.gradient ?? -1) || (b.signal === "signal") - (a.signal === "signal"),
-  );
+async function describeReward(step) {
+  const {steps, reward} = await getOverview();
+  const known = reward.filter(value => value !== null).map(formatNumber);
+  const own = reward[steps.indexOf(step)] ?? null;
+  return own === null ? "" : say("step.reward", {reward: formatNumber(own), first: known[0], last: known.at(-1)});
 }
 
 // Where rewards are a matter of degree, nothing says which answers are right.
-function isJudged(group) {
+function hasVerdicts(group) {
   return group.correct.some(right => right !== null);
 }
 
-function mark(group, i) {
-  const reward = group.rewards[i],
-    title = say("reward", {value: figure(reward)});
-  if (reward === null) return el("i", {class: "failed", title}, "!");
-  if (group.correct[i] === null) return el("i", {class: "degree", title}, figure(reward));
-  return el("i", {class: group.correct[i] ? "right" : "wrong", title}, group.correct[i] ? "✓" : reward > 0 ? "◐" : "✗");
+function buildMark(reward, right) {
+  const title = say("reward", {value: formatNumber(reward)});
+  if (reward === null) return el("i.failed", {title}, "!");
+  if (right === null) return el("i.degree", {title}, formatNumber(reward));
+  return right ? el("i.right", {title}, "✓") : el("i.wrong", {title}, reward > 0 ? "◐" : "✗");
 }
 
-function answersOf(group) {
-  const all = group.rewards.length;
-  return isJudged(group) ? say("step.answers", {right: group.correct.filter(Boolean).length, all}) : say("step.all", {all});
+function describeGroup(group, total, shareKey) {
+  const {correct, gradient, recorded, signal} = group, all = correct.length;
+  const gradientText = gradient ? say("step.gradient", {value: formatNumber(gradient)}) : say("step.no_gradient");
+  return joinList([
+    say(`signal.${signal}`),
+    hasVerdicts(group) ? say("step.answers", {right: correct.filter(Boolean).length, all}) : say("step.all", {all}),
+    recorded ? gradientText : say("step.unrecorded"),
+    recorded && gradient && total ? say(shareKey, {share: formatPercent(gradient / total)}) : null,
+  ]);
 }
 
-function row(step, group, whole, all) {
-  const bar = el("i", {class: "bar"});
-  bar.style.width = whole ? `${(100 * (group.gradient ?? 0)) / whole}%` : "0";
+function buildGroup(step, group, total, shareKey) {
+  const bar = el("i.bar");
+  bar.style.width = total ? `${(100 * (group.gradient ?? 0)) / total}%` : "0";
+  const marks = group.rewards.map((reward, i) => buildMark(reward, group.correct[i]));
   return el(
     "li",
-    {},
     el(
-      "a",
-      {href: `#/group/${step}/${group.group}`, class: `group ${group.signal}`},
-      el("span", {class: "asked"}, group.prompt.slice(0, 160) || group.id),
-      el(
-        "span",
-        {class: "marks", "aria-hidden": "true"},
-        group.rewards.map((_, i) => mark(group, i)),
-      ),
-      el(
-        "span",
-        {class: "soft"},
-        listing([
-          say(`signal.${group.signal}`),
-          answersOf(group),
-          gradientOf(group),
-          group.recorded && group.gradient && whole
-            ? say(all ? "step.share" : "step.share_recorded", {share: percent(group.gradient / whole)})
-            : null,
-        ]),
-      ),
-      el("span", {class: "track", "aria-hidden": "true"}, bar),
+      `a.group.${group.signal}`,
+      {href: `#/group/${step}/${group.group}`},
+      el("span.question", group.prompt.slice(0, 160) || group.id),
+      el("span.marks", {"aria-hidden": "true"}, marks),
+      el("span.soft", describeGroup(group, total, shareKey)),
+      el("span.track", {"aria-hidden": "true"}, bar),
     ),
   );
 }

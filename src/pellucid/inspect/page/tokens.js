@@ -2,40 +2,24 @@
 
 const KINDS = {p: "prompt", s: "sampled", g: "given"};
 const NUMBERS = [
-  "entropy",
-  "entropy_change",
-  "ratio",
-  "advantage",
-  "weight",
-  "importance",
-  "push",
-  "gradient",
-  "bound",
-  "change",
-  "gap",
-  "drift",
+  "entropy", "entropy_change", "ratio", "advantage", "weight", "importance", "push", "gradient", "bound",
+  "before", "change", "gap", "drift",
 ];
 
-// The token of a row.
-function tokenAt(step, row) {
-  const number = name => (step[name] ? step[name][row] : null);
-  const token = {row, kind: KINDS[step.kind[row]] ?? "", rule: step.rule[row] < 0 ? "" : step.rules[step.rule[row]]};
-  for (const name of NUMBERS) token[name] = number(name);
-  const before = (token.before = number("before"));
-  token.after = less(before, token.change, 1) ?? number("after");
-  token.sampler = less(before, token.gap, -1) ?? number("sampler");
-  token.ref = less(before, token.drift, -1) ?? number("ref");
-  [token.id, token.text] = step.vocabulary[step.token[row]];
-  token.text ??= "";
-  return token;
-}
-
-function less(value, difference, sign) {
-  return value === null || difference === null ? null : value + sign * difference;
+function buildToken(step, row, position) {
+  const getNumber = name => (step[name] ? step[name][row] : null);
+  const token = {row, position, kind: KINDS[step.kind[row]] ?? "", rule: step.rules[step.rule[row]] ?? ""};
+  for (const name of NUMBERS) token[name] = getNumber(name);
+  const {before, change, gap, drift} = token;
+  token.after = before === null || change === null ? getNumber("after") : before + change;
+  token.sampler = before === null || gap === null ? getNumber("sampler") : before - gap;
+  token.ref = before === null || drift === null ? getNumber("ref") : before - drift;
+  const [id, text] = step.vocabulary[step.token[row]];
+  return {...token, id, text: text ?? ""};
 }
 
 // The likeliest tokens of a row, [{id, text, logprob}], or null where they were not recorded.
-export function topsAt(step, row, when) {
+export function getAlternatives(step, row, when) {
   const flat = step[`top_${when}`]?.[row];
   if (!flat) return null;
   return Array.from({length: flat.length / 2}, (_, i) => {
@@ -44,127 +28,108 @@ export function topsAt(step, row, when) {
   });
 }
 
-// The sequences of a group, the prompt first, each with its tokens and their shares of the group's gradient.
-export function groupOf(step, group) {
-  const found = step.sequences.filter(each => each.group === group).map(each => ({...each, tokens: []}));
-  let whole = 0;
-  for (const sequence of found) {
-    for (let row = sequence.start; row < sequence.end; row++) {
-      const token = tokenAt(step, row);
-      token.position = row - sequence.start;
-      sequence.tokens.push(token);
-      whole += token.gradient ?? 0;
-    }
-  }
-  for (const {tokens} of found) {
-    for (const token of tokens) token.share = token.gradient === null || !whole ? null : token.gradient / whole;
-  }
-  return found;
-}
-
-export function groupsOf(step) {
+export function listGroups(step) {
   return [...new Set(step.sequences.map(each => each.group))];
 }
 
-// How many tokens each answer shares with the sibling that it shares most with: there it parts from the others.
-export function partings(answers) {
-  return answers.map(one => Math.max(0, ...answers.filter(other => other !== one).map(other => shared(one, other))));
+// The sequences of a group, the prompt first, each with its tokens and their shares of the group's gradient.
+export function getSequences(step, group) {
+  const sequences = step.sequences.filter(each => each.group === group).map(each => ({
+    ...each,
+    tokens: Array.from({length: each.end - each.start}, (_, i) => buildToken(step, each.start + i, i)),
+  }));
+  const tokens = sequences.flatMap(each => each.tokens);
+  const total = sumKnown(tokens.map(token => token.gradient));
+  for (const token of tokens) token.share = token.gradient === null || !total ? null : token.gradient / total;
+  return sequences;
 }
 
-// Every place at which an answer parts from some sibling.
-export function forks(answers) {
-  return answers.map(
-    one =>
-      new Set(
-        answers
-          .filter(other => other !== one)
-          .map(other => shared(one, other))
-          .filter(n => n < one.tokens.length),
-      ),
-  );
+export function isAnswer(sequence) {
+  return sequence.completion >= 0 && sequence.branch === 0;
 }
 
-function shared(one, other) {
-  const most = Math.min(one.tokens.length, other.tokens.length);
+// For each answer, the lengths of the beginnings that it shares with its siblings.
+export function compareAnswers(answers) {
+  return answers.map(one => answers.filter(other => other !== one).map(other => countShared(one, other)));
+}
+
+function countShared(one, other) {
+  const length = Math.min(one.tokens.length, other.tokens.length);
   let n = 0;
-  while (n < most && one.tokens[n].id === other.tokens[n].id) n++;
+  while (n < length && one.tokens[n].id === other.tokens[n].id) n++;
   return n;
 }
 
-// The answers of a group in the order of their tokens, so that those which share a beginning are neighbours; those that
-// are the same token for token, with the same reward, are one, whose `same` are the numbers of all of them. Branches last.
-export function listed(sequences) {
-  const whole = sequences
-    .filter(each => each.completion >= 0 && each.branch === 0)
-    .sort((one, other) => {
-      const n = shared(one, other);
-      return (one.tokens[n]?.id ?? -1) - (other.tokens[n]?.id ?? -1) || one.completion - other.completion;
-    });
-  const found = [];
-  for (const each of whole) {
-    const last = found[found.length - 1];
-    if (last && alike(last, each)) last.copies.push(each);
-    else found.push({...each, copies: [each]});
-  }
-  return [...found, ...sequences.filter(each => each.branch > 0).map(each => ({...each, copies: [each]}))].map(folded);
+function areEqual(one, other) {
+  const length = one.tokens.length;
+  return length === other.tokens.length && countShared(one, other) === length && one.reward === other.reward;
 }
 
-// One answer for all that are alike; the share of its tokens is that of all copies.
-function folded(answer) {
-  const {copies} = answer;
-  const tokens = answer.tokens.map((token, t) => ({
+// The answers of a group in the order of their tokens, so that those which share a beginning are neighbors, and then
+// the branches. Answers that have the same tokens and the same reward are one, with all of them as its `copies`.
+export function orderAnswers(sequences) {
+  const merged = [];
+  const answers = sequences.filter(isAnswer).sort((one, other) => {
+    const n = countShared(one, other);
+    return (one.tokens[n]?.id ?? -1) - (other.tokens[n]?.id ?? -1) || one.completion - other.completion;
+  });
+  for (const answer of answers) {
+    const last = merged.at(-1);
+    if (last && areEqual(last, answer)) last.copies.push(answer);
+    else merged.push({...answer, copies: [answer]});
+  }
+  const branches = sequences.filter(each => each.branch > 0).map(each => ({...each, copies: [each]}));
+  return [...merged, ...branches].map(answer => ({...answer, tokens: mergeCopies(answer)}));
+}
+
+// The tokens of an answer with the shares of all its copies.
+function mergeCopies({tokens, copies}) {
+  return tokens.map((token, t) => ({
     ...token,
     copies: copies.length,
-    share: total(copies.map(copy => copy.tokens[t].share)),
+    share: sumKnown(copies.map(copy => copy.tokens[t].share)),
   }));
-  return {...answer, tokens, same: copies.map(copy => copy.completion)};
 }
 
-function total(values) {
+function sumKnown(values) {
   const known = values.filter(value => value !== null);
   return known.length ? known.reduce((sum, value) => sum + value, 0) : null;
 }
 
-// The sampled tokens of a group, those as one that follow on the same beginning in several `answers`: what was done to
-// them is summed up, and what was measured is that of the first. `event` tells those which are one.
-export function events(sequences) {
-  const rows = new Map(listed(sequences).flatMap((each, c) => each.copies.map(copy => [copy.start, c])));
-  const nodes = new Map();
-  return sequences
-    .filter(each => each.completion >= 0)
-    .flatMap(each => {
-      let event = each.branch ? `${each.completion}.${each.branch}` : "";
-      return each.tokens.map(token => {
-        const step = `${event}/${token.id}`;
-        if (!nodes.has(step)) nodes.set(step, nodes.size);
-        event = nodes.get(step);
-        return {...token, event, c: rows.get(each.start)};
-      });
-    })
-    .filter(token => token.kind === "sampled");
+// The sampled tokens of a group, each with the index `c` of its answer. Those that follow on the same beginning in
+// several answers have the same `event`.
+export function listSampled(sequences) {
+  const indices = new Map(orderAnswers(sequences).flatMap(({copies}, c) => copies.map(copy => [copy.start, c])));
+  const events = new Map();
+  const numberTokens = ({tokens, completion, branch, start}) => {
+    let event = branch ? `${completion}.${branch}` : "";
+    return tokens.map(token => {
+      const key = `${event}/${token.id}`;
+      if (!events.has(key)) events.set(key, events.size);
+      event = events.get(key);
+      return {...token, event, c: indices.get(start)};
+    });
+  };
+  const tokens = sequences.filter(each => each.completion >= 0).flatMap(numberTokens);
+  return tokens.filter(token => token.kind === "sampled");
 }
 
-export function merged(tokens) {
-  const found = new Map();
-  for (const token of tokens) found.set(token.event, [...(found.get(token.event) ?? []), token]);
-  return [...found.values()].map(same => {
-    const [first] = same,
-      one = name => (same.every(token => token[name] === first[name]) ? first[name] : null),
-      known = name => same.find(token => token[name] !== null)?.[name] ?? null;
+// Merge the tokens of each event: what was done to them is summed up, and what was measured is that of the first.
+export function mergeEvents(tokens) {
+  const events = new Map();
+  for (const token of tokens) events.set(token.event, [...(events.get(token.event) ?? []), token]);
+  return [...events.values()].map(same => {
+    const [first] = same;
+    const isShared = name => same.every(token => token[name] === first[name]);
     return {
       ...first,
       answers: same.length,
-      advantage: one("advantage"),
-      rule: one("rule") ?? "",
-      push: total(same.map(token => token.push)),
-      gradient: total(same.map(token => token.gradient)),
-      change: known("change"),
-      gap: same.reduce((most, {gap}) => (Math.abs(gap ?? 0) > Math.abs(most ?? 0) ? gap : (most ?? gap)), null),
+      advantage: isShared("advantage") ? first.advantage : null,
+      rule: isShared("rule") ? first.rule : "",
+      push: sumKnown(same.map(token => token.push)),
+      gradient: sumKnown(same.map(token => token.gradient)),
+      change: same.find(token => token.change !== null)?.change ?? null,
+      gap: same.reduce((max, {gap}) => (Math.abs(gap ?? 0) > Math.abs(max ?? 0) ? gap : (max ?? gap)), null),
     };
   });
-}
-
-function alike(one, other) {
-  const length = one.tokens.length;
-  return length === other.tokens.length && shared(one, other) === length && one.reward === other.reward;
 }

@@ -1,13 +1,13 @@
 // The sentences of the page, and its language: the one that was chosen last, or at first that of the browser.
 
 export const WORDS = JSON.parse(document.getElementById("words").textContent);
-const KEPT = "pellucid.language";
-let language = (kept() ?? navigator.language).toLowerCase().startsWith("zh") ? 1 : 0;
+const STORAGE_KEY = "pellucid.language";
+let language = (loadLanguage() ?? navigator.language).toLowerCase().startsWith("zh") ? 1 : 0;
 
 // A browser may refuse to store anything for a page, above all for one from disk.
-function kept() {
+function loadLanguage() {
   try {
-    return localStorage.getItem(KEPT);
+    return localStorage.getItem(STORAGE_KEY);
   } catch {
     return null;
   }
@@ -20,41 +20,37 @@ export function say(key, values = {}) {
   );
 }
 
-// What there is of these, with commas between.
-export function listing(parts) {
-  return parts.filter(part => part !== null).join(language ? "，" : ", ");
+// The texts that are not null, with commas between.
+export function joinList(texts) {
+  return texts.filter(text => text !== null).join(language ? "，" : ", ");
 }
 
-export function ended(sentence) {
-  return language ? `${sentence}。` : `${sentence}. `;
+export function endSentence(text) {
+  return language ? `${text}。` : `${text}. `;
 }
 
 // Translate the fixed words in a picture of charts.py: titles, labels and tooltips.
-export function translated(svg) {
+export function translateSvg(svg) {
   const texts = document.createTreeWalker(svg, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
-    const node = texts.currentNode,
-      [, label, point] = node.data.match(/^([^,]+), step (.*)$/s) ?? [],
-      [, word, rest] = node.data.match(/^(\D*?)(\s\d.*|\s*)$/s) ?? [];
-    if (WORDS[`chart.${label}`]) node.data = listing([say(`chart.${label}`), `${say("chart.step")} ${point}`]);
+    const node = texts.currentNode;
+    const [, label, point] = node.data.match(/^([^,]+), step (.*)$/s) ?? [];
+    const [, word, rest] = node.data.match(/^(\D*?)(\s\d.*|\s*)$/s) ?? [];
+    if (WORDS[`chart.${label}`]) node.data = joinList([say(`chart.${label}`), `${say("chart.step")} ${point}`]);
     else if (WORDS[`chart.${word}`]) node.data = say(`chart.${word}`) + rest;
   }
   return svg;
 }
 
-export function spoken() {
-  return language ? "zh" : "en";
+export function applyLanguage() {
+  document.documentElement.lang = language ? "zh" : "en";
 }
 
-export function speak(name) {
-  language = name === "zh" ? 1 : 0;
-  document.documentElement.lang = spoken();
-}
-
-export function keep(name) {
-  speak(name);
+export function switchLanguage() {
+  language = 1 - language;
+  applyLanguage();
   try {
-    localStorage.setItem(KEPT, name);
+    localStorage.setItem(STORAGE_KEY, document.documentElement.lang);
   } catch {
     return;
   }
