@@ -228,7 +228,7 @@ def planned_gb(simulated: bool, settings: dict[str, int | str]) -> float:
     overrides |= {"algorithm.prompts-per-step": "prompts"}
     words = [word for key, name in overrides.items() for word in (f"--{key}", str(settings[name]))]
     cfg = load_config(ARITHMETIC, [*words, "--policy.dtype", "bfloat16"])
-    parts = memory.estimate_parts(memory.describe_model(cfg.policy.model, 0), cfg)
+    parts = memory.estimate_parts(memory.describe_model(cfg.policy), cfg)
     # What torch counts on a GPU is tensors; of a process on the CPU it is everything.
     return memory.sum_known(parts) - (0 if simulated else memory.LIBRARIES_GB)
 

@@ -60,7 +60,7 @@ def flags(processes: int, engine: str) -> list[str]:
 def measured(recipe: str, processes: int, engine: str) -> dict[str, float]:
     """Median seconds of each stage, the share of the profiled step in which something went between processes, GB."""
     cfg = load_config(Path(recipe), flags(processes, engine))
-    planned = memory.estimate_peak(memory.describe_model(cfg.policy.model, 0), cfg, processes)
+    planned = memory.estimate_peak(memory.describe_model(cfg.policy), cfg, processes)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

@@ -254,3 +254,15 @@ class Large:
 def stop_soon() -> None:
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class FalsyError(Exception):
+    def __bool__(self) -> bool:
+        return False
+
+
+class Falsy:
+    """An environment whose errors are false."""
+
+    def reset(self, **_row: object) -> None:
+        raise FalsyError("no room")

@@ -42,7 +42,7 @@ from pellucid.types import Evaluation, UserError, has_batch_rewards
 from pellucid.utils import files, plugins, text
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, join_mistakes, provide_objects
 from pellucid.utils.signals import StopRequests, defer_stop_signals, handle_stop_signals
-from pellucid.utils.text import escape_controls, write_options_as_keywords
+from pellucid.utils.text import escape_controls, print_notes, write_options_as_keywords
 
 if TYPE_CHECKING:  # these import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -212,7 +212,7 @@ def _format_model_argument(model: str | Path) -> str:
 
 def _check_same_rows(rows: InMemoryRows | None, folder: Path) -> None:
     """Raise UserError if a run would go on with other rows. A run that was stopped by bad rows may."""
-    if rows and not _has_same_rows(rows, folder) and not run_dir.get_bad_data_path(folder).is_file():
+    if rows and not _has_same_rows(rows, folder) and not (folder / run_dir.BAD_DATA_FILE).is_file():
         raise UserError(f"data is not what {folder} was trained with, its {DATA_FILE}: leave data= out, or begin anew")
 
 
@@ -276,8 +276,7 @@ class Run:
         return f"<Run {self.folder}: {len(self.metrics)} of {self._cfg.algorithm.steps} steps>"
 
     def __iter__(self) -> Iterator[StepResult]:
-        if self._owner_pid not in (0, os.getpid()):
-            raise UserError(self._not_owner_message)
+        self._check_owner()
         self._close_loop()
         loop = self._iter_steps()
         self._loop = weakref.ref(loop)  # a loop that is left has no other owner, and ends at once
@@ -338,7 +337,7 @@ class Run:
             return
         requests = StopRequests()
         steps = iter(self._start(requests))
-        self._owner_pid = owner = os.getpid()
+        self._owner_pid = os.getpid()
         try:
             while (result := self._take_step(steps, requests)) is not None:
                 atexit.register(self._close_loop)  # before handlers that were registered earlier
@@ -346,23 +345,23 @@ class Run:
                     yield result
                 finally:
                     atexit.unregister(self._close_loop)
-                if os.getpid() != owner:
-                    raise UserError(self._not_owner_message)
+                self._check_owner()
         except GeneratorExit:
-            if os.getpid() == owner:
+            if os.getpid() == self._owner_pid:
                 self._stop_steps(steps, requests)
         finally:
-            if os.getpid() == owner:
+            if os.getpid() == self._owner_pid:
                 self._owner_pid = 0
             else:  # closing the generator in this fork would save the run and end its workers, so it is leaked
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(steps))
 
-    @property
-    def _not_owner_message(self) -> str:
-        return (
-            f"the run in {self.folder} belongs to process {self._owner_pid}, of which this one is a fork: only that"
-            " process takes its steps, saves it and closes it"
-        )
+    def _check_owner(self) -> None:
+        """Raise UserError in a fork of the process with the open loop."""
+        if self._owner_pid not in (0, os.getpid()):
+            raise UserError(
+                f"the run in {self.folder} belongs to process {self._owner_pid}, of which this one is a fork: only that"
+                " process takes its steps, saves it and closes it"
+            )
 
     def _close_loop(self) -> None:
         """Close the open loop of this process, if there is one. UserError if it is taking a step, in another thread."""
@@ -407,12 +406,12 @@ class Run:
         return result
 
     def _stop_steps(self, steps: Generator[StepResult], requests: StopRequests) -> None:
-        """Save the run after the loop was left. An error of ours is printed: it must not hide one of the caller's."""
+        """Save the run after the loop was left. A UserError is printed: it must not hide an error of the caller's."""
         try:
             with self._working_context(requests):
                 steps.close()
         except UserError as error:
-            print(escape_controls(f"! {error}"), flush=True)
+            print_notes(str(error))
         else:
             self._update_finished()
 

@@ -51,7 +51,7 @@ from pellucid.utils.signals import (
     handle_stop_signals,
     raise_keyboard_interrupt,
 )
-from pellucid.utils.text import escape_controls, get_dict_summaries, get_module_summary
+from pellucid.utils.text import escape_controls, get_dict_summaries, get_module_summary, print_notes
 
 _BAD_PATH_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM)
 _CANNOT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
@@ -244,38 +244,27 @@ def _add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[
         args: Flags of settings, whose values are shown in place of the recipe's.
         all_settings: Show more than COMMON_SETTINGS and the settings of the task.
     """
-    stated, flags = config.read_settings(recipe) if recipe else {}, config.parse_setting_flags(args)
-    cfg = task = refusal = None
-    code = config.list_user_code(stated)
+    stated = config.read_settings(recipe) if recipe else {}
+    sections = config.merge_settings(stated, config.parse_setting_flags(args))
+    code, cfg = ", ".join(config.list_user_code(stated)), None
     if code:
-        note = (
-            f"! {recipe} names code, which help does not run: {', '.join(code)}. The task is shown with its defaults."
-        )
-        print(escape_controls(note + "\n"))
-    try:
-        if code:
-            cfg = config.build_config(_drop_task(stated), str(recipe), _drop_task(flags))
-        else:
-            cfg = config.load_config(recipe, args)
-            task = cfg.task
-    except UserError as error:  # such as a task that cannot be made yet, since nothing names its data
-        refusal = error
-    try:
-        section = config.merge_settings(stated, flags).get("task", {})
-        shown = {"task": _make_task_settings_class(section, task, may_import=not code)}
-    except config.SettingError as error:
-        raise refusal or error from None
+        print_notes(f"{recipe} names code, which help does not run: {code}. The task is shown with its defaults.\n")
+    with suppress(UserError):  # such as a task that cannot be made yet, since nothing names its data
+        cfg = config.build_config({**sections, "task": {}} if code else sections, "")
+    fields = []
     for name, cls in SECTIONS.items():
-        if name != "task" and (all_settings or name in COMMON_SETTINGS):
-            keys = () if all_settings else COMMON_SETTINGS[name]
-            shown[name] = _derive_class(cls, _make_fields(cls, getattr(cfg, name, None), keys))
-    fields = [(name, shown[name], _make_factory_field(shown[name])) for name in SECTIONS if name in shown]
-    settings = dataclasses.make_dataclass("Settings", fields)
-    return _derive_class(command, [("settings", Annotated[settings, arg(name="")], _make_factory_field(settings))])
-
-
-def _drop_task(sections: config.SettingsTable) -> dict[str, Any]:
-    return {name: section for name, section in sections.items() if name != "task"}
+        if name == "task":
+            task = cfg.task if cfg and not code else None
+            shown = _make_task_settings_class(sections.get("task", {}), task, may_import=not code)
+        elif all_settings or name in COMMON_SETTINGS:
+            visible = () if all_settings else COMMON_SETTINGS[name]
+            shown = _derive_class(cls, _make_fields(cls, getattr(cfg, name, None), visible))
+        else:
+            continue
+        fields.append((name, shown, dataclasses.field(default_factory=shown)))
+    settings: Any = dataclasses.make_dataclass("Settings", fields)
+    field = ("settings", Annotated[settings, arg(name="")], dataclasses.field(default_factory=settings))
+    return _derive_class(command, [field])
 
 
 def _make_task_settings_class(section: Any, task: Any, may_import: bool) -> type[Any]:
@@ -291,7 +280,7 @@ def _make_task_settings_class(section: Any, task: Any, may_import: bool) -> type
     fields = [field for field in _make_fields(cls, task) if field[0] not in ("name", "task")]
     if is_task_wrapper(cls):
         inner = _make_task_settings_class(section.get("task", {}), getattr(task, "task", None), may_import)
-        fields.append(("task", inner, _make_factory_field(inner)))
+        fields.append(("task", inner, dataclasses.field(default_factory=inner)))
     return _derive_class(cls, [("name", _TaskNameArgument, dataclasses.field(default=name)), *fields])
 
 
@@ -307,10 +296,9 @@ def _make_fields(cls: type[Any], value: Any, visible: Sequence[str] = ()) -> lis
         if "name" in config.get_field_types(config.get_item_type(kind)):  # reward terms are shown by name
             kind = tuple[str, ...]
             default = tuple(item.name for item in default) if isinstance(default, list | tuple) else default
-        is_hidden = not field.init or (visible and field.name not in visible)
-        fields.append(
-            (field.name, Suppress[kind] if is_hidden else kind, _make_factory_field(partial(identity, default)))
-        )
+        if not field.init or (visible and field.name not in visible):
+            kind = Suppress[kind]
+        fields.append((field.name, kind, dataclasses.field(default_factory=partial(identity, default))))
     return fields
 
 
@@ -319,10 +307,6 @@ def _derive_class(cls: type[Any], fields: Sequence[tuple[str, Any, Any]]) -> typ
     own = {"__doc__": cls.__doc__, "__post_init__": identity}
     frozen = cls.__dataclass_params__.frozen
     return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=frozen, namespace=own)
-
-
-def _make_factory_field(factory: Callable[[], Any]) -> Any:
-    return dataclasses.field(default_factory=factory)
 
 
 def identity(value: Any) -> Any:
@@ -399,7 +383,7 @@ def _check_recipe_trust(source: Path, settings: Sequence[str], print_code: bool 
     values = config.read_settings(source)
     config.check_key_variables(values, settings, source)
     if print_code and (code := config.list_user_code(values)):
-        print(f"! {escape_controls(str(source))} runs code as you: {escape_controls(', '.join(code))}", flush=True)
+        print_notes(f"{source} runs code as you: {', '.join(code)}")
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,8 @@ class PolicyConfig:
     """Keep the frozen base of an adapter in 4-bit numbers, NF4 by bitsandbytes, without runtime.engine or offload."""
     reference: str = "auto"
     """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
-    engine: Literal["auto", "compiled", "transformers"] = "auto"
-    """auto: our own decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3), transformers for all others. compiled:
-    its update by torch.compile, for long runs; needs a C++ compiler."""
+    engine: Literal["auto", "transformers"] = "auto"
+    """auto: our own decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3), transformers for all others."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory where answers are long, and more time. `pellucid doctor
     --plan RECIPE` says what it saves for a run."""
@@ -122,7 +121,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """`[sampler]`: how completions are drawn."""
+    """`[sampler]`: how completions are sampled."""
 
     name: Literal["native", "hf", "vllm"] = "native"
     """native: our decoder. hf: transformers, slow. vllm: vLLM in this process or, with urls, on other machines, in an
@@ -130,7 +129,7 @@ class SamplerConfig:
     temperature: float = 1.0
     """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: PositiveInt = 64
-    """Longest completion, in tokens; of a conversation all that follows the question, whoever said it."""
+    """Longest completion, in tokens; of a conversation all that follows the question, of either side."""
     turns: PositiveInt = 8
     """How many times the policy may speak in a conversation."""
     turn_tokens: NonNegativeInt = 0
@@ -138,13 +137,13 @@ class SamplerConfig:
     rows: PositiveInt = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
     top_k: NonNegativeInt = 0
-    """Draw from the k likeliest tokens only, and train on the policy so truncated (sampling masks); 0 is off."""
+    """Sample from the k likeliest tokens only, and train on the policy so truncated (sampling masks); 0 is off."""
     top_p: _PositiveShare = 1.0
-    """Draw from the likeliest tokens that together have this probability, and train on that; 1 is off."""
+    """Sample from the likeliest tokens that together have this probability, and train on that; 1 is off."""
     min_p: _Share = 0.0
-    """Draw from tokens at least this many times as likely as the likeliest, and train on that; 0 is off."""
+    """Sample from tokens at least this many times as likely as the likeliest, and train on that; 0 is off."""
     ahead: Literal[0, 1] = 0
-    """With 1 and vllm, the next step is drawn while this one is trained, from weights one step old."""
+    """With 1 and vllm, the next step is sampled while this one is trained, from weights one step old."""
     cache_gb: PositiveFloat = 4.0
     """Memory of the keys and values of vLLM, in GB."""
     adapter: Literal["merged", "request"] = "merged"
@@ -180,11 +179,11 @@ class EvaluateConfig:
     samples: NonNegativeInt = 0
     """How many samples of each prompt mean@k and pass@k are estimated from; 0 means k."""
     top_k: NonNegativeInt = 0
-    """Draw samples from the k likeliest tokens only; 0 is off. Greedy answers do not change."""
+    """Sample from the k likeliest tokens only; 0 is off. Greedy answers do not change."""
     top_p: _PositiveShare = 1.0
-    """Draw samples from the likeliest tokens that together have this probability; 1 is off."""
+    """Sample from the likeliest tokens that together have this probability; 1 is off."""
     min_p: _Share = 0.0
-    """Draw samples from tokens at least this many times as likely as the likeliest; 0 is off."""
+    """Sample from tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
         if 0 < self.samples < self.k:
@@ -362,12 +361,9 @@ def _drop_none(value: Any) -> Any:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read the sections of a TOML file or of a run's config.json, unchecked.
+    """Read the sections of a TOML file or of a run's config.json, unchecked. Raises UserError for another format.
 
     Relative paths of a TOML file that exist from its folder become paths from the working directory.
-
-    Raises:
-        UserError: The file is unreadable, or not in its format.
     """
     text = ""
     try:
@@ -389,11 +385,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _resolve_relative_paths(values: Any, folder: Path, key_path: _KeyPath = ()) -> Any:
-    """Make relative paths in a recipe relative to the working directory.
-
-    Only paths that lead to files from the folder of the recipe change. All others lead to files from the working
-    directory, or are no paths.
-    """
+    """Make paths that lead to files from the folder of a recipe relative to the working directory."""
     if folder.resolve() == Path().resolve():
         return values
     if isinstance(values, Mapping):
@@ -404,21 +396,22 @@ def _resolve_relative_paths(values: Any, folder: Path, key_path: _KeyPath = ()) 
 
 
 def _resolve_relative_path(value: str, folder: Path, key_path: _KeyPath) -> str:
-    model = value.removeprefix(REWARD_MODEL_PREFIX)
-    if key_path == ("base",):  # the recipe of a study, which is searched beside the study
+    prefix = REWARD_MODEL_PREFIX if value.startswith(REWARD_MODEL_PREFIX) else ""
+    path = value.removeprefix(prefix)
+    is_study_base = key_path == ("base",)  # a recipe, which is searched beside the study
+    if is_study_base or not path or "\n" in path or os.path.isabs(os.path.expanduser(path)):
         return value
-    if not model or "\n" in value or os.path.isabs(os.path.expanduser(model)):
-        return value
-    joined = os.path.join(folder, model)
-    if (value.startswith(REWARD_MODEL_PREFIX) or key_path == ("policy", "model")) and value != PolicyConfig.model:
-        is_model = os.path.isfile(os.path.join(joined, "config.json")) or os.path.isfile(joined)
-        return f"{value[: len(value) - len(model)]}{joined}" if is_model else value
-    source, colon, name = value.rpartition(":")
-    if colon and source.endswith(".py") and name.isidentifier():
-        return os.path.join(folder, value) if os.path.isfile(os.path.join(folder, source)) else value
-    if is_file_pattern(value):
-        return joined if list_matching_files(joined) else value
-    return joined if Path(value).suffix and os.path.isfile(joined) else value
+    joined = os.path.join(folder, path)
+    file, _, name = joined.rpartition(":")
+    if prefix or (key_path == ("policy", "model") and value != PolicyConfig.model):
+        exists = os.path.isfile(os.path.join(joined, "config.json")) or os.path.isfile(joined)
+    elif file.endswith(".py") and name.isidentifier():
+        exists = os.path.isfile(file)
+    elif is_file_pattern(path):
+        exists = bool(list_matching_files(joined))
+    else:
+        exists = bool(Path(path).suffix) and os.path.isfile(joined)
+    return prefix + joined if exists else value
 
 
 # ---------------------------------------------------------------- flags: `--section.key VALUE ...`
@@ -429,7 +422,7 @@ class _FlagWords(list[str]):
 
 
 def _is_setting_flag(word: str) -> bool:
-    """Return whether a word of the command line is the flag of a setting: `--section.key` or `--section.key=VALUE`."""
+    """Return whether a word is the flag of a setting: `--section.key` or `--section.key=VALUE`."""
     return word.startswith("--") and "." in word.partition("=")[0]
 
 
@@ -514,11 +507,10 @@ def _parse_flag_value(words: _FlagWords, kind: Any, key: str) -> Any:
 def _parse_word(word: str, kind: Any) -> Any:
     """Return a word as a value that pydantic accepts for the type.
 
-    Pydantic itself turns texts into numbers and truth values, but not into a number of a Literal, and a union that has
-    texts, too, leaves all as text. For a record with a `name`, such as a reward term, the word is the name.
+    Pydantic turns texts into numbers and truth values, but not into a number of a Literal or of a union with texts.
     """
     kinds = list_type_alternatives(kind)
-    if any("name" in get_field_types(each) for each in kinds):
+    if any("name" in get_field_types(each) for each in kinds):  # such as a reward term
         return {"name": word}
     literals = {str(value): value for each in kinds if _get_type_origin(each) is Literal for value in get_args(each)}
     if word in literals or str not in kinds:
@@ -527,10 +519,8 @@ def _parse_word(word: str, kind: Any) -> Any:
         value = json.loads(word.lower())  # many write True, as in Python
     except ValueError:
         return word
-    is_wanted = isinstance(value, bool | int | float) and (
-        type(value) in kinds or (type(value) is int and float in kinds)
-    )
-    return value if is_wanted else word
+    is_number = isinstance(value, bool | int | float)
+    return value if is_number and (type(value) in kinds or (type(value) is int and float in kinds)) else word
 
 
 # ---------------------------------------------------------------- merging
@@ -552,10 +542,7 @@ def _merge_value(key: str, base: Any, override: Any) -> Any:
 
 
 def _merge_task(base: SettingsTable, override: SettingsTable) -> Any:
-    """Merge the sections of two tasks.
-
-    A task of another name replaces the task of the base and takes none of its settings. A wrapper goes around it.
-    """
+    """Merge the sections of two tasks. One of another name replaces that of the base; a wrapper goes around it."""
     base_name = _get_task_name(base)
     name = _get_task_name(override, base_name)
     if name == base_name:

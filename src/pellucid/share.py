@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -79,8 +78,10 @@ def push_to_hub(run_dir: Path, repo_id: str, private: bool = False, dry_run: boo
     if get_token() is None:
         raise UserError(f"push needs to be logged in at the Hugging Face Hub: {_LOGIN_HINT}")
     print(f"uploads {size}", flush=True)
-    with _translate_hub_errors(repo_id):
+    try:
         _upload_files(repo_id, {"README.md": readme.encode(), **files, **_make_adapter_config(files)}, private)
+    except (HTTPError, RuntimeError, ValueError, OSError) as error:  # RuntimeError: of hf_xet
+        raise UserError(f"push to {repo_id}: {text.format_one_line(_describe_hub_error(error))}") from error
     return 0
 
 
@@ -111,9 +112,9 @@ def _collect_model_files(run_dir: Path) -> dict[str, Path]:
 
 def _make_adapter_config(files: Mapping[str, Path]) -> dict[str, bytes]:
     """Return the configuration of an adapter, if there is one, without the folder of its base on this machine."""
-    if not (path := files.get(_ADAPTER_CONFIG_FILE)):
+    if _ADAPTER_CONFIG_FILE not in files:
         return {}
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = json.loads(files[_ADAPTER_CONFIG_FILE].read_text(encoding="utf-8"))
     base = settings["base_model_name_or_path"]
     settings["base_model_name_or_path"] = EMBEDDED_MODEL_HUB_IDS.get(base) or shorten_path(base, is_file=True)
     return {_ADAPTER_CONFIG_FILE: json.dumps(settings, indent=2).encode()}
@@ -132,15 +133,6 @@ def _upload_files(repo_id: str, files: Mapping[str, Path | bytes], private: bool
     ]
     commit = api.create_commit(repo_id, operations, commit_message="Model trained by Pellucid, with its card")
     print(escape_controls(f"{commit.repo_url} at {commit.oid[:12]}"))
-
-
-@contextmanager
-def _translate_hub_errors(repo_id: str) -> Iterator[None]:
-    """Turn the errors of the Hub, of the network and of files into UserError."""
-    try:
-        yield
-    except (HTTPError, RuntimeError, ValueError, OSError) as error:  # RuntimeError: of hf_xet
-        raise UserError(f"push to {repo_id}: {' '.join(_describe_hub_error(error).split())}") from error
 
 
 def _describe_hub_error(error: Exception) -> str:

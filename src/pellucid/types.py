@@ -435,22 +435,13 @@ class AsyncEnvironments(Protocol):
     """The environments and tools of many conversations at once. No call waits for another conversation."""
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
-        """Start a conversation, without waiting. Its first reply is the question.
-
-        Args:
-            number: Identifies the conversation.
-            prompt: The prompt as the task gives it.
-            sibling: The index of this conversation among those about the same prompt.
-        """
-        ...
+        """Start conversation `sibling` about this prompt, without waiting. Its first reply is the question."""
 
     def send_turn(self, number: int, turn: PolicyTurn) -> None:
         """Send a turn of the policy, without waiting for the reply."""
-        ...
 
     def end_conversation(self, number: int) -> None:
         """End a conversation in which the policy has no more turns. The reply is its outcome."""
-        ...
 
     def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:
         """Return the replies that have arrived, with the numbers of their conversations, after a wait for the first."""
@@ -481,7 +472,6 @@ class Logger(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], /) -> None:
         """Log a finished step with its graded groups."""
-        ...
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None: ...
 

@@ -70,7 +70,7 @@ def test_zero_2_of_three_billion_parameters(devices, gib):
 
 
 def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
-    model = memory.describe_model(str(folder), lora=0)
+    model = memory.describe_model(PolicyConfig(str(folder)))
     policy = make_policy()
     held = sum(p.numel() * p.element_size() for p in policy.model.parameters())
     optimizer = torch.optim.AdamW(policy.model.parameters())
@@ -87,7 +87,7 @@ def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
 
 
 def test_a_reference_on_the_device_of_the_policy_is_counted_however_it_is_named(folder):
-    model, cfg = memory.describe_model(str(folder), lora=0), configured(kl_coef=0.1)
+    model, cfg = memory.describe_model(PolicyConfig(str(folder))), configured(kl_coef=0.1)
     cfg = replace(cfg, policy=replace(cfg.policy, device="cpu"))
     with_auto = memory.estimate_training_state(model, cfg)["reference"]
     named = replace(cfg, policy=replace(cfg.policy, reference="cpu"))
@@ -97,7 +97,7 @@ def test_a_reference_on_the_device_of_the_policy_is_counted_however_it_is_named(
 def test_an_adapter_counts_its_own_parameters(folder):
     adapted = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert memory.describe_model(str(folder), lora=4).trained_count == trained
+    assert memory.describe_model(PolicyConfig(str(folder), lora=4)).trained_count == trained
 
 
 def kept_by_autograd(policy, batch):
@@ -159,7 +159,7 @@ def test_recomputed_activations_are_the_residual_stream(dtype, wide):
 
 def test_shards_share_what_is_kept_and_sample_from_whole_weights(folder):
     """fp32, of P bytes over 4: among four processes a quarter of 4 P, and 4 P to sample from; in bf16 2 P."""
-    model = memory.describe_model(str(folder), lora=0)
+    model = memory.describe_model(PolicyConfig(str(folder)))
     cfg = replace(configured(kl_coef=0.1), runtime=RuntimeConfig("fsdp2"))
     p = model.parameter_count / 1e9
     expected = {"weights": 5 * p, "gradients": p, "optimizer": 2 * p, "reference": p}
@@ -173,7 +173,7 @@ def test_shards_share_what_is_kept_and_sample_from_whole_weights(folder):
 def test_stages_of_zero_share_out_more_and_more(folder):
     """fp32, of P bytes over 4, among four processes: stage 2 keeps 4 P and a quarter of 4 P + 12 P; stage 3 samples
     from whole weights, and those that it keeps are its masters."""
-    model = memory.describe_model(str(folder), lora=0)
+    model = memory.describe_model(PolicyConfig(str(folder)))
     p, bucket = model.parameter_count / 1e9, 0.2
     two, three = (
         memory.estimate_training_state(
@@ -190,7 +190,7 @@ def test_stages_of_zero_share_out_more_and_more(folder):
 
 
 def test_smaller_pieces_need_less(folder):
-    model = memory.describe_model(str(folder), lora=0)
+    model = memory.describe_model(PolicyConfig(str(folder)))
 
     def whole(cfg, **settings):
         return sum(memory.estimate_parts(model, cfg, **settings).values())
@@ -244,7 +244,7 @@ def test_the_plan_ends_with_a_verdict_whose_advice_leads_to_a_run_that_fits(lack
 
 def test_vllm_beside_the_trainer_is_counted(folder, capsys):
     """Its weights in the dtype of computing, and its cache; by servers nothing, but a copy where it draws ahead."""
-    model = memory.describe_model(str(folder), lora=0)
+    model = memory.describe_model(PolicyConfig(str(folder)))
     size = sum(p.numel() for p in tiny_llama().parameters())
     for dtype, wide in (("bfloat16", 2), ("float32", 4)):
         alone = configured(dtype=dtype)
@@ -353,7 +353,7 @@ def planned_run(tokens=512, **settings):
 
 def kernel_model(tmp_path):
     kernel_llama().save_pretrained(tmp_path)
-    return memory.describe_model(str(tmp_path), lora=0)
+    return memory.describe_model(PolicyConfig(str(tmp_path)))
 
 
 def test_gradients_and_activations_add_up_from_the_second_micro_batch_on(tmp_path):

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from architectures import batch_of, model_of
 from conftest import character_tokenizer, make_policy, records
 from pellucid import cli
-from pellucid.models import attention, fused_check, linear
+from pellucid.models import attention, fused_check, linear, native
 from pellucid.models.attention import PackedSequences, attend_packed
 from pellucid.models.decode import DecodeBatch
 from pellucid.models.linear import compute_weight_gradient
@@ -24,7 +24,6 @@ from pellucid.training.doctor import (
     MemorySample,
     PhaseProfile,
     classify_operator,
-    count_cpp_operations,
     format_profile,
     group_by_phase,
 )
@@ -110,14 +109,15 @@ def test_operations_with_packed_weights_are_counted_too():
     assert [n for _, n in operations.operations] == [2 * 3 * 5 * 7, 2 * 3 * 5 * 7]
 
 
-def test_fused_steps_are_counted_and_named():
+def test_fused_steps_are_counted_and_named(monkeypatch):
     if not fused_check.load_fused_kernel()[0]:
         pytest.skip("decoding is not fused here")
     decoder = fused_check.build_self_check_decoder()
     batch = DecodeBatch(decoder, 4, fused_check.select_fused_decoder(decoder))
     head, seen = fused_check.SELF_CHECK_CONFIG.vocab_size * 576, []
     layers = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1088
-    with count_cpp_operations(seen):
+    with monkeypatch.context() as patched:
+        patched.setattr(native.OperationCounter, "entries", seen)
         batch.admit([[1, 2, 3]], 4)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             batch.step(torch.arange(4))
@@ -127,17 +127,15 @@ def test_fused_steps_are_counted_and_named():
     assert "tokens, fused" in {classify_operator(event.name) for event in profiler.events()}
 
 
-def test_what_an_update_computes_in_cpp_is_counted_and_named():
+def test_what_an_update_computes_in_cpp_is_counted_and_named(monkeypatch):
     if not attention.load_attention_kernel()[0]:
         pytest.skip("attention is not computed in C++ here")
     heads = [torch.randn(5, n, 64).bfloat16().requires_grad_() for n in (2, 1, 1)]
     line = PackedSequences(torch.tensor([3, 5]), torch.tensor([0]))
     x, grad, weight, seen = *(torch.ones(*sizes).bfloat16() for sizes in ((40, 32), (40, 64), (64, 32))), []
     linear.apply_linear(x, weight)  # what is tried before the first product is counted, too
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
-        count_cpp_operations(seen),
-    ):
+    monkeypatch.setattr(native.OperationCounter, "entries", seen)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         attend_packed(*heads, line, attention.load_attention_kernel()[0]).sum().backward()
         compute_weight_gradient(grad, x, torch.float32)
         linear.apply_linear(x, weight)

@@ -379,6 +379,11 @@ def test_a_fork_server_that_ends_just_now_is_replaced(stage, monkeypatch):
     assert stage._factory._server is not server
 
 
+def test_an_error_that_is_false_is_an_error():
+    world = InProcessEnvironments(EnvironmentSpec("worlds:Falsy"))
+    assert begun(world)[0].outcome.error.startswith("reset: FalsyError: no room")
+
+
 @pytest.mark.slow
 def test_where_no_process_can_be_forked_they_are_spawned(monkeypatch):
     monkeypatch.setattr(sandbox, "CAN_FORK", False)

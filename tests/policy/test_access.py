@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import pellucid
 from conftest import character_tokenizer, tiny_llama
+from pellucid.config import PolicyConfig
 from pellucid.policy import load, policy
 from pellucid.policy.access import ModelAccess
 from pellucid.serve import api, command
@@ -69,8 +70,8 @@ def test_configuration_and_tokenizer_are_of_the_same_revision(hub):
     (snapshot / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     assert len(load.load_tokenizer(NAME, ModelAccess("v1"))) == 3 < len(load.load_tokenizer(NAME))
     assert (
-        memory.describe_model(NAME, 0, access=ModelAccess("v1")).parameter_count
-        < memory.describe_model(NAME, 0).parameter_count
+        memory.describe_model(PolicyConfig(NAME, revision="v1")).parameter_count
+        < memory.describe_model(PolicyConfig(NAME)).parameter_count
     )
     model, words = load.load_pretrained(NAME, torch.float32, access=ModelAccess("v1"))
     assert (model.config.num_hidden_layers, len(words)) == (1, 3)
@@ -269,7 +270,7 @@ def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
     trusted = policy.load_frozen_policy(str(own), torch.device("cpu"), torch.float32, 1.0, access=ModelAccess("", True))
     (tmp_path / "saved").mkdir()
     trusted.save_config(tmp_path / "saved")
-    assert memory.describe_model(str(tmp_path / "saved"), 0, access=ModelAccess("", True)).parameter_count > 0
+    assert memory.describe_model(PolicyConfig(str(tmp_path / "saved"), trust_remote_code=True)).parameter_count > 0
 
 
 def test_trusted_code_is_served(own, capsys):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from conftest import CountDigits
 from pellucid import cli
 from pellucid.algorithm.batch import collate
-from pellucid.config import load_config
+from pellucid.config import PolicyConfig, load_config
 from pellucid.policy import lora, policy
 from pellucid.policy.load import add_adapter
 from pellucid.rollout.select import choose_sampler
@@ -128,7 +128,8 @@ def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
     adapted = policy.load_policy(
         str(tmp_path), CPU, torch.float32, 1.0, lora_rank=2, lora_targets=("q_proj", "down_proj")
     )
-    counted = memory.describe_model(str(tmp_path), 2, ("q_proj", "down_proj")).trained_count
+    settings = PolicyConfig(str(tmp_path), lora=2, lora_targets=("q_proj", "down_proj"))
+    counted = memory.describe_model(settings).trained_count
     assert counted == sum(p.numel() for p in adapted.trainable().values())
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import records
+from pellucid.config import PolicyConfig
 from pellucid.policy import load
 from pellucid.policy.access import ModelAccess
 from pellucid.training import memory
@@ -25,7 +26,8 @@ PLACES = {
     "1.38 and later": "models/Some.One--Tiny-0.5B/snapshots/master",
     "another default branch": "models/Some.One--Tiny-0.5B/snapshots/main",
     "the only revision": "models/Some.One--Tiny-0.5B/snapshots/v1.0.2",
-    "1.22 to 1.37": "models/Some.One/Tiny-0___5B",
+    "1.22 to 1.37, MODELSCOPE_CACHE": "models/Some.One/Tiny-0___5B",
+    "1.22 to 1.37": "hub/models/Some.One/Tiny-0___5B",
 }
 
 
@@ -140,7 +142,7 @@ def test_a_revision_is_looked_for_where_it_can_be_and_downloaded_as_it_is_called
 
 
 def test_for_a_plan_or_a_tokenizer_no_weights_are_downloaded(package, cache):
-    assert memory.describe_model(NAME, 0).parameter_count > 0
+    assert memory.describe_model(PolicyConfig(NAME)).parameter_count > 0
     load.load_tokenizer(NAME)
     assert package == [("Some.One/Tiny-0.5B", list(load.WEIGHT_PATTERNS))], "once for both"
     assert not list(cache.rglob("*.safetensors"))

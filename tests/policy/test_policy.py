@@ -26,7 +26,7 @@ from pellucid.algorithm.grpo import update_policy
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.runtime import Runtime
 from pellucid.policy import policy as policy_module
-from pellucid.policy.load import pick_end_token
+from pellucid.policy.load import add_adapter, pick_end_token
 from pellucid.policy.policy import LoraReference, Policy
 from pellucid.policy.scorer import check_lm_head
 from pellucid.rollout.native import NativeSampler
@@ -304,7 +304,7 @@ def test_a_tokenizer_that_begins_every_text_makes_an_empty_prompt_whole():
 def lora():
     torch.manual_seed(0)
     model = tiny_llama()
-    return Policy(model, character_tokenizer(), adapter=policy_module.add_adapter(model, 4))
+    return Policy(model, character_tokenizer(), adapter=add_adapter(model, 4))
 
 
 def test_lora_trains_the_adapter_and_nothing_else(lora):
@@ -315,7 +315,7 @@ def test_lora_trains_the_adapter_and_nothing_else(lora):
 
 def test_the_scale_of_an_adapter_does_not_go_by_its_rank():
     for rank in (1, 4):
-        layers = [m for m in policy_module.add_adapter(tiny_llama(), rank).modules() if hasattr(m, "lora_A")]
+        layers = [m for m in add_adapter(tiny_llama(), rank).modules() if hasattr(m, "lora_A")]
         assert {layer.scaling["default"] for layer in layers} == {2.0}
 
 
@@ -338,7 +338,7 @@ def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, 
 def test_lora_without_its_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r'^policy.lora needs peft: pip install "pellucid\[lora\]"$'):
-        policy_module.add_adapter(tiny_llama(), 2)
+        add_adapter(tiny_llama(), 2)
 
 
 def test_the_base_of_a_lora_policy_does_not_move(lora):

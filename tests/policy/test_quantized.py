@@ -118,7 +118,7 @@ def test_the_plan_counts_the_bytes_that_are_there(tmp_path, recipe, dtype):
     checkpoint("llama", tmp_path / "base")
     settings = ["--policy.model", str(tmp_path / "base"), *IN_4BIT, "--policy.dtype", dtype]
     cfg, learner = load_config(recipe, settings), adapted(tmp_path / "base", getattr(torch, dtype))
-    model, loaded = memory.describe_policy_model(cfg.policy), preflight.describe_loaded_model(learner)
+    model, loaded = memory.describe_model(cfg.policy), preflight.describe_loaded_model(learner)
     assert (model.trained_count, model.quantized_count) == (loaded.trained_count, loaded.quantized_count)
     assert model.parameter_count + model.trained_count == loaded.parameter_count
     plain = [p for p in learner.model.parameters() if not load.is_quantized(p)]

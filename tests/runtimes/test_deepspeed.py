@@ -151,7 +151,6 @@ def test_where_deepspeed_is_missing_one_line_names_the_extra(recipe, tmp_path, m
     ("settings", "complaint"),
     [
         (("--policy.dtype", "float16"), 'policy.dtype = "float16" is for runtime.engine = "ddp"'),
-        (("--policy.engine", "compiled"), 'policy.engine = "compiled" is for runtime.engine = "ddp"'),
         (("--algorithm.reference-every", 2), "algorithm.reference_every is not for runtime.engine"),
     ],
 )

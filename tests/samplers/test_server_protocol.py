@@ -140,7 +140,7 @@ def test_other_weights_than_asked_are_refused_by_server_and_trainer(policy, urls
     for late in (lambda: first.step([SampleRequest(0, [1, 2], 3, 1.0, 0)]), lambda: first.score_tokens([1, 2])):
         with pytest.raises(ServerLostError, match=r"409.*other weights"):
             late()
-    held[0].check_version = lambda version: None
+    held[0]._check_version = lambda version: None
     with pytest.raises(ServerLostError, match="computed with other weights"):
         first.step([SampleRequest(0, [1, 2], 3, 1.0, 0)])
 

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 
@@ -74,20 +74,19 @@ def test_whoever_hangs_up_frees_the_rows_at_once(path, body):
 def test_a_stream_that_never_began_frees_its_rows_as_well():
     """Its client has gone between the request and the first byte: nothing of the stream has run, nor will."""
 
-    async def left_at_once():
-        with ExitStack() as leaving:
-            asked = ChatRequest(**chat(stream=True))
-            await create_completion(served, asked, Prompt("p", "2+3="), is_chat=True, max_tokens=100, cleanup=leaving)
-            while not served.engine.running.requests:
-                await asyncio.sleep(0.01)
-            [request] = {row.request for row in served.engine.running.requests}
-            assert not request.cancelled
-        assert request.cancelled
+    async def leave_at_once():
+        request = ChatRequest(**chat(stream=True))
+        await create_completion(served, request, Prompt("p", "2+3="), is_chat=True, max_tokens=100)
+        while not served.engine.running.requests:
+            await asyncio.sleep(0.01)
+        [decoded] = {row.request for row in served.engine.running.requests}
+        assert not decoded.cancelled
+        return decoded
 
     with running() as (served, _):
         go_on, step = threading.Event(), endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
-        asyncio.run(left_at_once())
+        assert asyncio.run(leave_at_once()).cancelled
         go_on.set()
 
 

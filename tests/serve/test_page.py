@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from conftest import CountDigits
+from pellucid.types import Reward
 from serving import running
 
 pytestmark = pytest.mark.skipif(
@@ -120,3 +122,16 @@ def test_a_page_of_a_locked_service_asks_for_the_token(browser):
         eventually(browser, lambda: len(found(browser, ".turn")) == 3 and found(browser, "#send")[0].is_enabled())
         assert len(found(browser, "#chat .error")) == 1
         assert browser.execute_script("return history.map(each => each.role)") == ["user", "assistant"]
+
+
+@pytest.mark.slow
+def test_an_answer_that_could_not_be_graded_is_a_card_that_says_so(browser):
+    class Failing(CountDigits):
+        def reward(self, prompt, completion):
+            return Reward(math.nan, error="timed out")
+
+    with running(task=Failing()) as (_, url):
+        browser.get(url)
+        found(browser, "#draw")[0].click()
+        eventually(browser, lambda: found(browser, "#draw")[0].is_enabled())
+        assert [card.text.splitlines()[0] for card in found(browser, ".card")] == ["not graded"] * 8

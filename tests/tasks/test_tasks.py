@@ -94,6 +94,13 @@ def test_an_import_that_fails_within_the_file_is_named(tmp_path):
     assert "surely_not_installed" in error_of(f"{tmp_path}/imports_nothing.py:f")
 
 
+@pytest.mark.parametrize("name", ["OwnError", "StopIteration"])
+def test_any_error_within_the_file_is_told_with_its_line(tmp_path, name):
+    (tmp_path / f"raises_{name}.py").write_text(f"class OwnError(Exception): ...\nraise {name}('no\\nluck')\n")
+    message = error_of(f"{tmp_path}/raises_{name}.py:f")
+    assert message.endswith(f"raises_{name}.py cannot be imported: {name}: no luck (raises_{name}.py, line 2)")
+
+
 @pytest.mark.parametrize("taken", ["json", "math", "colorsys"])  # imported; built in; installed, not imported
 def test_a_file_whose_module_name_is_taken_is_refused(tmp_path, taken):
     (tmp_path / f"{taken}.py").write_text("def f(): ...\n")

@@ -14,7 +14,7 @@ from pellucid.types import UserError
 
 CONTRADICTIONS = {
     "sampler.ahead = 1 needs": ["--sampler.ahead", "1"],
-    'policy.engine = "compiled" is for': ["--runtime.engine", "fsdp2", "--policy.engine", "compiled"],
+    'policy.dtype = "float16" is for': ["--runtime.engine", "fsdp2", "--policy.dtype", "float16"],
     'sampler.name = "vllm" is for one process': ["--sampler.name", "vllm", "--runtime.engine", "fsdp2"],
     "its base, which stays": [
         *("--policy.lora", "2", "--algorithm.kl_coef", "0.1"),

@@ -357,7 +357,7 @@ def test_a_finished_run_keeps_its_checkpoints_as_the_settings_say(recipe, tmp_pa
 
     monkeypatch.setattr(checkpoint, "write_checkpoint", saved)
     cfg = config.resolve_config(config.load_config(recipe, settings))
-    said = memory.plan_disk(cfg, memory.describe_model(cfg.policy.model, cfg.policy.lora), run_dir)
+    said = memory.plan_disk(cfg, memory.describe_model(cfg.policy), run_dir)
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
     assert [path.name for path in list_checkpoints(run_dir)] == names
     assert said.max_checkpoints == min(3, len(most))
@@ -448,7 +448,7 @@ def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_pat
 
 def test_the_room_that_a_resumed_run_replaces_need_not_be_free(recipe, tmp_path):
     cfg = config.resolve_config(config.load_config(recipe, []))
-    model = memory.describe_model(cfg.policy.model, cfg.policy.lora)
+    model = memory.describe_model(cfg.policy)
     new = memory.plan_disk(cfg, model, tmp_path)
     assert new.peak_gb * 1e9 == memory.count_model_bytes(model, cfg) + 3 * memory.count_checkpoint_bytes(model, cfg)
     assert new.needed_gb == new.peak_gb
@@ -466,7 +466,7 @@ def test_the_room_that_is_asked_for_is_what_is_written(recipe, tmp_path, setting
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
     cfg = config.resolve_config(config.load_config(recipe, settings))
-    model = memory.describe_model(cfg.policy.model, cfg.policy.lora)
+    model = memory.describe_model(cfg.policy)
     written = sum(p.stat().st_size for p in list_checkpoints(run_dir)[-1].glob("*.safetensors"))
     headers = 8_000 * len(list(list_checkpoints(run_dir)[-1].glob("*.safetensors")))
     assert 0 <= written - memory.count_checkpoint_bytes(model, cfg) < headers

@@ -226,10 +226,8 @@ def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
 def standardize_within_cells(rewards: Tensor, same_cell: Tensor, share: Tensor) -> Tensor:
     """(r - mean) / std, where mean and std are weighted averages of those of the cell and those of the group.
 
-    Args:
-        rewards: [P, G]
-        same_cell: [P, G, G] bool, whether two completions are in the same cell.
-        share: [P, G] the weight of the cell; the group has the weight 1 - share.
+    `same_cell` [P, G, G] says whether two completions are in the same cell. The cell has the weight `share` [P, G], and
+    the group has the rest.
     """
     siblings = rewards[:, None, :].expand(same_cell.shape)  # [P, G, G]
     size = same_cell.sum(-1)
@@ -268,12 +266,9 @@ def get_advantage_function(name: str) -> _AdvantageFunction:
 
 
 def compute_advantages_from_grades(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Compute the advantages [P, G] of a step with the function named by cfg.advantage.
+    """Compute the advantages [P, G] of a step from shaped rewards [P, G], with the function named by cfg.advantage.
 
-    Args:
-        grades: The grades before shaping. Their rewards say which groups have zero variance under cfg.min_reward_range.
-        shaped: [P, G] the rewards after shaping, from which the advantages are computed.
-        cfg: The settings of the algorithm.
+    The rewards in `grades`, before shaping, say which groups have zero variance under cfg.min_reward_range.
     """
     compute = get_advantage_function(cfg.advantage)
     if not cfg.min_reward_range:

@@ -109,8 +109,6 @@ class Batch:
         """Return the batch for training in a later step, with step_row_indices of -1."""
         return replace(self, step_row_indices=torch.full_like(self.prompt_indices, -1))
 
-    # Rows
-
     def select_rows(self, index: slice | Tensor) -> Batch:
         """Return a batch of some rows, cut to the length of their longest response."""
         width = int(self.response_mask[index].sum(-1).max())
@@ -123,18 +121,12 @@ class Batch:
 
     def split_into_minibatches(self, count: int) -> list[Batch]:
         """Split into `count` consecutive batches of nearly equal numbers of rollouts, without splitting a rollout."""
-        starts = self.find_rollout_starts()
+        starts = [*range(len(self) + 1)]
+        if self.rollout_indices is not None:
+            changes = (self.rollout_indices[1:] != self.rollout_indices[:-1]).nonzero().flatten() + 1
+            starts = [0, *changes.tolist(), len(self)]
         ends = [starts[(len(starts) - 1) * i // count] for i in range(count + 1)]
         return [self.select_rows(slice(start, end)) for start, end in pairwise(ends)]
-
-    # Rollouts of several rows
-
-    def find_rollout_starts(self) -> list[int]:
-        """Return the index of the first row of each rollout in ascending order, followed by len(self)."""
-        if self.rollout_indices is None:
-            return list(range(len(self) + 1))
-        changes = (self.rollout_indices[1:] != self.rollout_indices[:-1]).nonzero().flatten() + 1
-        return [0, *changes.tolist(), len(self)]
 
     def compute_rollout_lengths(self) -> Tensor:
         """Return the number of tokens of each rollout that count towards sampler.max_tokens. [P * G] float64

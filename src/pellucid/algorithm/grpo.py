@@ -211,8 +211,6 @@ def compute_advantages(
         grades: The grades of the groups of all processes.
         batch: The rows of this process's groups; with `kl` if it is subtracted from rewards or advantages.
         policy: Embeds the responses if cfg.similarity needs embeddings.
-        runtime: The processes of the run.
-        cfg: The settings of the algorithm.
 
     Returns:
         The advantages of this process's groups, [P, G] float64, and the metrics `effect/*` and `reward/kl`.
@@ -292,9 +290,9 @@ def update_policy(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfi
 def accumulate_gradients(
     policy: Policy, batch: Batch, totals: MetricTotals, runtime: Runtime, cfg: GRPOConfig, rows: int
 ) -> MetricTotals:
-    """Add up the gradients of one optimizer step, in micro-batches of `rows` rows. Return the totals with its metrics.
+    """Add up the gradients of one optimizer step, in micro-batches of `rows` rows. Return new totals with its metrics.
 
-    The totals are copied, so that the step can be repeated with the original ones if memory runs out.
+    The old ones are left as they are, so that the step can be repeated if memory runs out.
     """
     totals = deepcopy(totals)
     for micro_batch in runtime.accumulate(batch.split_into_chunks(rows)):

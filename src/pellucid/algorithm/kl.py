@@ -114,15 +114,10 @@ def compute_kl_cost(
 
 
 def adapt_kl_coef(kl_coef: float, measured_kl: float, cfg: GRPOConfig) -> float:
-    """Adapt kl_coef so that the measured KL approaches cfg.kl_target (Ziegler et al., arXiv 1909.08593, section 2.2).
+    """Adapt kl_coef so that the KL approaches cfg.kl_target (Ziegler et al., arXiv 1909.08593, section 2.2).
 
-    kl_coef changes by 10% of the relative error of the KL, and the error is clipped to 20%. It does not change where
-    kl_target is 0 or the KL is not finite.
-
-    Args:
-        kl_coef: The coefficient of the finished step.
-        measured_kl: The mean KL of its tokens, in nats.
-        cfg: The settings of the algorithm.
+    kl_coef changes by 10% of the relative error of the measured KL per token, and the error is clipped to 20%. It does
+    not change where kl_target is 0 or the KL is not finite.
     """
     if not cfg.kl_target or not math.isfinite(measured_kl):
         return kl_coef

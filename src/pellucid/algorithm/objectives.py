@@ -219,14 +219,9 @@ def average_response_advantages(tokens: ObjectiveInputs) -> ObjectiveInputs:
 def compute_clipped_surrogate(
     tokens: ObjectiveInputs, log_ratio: Tensor, bounds: _RatioBounds, cfg: GRPOConfig, fixed: _RatioBounds | None = None
 ) -> ObjectiveOutput:
-    """PPO's clipped surrogate.
+    """PPO's clipped surrogate with a log-ratio [B, T], or [B, 1] for one ratio per response, clipped to `bounds`.
 
-    Args:
-        tokens: The inputs of the objective.
-        log_ratio: [B, T], or [B, 1] for one ratio per response.
-        bounds: What the ratio is clipped to.
-        cfg: The settings of the algorithm.
-        fixed: The bounds that are replaced by `bounds`, for the metric that shows the difference.
+    `fixed` are the bounds that these replace, for the metric that shows the difference.
     """
     ratio, advantages = clamp_log_ratio(log_ratio).exp(), tokens.advantages
     value = compute_clipped_value(ratio, advantages, bounds, cfg).expand(tokens.mask.shape)
@@ -273,10 +268,8 @@ def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> _RatioB
 def compute_clip_high_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
     """clip_high times clip(1 + clip_difficulty (mean - share of right answers in the group), 0.5, 2), [P, G].
 
-    Args:
-        correct: [P, G] 1 where an answer is right. A group of NaN counts as having average difficulty.
-        mean: [] the share of right answers in the step.
-        cfg: clip_high and clip_difficulty.
+    `correct` [P, G] is 1 where an answer is right, and `mean` its mean of the step. A group of NaN has average
+    difficulty.
     """
     hardness = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
     return (cfg.clip_high * (1 + cfg.clip_difficulty * hardness).clamp(0.5, 2.0)).expand(correct.shape)

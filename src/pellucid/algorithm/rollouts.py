@@ -92,8 +92,7 @@ def generate_groups(
 ) -> Sequence[Group]:
     """Generate the completions of this process's share of the prompts.
 
-    Raises:
-        DataError: In all processes if one of them raises it, so that they can end the step and save the run together.
+    A DataError of one process is raised in all, so that they can end the step and save the run together.
     """
     groups, errors = list[Group](), list[str]()
     try:

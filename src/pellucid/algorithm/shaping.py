@@ -17,14 +17,9 @@ from pellucid.algorithm.settings import GRPOConfig
 def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
     """(1 - mix) r + mix * sum over siblings of softmax(cosine / temperature) r: similar answers share rewards.
 
-    This is mathgrpo's `similarity`, centered and averaged over tokens: the mean of the group is subtracted from the
-    states first, since all answers to one prompt have states of similar direction. A reward changes by at most mix
-    times the range of its group. At a high temperature the map is affine, and `grpo` standardizes this away.
-
-    Args:
-        rewards: [P, G]
-        states: [P, G, D] hidden states, averaged over each response.
-        cfg: similarity_mix and similarity_temperature.
+    This is mathgrpo's `similarity` with states [P, G, D] that are averaged over tokens and centered in their group,
+    since all answers to one prompt have states of similar direction. A reward changes by at most mix times the range of
+    its group. At a high temperature the map is affine, and `grpo` standardizes this away.
     """
     unit = F.normalize(states.double() - states.double().mean(1, keepdim=True), dim=-1)
     is_itself = torch.eye(rewards.shape[-1], dtype=torch.bool, device=rewards.device)
@@ -37,7 +32,7 @@ def discount_similar_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -
     """r / sum over the group of max(cosine, 0): common answers count less (DRA-GRPO, arXiv 2505.09655).
 
     The sum includes the answer itself. Only the difference to the lowest reward of the group is divided, since dividing
-    a negative reward would raise it. The arguments are those of `smooth_rewards`.
+    a negative reward would raise it.
     """
     unit = F.normalize(states.double(), dim=-1)
     similarity = (unit @ unit.mT).clamp(min=0.0).sum(-1)
@@ -67,13 +62,7 @@ def compute_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, m
 
     "token" is min(w, cap), truncated importance sampling (F. Yao et al., 2025). "sequence" is the product of w over the
     response, or 0 if it is above the cap. "geometric" is 1, or 0 if the geometric mean of w over the response is
-    outside [1 / cap, cap]. "none" is 1.
-
-    Args:
-        old_logprobs: [B, T] under the policy at the start of the update.
-        sampler_logprobs: [B, T] as the sampler computed them.
-        mask: [B, T] bool, the sampled tokens.
-        cfg: correction and correction_cap.
+    outside [1 / cap, cap]. "none" is 1. The mask [B, T] has the sampled tokens.
     """
     gap = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
     if cfg.correction == "none":

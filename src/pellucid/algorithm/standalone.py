@@ -1,6 +1,7 @@
 """Advantages and loss for a training loop of your own: the functions of the loop, on tensors, with settings by name.
 
-Every setting is a key of `[algorithm]`. Settings of other stages of a step raise a UserError.
+Every setting is a key of `[algorithm]`. Settings of other stages of a step raise a UserError, as tensors of a wrong
+shape do.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def group_advantages(
     weights: Any = None,
     **settings: Any,
 ) -> Tensor:
-    """Compute how much better each completion is than its siblings.
+    """Compute how much better each completion is than its siblings, [P, G] float64 on the device of `rewards`.
 
     Args:
         rewards: [P, G] the rewards of G completions of each of P prompts, as a tensor, an array or lists. NaN marks a
@@ -52,12 +53,6 @@ def group_advantages(
         parts: [P, G, K] the terms of the reward, for "gdpo".
         weights: [K] the weights of those terms. None means 1.
         **settings: Keys of `[algorithm]` that belong to the advantage.
-
-    Returns:
-        [P, G] float64, on the device of `rewards`.
-
-    Raises:
-        UserError: A tensor has another shape, or a setting does not exist.
 
     Example: group_advantages([[0.0, 1.0, 1.0, 0.0]], "rloo")
     """
@@ -119,9 +114,6 @@ def policy_loss(
             accumulation. The losses of the calls then add up to that of the step. None means the number in `mask`.
         tokens: The number of response tokens in the optimizer step. None means the number in `mask`.
         **settings: Keys of `[algorithm]` that belong to the loss. An objective may also be a function.
-
-    Raises:
-        UserError: A tensor that a setting needs is missing, or a setting does not exist.
 
     Example: policy_loss(logprobs, group_advantages(rewards), mask, objective="gspo", aggregate="sequence").backward()
     """

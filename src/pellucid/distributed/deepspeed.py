@@ -133,8 +133,6 @@ class ZeroEngine:
         norm = math.inf if self.zero_optimizer.overflow else self.get_grad_norm()
         return {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
 
-    # ------------------------------------------------------------ state of checkpoints
-
     def initialize_moments(self) -> None:
         """Set the moments to 0, as AdamW does in the first step, so that they can be read and loaded before it."""
         for flat in self.get_flat_masters():
@@ -220,11 +218,7 @@ class ZeroEngine:
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed for a device, which it chooses at import, and silence its log.
-
-    Raises:
-        UserError: DeepSpeed is not installed.
-    """
+    """Import DeepSpeed for a device, which it chooses at import, and silence its log. Raises UserError."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

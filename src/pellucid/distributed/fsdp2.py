@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def make_device_mesh(device: torch.device, world_size: int, shard_count: int) -> DeviceMesh:
     """Return the mesh of all processes, in groups of `shard_count` that share the parameters; 0 is a single group.
 
-    Raises:
-        UserError: `shard_count` does not divide the number of processes.
+    Raises UserError if `shard_count` does not divide the number of processes.
     """
     if not dist.is_initialized():  # a single process without a launcher
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]

@@ -19,19 +19,15 @@ from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from pellucid.models.linear import CastWeights, copy_to_cpu
-from pellucid.models.native import add_self_check, call_kernel, load_library
+from pellucid.models.native import VECTOR_WIDTH, add_self_check, call_kernel, load_library
 
 
 class OffloadedAdamW(Optimizer):
     """AdamW (arXiv 1711.05101) with fp32 masters and moments on the CPU.
 
     Weights and gradients stay on their device and in their dtype. bf16 weights are the rounded masters, so that updates
-    too small for bf16 are not lost. With a GPU, pinned memory makes the copies asynchronous.
-
-    Args:
-        params: The weights.
-        lr, betas, eps, weight_decay: As in `torch.optim.AdamW`.
-        masters: The fp32 masters in the order of `params`; None to copy the weights.
+    too small for bf16 are not lost. With a GPU, pinned memory makes the copies asynchronous. Without `masters`, in the
+    order of `params`, the weights are copied.
     """
 
     def __init__(
@@ -53,7 +49,8 @@ class OffloadedAdamW(Optimizer):
         for group in self.param_groups:
             live = [p for p in group["params"] if p.grad is not None]
             grads = [copy_to_cpu(p.grad) for p in live]
-            masters, states = [self.masters[p] for p in live], [self._get_state(p) for p in live]
+            masters = [self.masters[p] for p in live]
+            states = [_get_state(self, p, master) for p, master in zip(live, masters, strict=True)]
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copies have arrived
             adamw(
@@ -75,21 +72,17 @@ class OffloadedAdamW(Optimizer):
             for p, master in zip(live, masters, strict=True):
                 p.copy_(master, non_blocking=True)
 
-    def _get_state(self, p: Tensor) -> dict[str, Tensor]:
-        state = self.state[p]
-        if not state:
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(self.masters[p]) for _ in range(2))
-            state["step"] = torch.zeros(())
-        return state
+
+def _get_state(optimizer: Optimizer, p: Tensor, master: Tensor) -> dict[str, Tensor]:
+    state = optimizer.state[p]
+    if not state:
+        state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+    return state
 
 
 # ---------------------------------------------------------------- AdamW in one pass
 # AdamW in one pass over memory on the CPU, in C++ (models/cpp/optimizer.cpp). PyTorch needs another pass to clip
 # gradients, and one to cast weights that are computed with in bf16.
-
-
-_VECTOR_ELEMENTS = 16
-"""Sizes of parameters are a multiple of it."""
 
 
 class _ParameterStruct(ctypes.Structure):
@@ -111,12 +104,9 @@ class _RatesStruct(ctypes.Structure):
 
 
 class OnePassAdamW(Optimizer):
-    """AdamW (arXiv 1711.05101) of parameters that `supports_one_pass` accepts, with the state of PyTorch's AdamW.
+    """AdamW of parameters that `supports_one_pass` accepts, with the state of PyTorch's AdamW.
 
-    Args:
-        params: The parameters.
-        lr, betas, eps, weight_decay: As in `torch.optim.AdamW`.
-        cast_weights: Weights whose bf16 copies are updated in the same pass.
+    The bf16 copies of `cast_weights` are updated in the same pass.
     """
 
     def __init__(
@@ -152,7 +142,7 @@ class OnePassAdamW(Optimizer):
         casts = {id(p): copy for part in parts for p, copy in part.pair_masters_with_copies()}
         parameters = []
         for p, grad in live:
-            state = self._get_state(p)
+            state = _get_state(self, p, p)
             state["step"] += 1
             n = float(state["step"])
             tensors = (p, grad, state["exp_avg"], state["exp_avg_sq"], casts.get(id(p)))
@@ -180,15 +170,8 @@ class OnePassAdamW(Optimizer):
             if part.pair_masters_with_copies() and all(id(p) in stepped for p, _ in part.pair_masters_with_copies())
         ]
 
-    def _get_state(self, p: Tensor) -> dict[str, Tensor]:
-        state = self.state[p]
-        if not state:
-            state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        return state
-
 
 def _run_optimizer_kernel(name: str, parameters: Sequence[_ParameterStruct], output: Any) -> None:
-    """Call a function of the library, under its name in torch's profiler."""
     array = (_ParameterStruct * len(parameters))(*parameters)
     with record_function(name):
         call_kernel(getattr(load_library(), name), array, len(parameters), output, torch.get_num_threads())
@@ -197,7 +180,7 @@ def _run_optimizer_kernel(name: str, parameters: Sequence[_ParameterStruct], out
 def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
     """Return whether OnePassAdamW takes these parameters, with torch's bits: unsharded ones in fp32 on the CPU."""
     found = {
-        (p.device.type, p.dtype, p.is_contiguous(), p.numel() % _VECTOR_ELEMENTS, isinstance(p, DTensor))
+        (p.device.type, p.dtype, p.is_contiguous(), p.numel() % VECTOR_WIDTH, isinstance(p, DTensor))
         for p in parameters
     }
     return found <= {("cpu", torch.float32, True, 0, False)} and load_one_pass()[0] is not None
@@ -223,7 +206,6 @@ def compare_optimizers(optimizer: type[OnePassAdamW]) -> Iterable[tuple[str, Any
 
 
 def _make_self_check_module() -> Any:
-    """Return a module with the parameters of the self-check."""
     module, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
     for name, size in {"matrix": (48, 560), "vector": (48,)}.items():
         module.register_parameter(name, torch.nn.Parameter(torch.randn(size, generator=generator)))

@@ -71,12 +71,9 @@ def set_group_timeouts(minutes: float) -> None:
 
 
 def _leave_process_group(owner_pid: int) -> None:
-    """Leave the process group if this is the process that joined it, and not a fork of that process.
-
-    Objects that still refer to the group are collected first, since the threads of the group may abort an exit.
-    """
+    """Leave the process group if this is the process that joined it, and not a fork of that process."""
     if os.getpid() == owner_pid and dist.is_available() and dist.is_initialized():
-        gc.collect()
+        gc.collect()  # threads of the group may abort an exit while objects refer to it
         dist.destroy_process_group()
 
 

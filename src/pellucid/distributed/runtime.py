@@ -28,11 +28,7 @@ T = TypeVar("T")
 class Runtime:
     """One process, or as many as a launcher started, which train on the gradient of a global sum.
 
-    Args:
-        policy: The policy that is trained.
-        optimizer: The settings of the optimizer.
-        total_updates: The number of optimizer steps of the run, for the learning rate.
-        cfg: The settings of the processes.
+    `total_updates` is the number of optimizer steps of the run, for the learning rate.
     """
 
     def __init__(
@@ -90,9 +86,8 @@ class Runtime:
     def compute_within_memory(self, compute: Callable[[int], T], rows: int) -> T:
         """Return compute(rows). Each time memory runs out, halve the rows, in this call and in all later ones.
 
-        Raises:
-            UserError: Memory runs out with one row, or in one of several processes, or with an engine that cannot
-                repeat a part of a step.
+        Raises UserError if it runs out with one row, or in one of several processes, or with an engine that cannot
+        repeat a part of a step.
         """
         while True:
             rows = min(rows, self.max_micro_batch_rows or rows)
@@ -118,8 +113,8 @@ class Runtime:
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of an optimizer step, in the context of the engine.
 
-        Unsharded gradients are exchanged at the last micro-batch only. If parameters are sharded, each pass gathers
-        them in all processes, so a process with fewer micro-batches makes passes of one row and no gradient.
+        If parameters are sharded, each pass gathers them in all processes, so a process with fewer micro-batches makes
+        passes of one row and no gradient.
         """
         own = len(micro_batches)
         rounds = max(self.gather([own])) if self.engine.is_lockstep else own
@@ -134,11 +129,7 @@ class Runtime:
         self.engine.backward(loss)
 
     def step(self) -> dict[str, float]:
-        """Clip the gradient, take an optimizer step and clear the gradient. Return metrics.
-
-        A gradient that is not finite is dropped and counted in `skipped`. One that is 0, of zero-variance groups, is
-        dropped and counted in `idle`, since momentum alone would move the weights.
-        """
+        """Clip the gradient, take an optimizer step and clear the gradient. Return metrics."""
         self.updates += 1
         lr = self.cfg.compute_lr(self.updates, self.total_updates)
         metrics = self.engine.step(lr)

@@ -31,8 +31,7 @@ def has_sharded_tensors(state: Mapping[str, Tensor]) -> bool:
 def save_shards(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
     """Write the shards of this process into a folder, together with all processes. Return the files of this process.
 
-    Raises:
-        OSError: One of the processes cannot write; raised in all of them.
+    Raises OSError in all of them if one cannot write.
     """
     _save_distributed(state, HuggingFaceStorageWriter(str(folder), save_distributed=True))
     return list(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))

@@ -43,12 +43,7 @@ def build_optimizer(cfg: AdamWConfig, policy: Policy) -> torch.optim.Optimizer:
 class TorchEngine:
     """`ddp`, where every process holds the whole model, or `fsdp2`, where each holds a shard of every parameter.
 
-    Args:
-        policy: The policy that is trained.
-        cfg: The settings of the optimizer.
-        runtime: The settings of the processes.
-        accelerator: Accelerate's view of the processes.
-        any_rank: Returns whether a flag is true in at least one process.
+    `any_rank` returns whether a flag is true in at least one process.
     """
 
     def __init__(
@@ -118,12 +113,10 @@ class TorchEngine:
         return clip_grad_norm_(self.parameters.values(), max_norm)
 
     def update_loss_scale(self, norm: float) -> dict[str, float]:
-        """Update the loss scale of fp16, and return metrics.
+        """Update the loss scale of fp16 (arXiv 1710.03740, section 3.2), and return metrics.
 
         A gradient that overflowed halves the scale, and 2000 in a row that did not double it. If a loss was not finite,
         or the scale is 1, the scale is not the reason: it stays, and the step is skipped as in any dtype.
-
-        Source: arXiv 1710.03740, section 3.2.
         """
         is_finite, scale = math.isfinite(norm), self.scaler.get_scale()
         overflow = not is_finite and scale > 1 and not self.any_rank(self.has_nonfinite_loss)

@@ -116,10 +116,9 @@ def _load_certificates() -> Any:
 
 
 def _run_command(command: str, row: Mapping[str, Any]) -> float | None:
-    """Run a command, with the row as JSON in its standard input. Return the number in the last line that it prints.
+    """Run a command with the row as JSON in its standard input. Return the number in the last line that it prints.
 
-    Raises:
-        InvalidResultError: if it cannot be run, or ends with another status than 0.
+    Raises InvalidResultError if it cannot be run, or ends with another status than 0.
     """
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:

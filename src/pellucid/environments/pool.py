@@ -170,11 +170,7 @@ class _Conversation:
 class EnvironmentPool:
     """Environments and tools in worker processes, which print into the file `log`. Implements AsyncEnvironments.
 
-    Args:
-        env_spec: The environment and the tools.
-        cfg: Memory limit and environment variables of a process.
-        log: Receives what the processes print; None discards it.
-        seed: The seed of the environments' random numbers.
+    `seed` is that of the environments' random numbers.
     """
 
     def __init__(self, env_spec: EnvironmentSpec, cfg: WorkerLimits, log: Path | None = None, seed: int = 0) -> None:
@@ -240,7 +236,6 @@ class EnvironmentPool:
             self._ready.append((number, self._handle_lost_worker(number, str(error))))
 
     def _receive_reply(self, number: int) -> EnvironmentReply | None:
-        """Return the reply of a conversation, if it has come."""
         try:
             answer = self.busy[number].receive_answer()
         except WorkerLostError as error:
@@ -304,11 +299,7 @@ def create_environments(
 ) -> AsyncEnvironments | None:
     """Return the environments that a task's `environment_spec` describes; None for a task without conversations.
 
-    Args:
-        task: The task.
-        cfg: Memory limit and environment variables of a process.
-        log: Receives what is printed there.
-        in_process: Run the environments in this process, since no other can load them.
+    With `in_process` they run in this process, since no other can load them.
     """
     env_spec: EnvironmentSpec | None = getattr(task, "environment_spec", None)
     if not isinstance(env_spec, EnvironmentSpec):

@@ -208,7 +208,6 @@ class EnvironmentRunner:
             answer.error = f"get_reward: {self._describe_error(error)}"
 
     def _call_user_code(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """Return what a call of the user's code returns, and what it raises."""
         return call_user_code(lambda: self._call_with_time_limit(action))
 
     def _call_for_text(self, action: Callable[[], Any]) -> tuple[str | None, BaseException | None]:

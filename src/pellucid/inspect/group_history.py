@@ -18,8 +18,6 @@ from pellucid.types import UserError, are_rewards_equal
 
 _MAX_LISTED_QUESTIONS = 1000
 """The number of questions in the list, those that were asked most often."""
-MAX_LISTED_CHARS = 300
-"""The number of characters of a question in the list."""
 _RECENT_REWARD_COUNT = 6
 """The number of last rewards beside a question in the list."""
 _MAX_SHOWN_ANSWERS = 10
@@ -49,9 +47,6 @@ class QuestionHistory:
     """The groups that were asked each question. A step is read once, and again only when its files have changed.
 
     Six numbers of each group are in memory, and the beginning of each question's text.
-
-    Args:
-        read_summaries: Returns the summaries of some steps.
     """
 
     def __init__(self, read_summaries: Callable[[Sequence[int]], Iterable[_Summary]]):
@@ -73,7 +68,7 @@ class QuestionHistory:
             self.fingerprints[step] = fingerprints[step]
             self.by_step[step] = [(group["question"], _make_occurrence(step, group)) for group in summary["groups"]]
             for group in summary["groups"]:
-                self.prompts.setdefault(group["question"], group["prompt"][:MAX_LISTED_CHARS])
+                self.prompts.setdefault(group["question"], group["prompt"])
         if gone or changed:
             self.occurrences = defaultdict(list)
             for step in sorted(self.by_step):
@@ -95,14 +90,10 @@ class QuestionHistory:
         ]
 
     def trace_question(self, name: str, shown_steps: Container[int] | None = None) -> dict[str, Any]:
-        """Return the curves of a question, and the groups whose best answers are to be shown.
-
-        Args:
-            name: The hash of the question.
-            shown_steps: The steps whose tokens can be shown; None for all that are recorded.
+        """Return the curves of a question, and the groups whose best answers are shown, of `shown_steps` or of all.
 
         Raises:
-            UserError: No step asked that question.
+            UserError: No step asked the question of this hash.
         """
         if name not in self.occurrences:
             raise UserError(f"no step asked the question {name}")
@@ -143,7 +134,7 @@ def sample_evenly(items: Sequence[Any], limit: int) -> list[Any]:
 
 _SIGNAL, ALL_RIGHT, ALL_WRONG, PARTIAL, _ALL_FAILED = "signal", "all_right", "all_wrong", "partial", "all_failed"
 EQUAL = "equal"
-_MAX_PROMPT_CHARS = 2000
+_MAX_PROMPT_CHARS = 300
 """The number of characters of a prompt in a summary; rollouts.jsonl has the whole prompt."""
 
 
@@ -152,15 +143,9 @@ def classify_signal(
 ) -> str:
     """Return "signal" if the rewards of a group differ, else the reason why there is nothing to compare.
 
-    Args:
-        rewards: The rewards of the group; None for one that failed.
-        correct: Whether each completion is right; None if nothing tells.
-        min_reward_range: Rewards within this range count as equal.
-
-    Returns:
-        "signal"; "all_right"; "all_wrong" if all rewards are equal and 0 or less; "partial" if all have the same reward
-        above 0 and not all are right; "equal" if all have the same reward and nothing tells which are right;
-        "all_failed" if no reward could be computed.
+    This is "all_right"; "all_wrong" if all rewards are equal and 0 or less; "partial" if all have the same reward above
+    0 and not all are right; "equal" if all have the same reward and nothing tells which are right; "all_failed" if no
+    reward could be computed. Rewards within `min_reward_range` count as equal.
     """
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
@@ -178,16 +163,10 @@ def classify_signal(
 def summarize_step(
     step: int, groups: Sequence[Sequence[Record]], table: pa.Table | None, min_reward_range: float = 0.0
 ) -> dict[str, Any]:
-    """Return the groups of a step in their order.
+    """Return the groups of a step in their order, as in rollouts.jsonl or, without these, from the recorded tokens.
 
     In the result, `gradient` of a group is the sum of the gradient norms of its tokens, and `entropy` the mean entropy
     of its sampled tokens in nats, both before the update; they are null if its tokens were not recorded.
-
-    Args:
-        step: The step.
-        groups: The groups of rollouts.jsonl. If there are none, the recorded tokens are used instead.
-        table: The recorded tokens, if there are any.
-        min_reward_range: Rewards within this range count as equal.
     """
     measures = measure_groups(table) if table is not None else {}
     described = {j: _describe_rollouts(group) for j, group in enumerate(groups)}

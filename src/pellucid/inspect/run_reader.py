@@ -51,11 +51,7 @@ class Fingerprint(NamedTuple):
 
 
 class RunReader:
-    """Reads a run folder, as far as it is written by now.
-
-    Args:
-        run_dir: The folder of the run.
-    """
+    """Reads a run folder, as far as it is written by now."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
@@ -80,7 +76,8 @@ class RunReader:
             case "overview":
                 answer = self.build_overview()
             case "summaries":
-                answer = self.read_summaries(self.list_page_steps(parse_number(argument, "page")))
+                page = parse_number(argument, "page")
+                answer = self.read_summaries([step for step in self.list_steps() if step // STEPS_PER_PAGE == page])
             case "tokens":
                 answer = encode_for_page(self.read_table(parse_number(argument, "step")))
             case "questions":
@@ -111,10 +108,6 @@ class RunReader:
         """Return the steps whose tokens or completions are recorded."""
         return sorted({*token_files.list_recorded_steps(self.run_dir), *self.rollouts.locate_steps()})
 
-    def list_page_steps(self, number: int) -> list[int]:
-        """Return the steps of a page. Its number is that of a step divided by STEPS_PER_PAGE, rounded down."""
-        return [step for step in self.list_steps() if step // STEPS_PER_PAGE == number]
-
     def read_pulse(self) -> dict[str, Any]:
         """Return what changes when there is something new: sizes of the logs, and the last recorded step."""
         paths = [self.run_dir / name for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")]
@@ -133,12 +126,12 @@ class RunReader:
         """Return an overview of the run: its settings, its charts, and numbers of each step by which to choose one."""
         config, metrics, evals = read_config(self.run_dir), self.read_metrics(), read_evaluation_records(self.run_dir)
         lede = make_lede(metrics, evals)
-        values = {name: html.replace("<small>", "").replace("</small>", "") for name, html in lede.values.items()}
+        texts = {name: re.sub("</?small>", "", html) for name, html in lede["values"].items()}
         return {
             "name": self.run_dir.resolve().name,
             "model": get_setting(config, "policy.model", "a model"),
             "task": format_task_name(config),
-            "lede": {"key": lede.key, "values": values, "phrases": dict(lede.phrases)},
+            "lede": {**lede, "values": texts},
             "charts": draw_run_charts(metrics, evals),
             "axis": {"left": PLOT_LEFT / CHART_WIDTH, "right": PLOT_RIGHT / CHART_WIDTH},
             "last": metrics[-1]["step"] if metrics else 0,
@@ -243,9 +236,7 @@ _READ_BLOCK_BYTES = 1 << 24
 class RolloutIndex:
     """The groups of each step in a file that may be larger than memory, and may grow.
 
-    Args:
-        path: The file.
-        group_size: The size of a group, if it is known, since two groups in a row may have the same id.
+    Two groups in a row may have the same id: if `group_size` is known, it tells them apart.
     """
 
     def __init__(self, path: Path, group_size: int = 0):

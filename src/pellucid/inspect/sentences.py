@@ -63,12 +63,9 @@ def get_logits_rounding(metadata: Mapping[str, Any]) -> float:
 
 
 def explain_token(token: Mapping[str, Any], language: str = "en", metadata: Mapping[str, Any] | None = None) -> str:
-    """Return the sentence on a token.
+    """Return the sentence on a token of a file with this metadata.
 
-    Args:
-        token: Its kind, rule, advantage, ratio, bound, push and change; None for a number that is missing.
-        language: "en" or "zh".
-        metadata: The metadata of the token's file.
+    A token has kind, rule, advantage, ratio, bound, push and change; None stands for a number that is missing.
     """
     values = {name: format_significant(token.get(name)) for name in ("advantage", "ratio", "bound")}
     change, rounding = token.get("change"), get_logits_rounding(metadata or {})

@@ -151,16 +151,7 @@ class InspectHandler(BaseHTTPRequestHandler):
 
 
 def run_look(run_dirs: Sequence[Path], port: int, output: Path | None, open_browser: bool) -> int:
-    """Serve the page until Ctrl-C, or write it into a file.
-
-    Args:
-        run_dirs: One run, or two to be shown side by side.
-        port: The port of the server; 0 for any free one.
-        output: The file to be written in place of a server.
-        open_browser: Whether to open the page in a browser.
-
-    Returns:
-        The exit status.
+    """Serve the page of one or two runs until Ctrl-C, or write it into the file `output`. Return the exit status.
 
     Raises:
         UserError: There is nothing to look at, or the page cannot be served or written.

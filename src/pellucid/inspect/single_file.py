@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pellucid.inspect.group_history import MAX_LISTED_CHARS, QuestionHistory, sample_evenly
+from pellucid.inspect.group_history import QuestionHistory, sample_evenly
 from pellucid.inspect.page import build_inspect_page
 from pellucid.inspect.run_reader import STEPS_PER_PAGE, RunReader
 from pellucid.inspect.sentences import format_sentence
@@ -91,9 +91,7 @@ def _add_summaries(contents: _PageContents, runs: Sequence[RunReader], budget_by
     """Add the summaries of steps. Return the questions of the first run: a page follows those alone."""
     steps = sorted({step for run in runs for step in run.list_steps()})
     sample = sample_evenly(steps, SAMPLE_SIZE)
-    sample_bytes = sum(
-        len(_encode_block(_shorten_summary(summary))) for run in runs for summary in run.iterate_summaries(sample)
-    )
+    sample_bytes = sum(len(_encode_block(summary)) for run in runs for summary in run.iterate_summaries(sample))
     # One summary by itself is deflated less well than a page of them together, so that this leaves something to spare.
     step_bytes = sample_bytes / max(1, len(sample)) or 1
     chosen = set(sample_evenly(steps, max(1, int(budget_bytes / step_bytes))))
@@ -108,21 +106,8 @@ def _pack_summary_pages(blocks: Blocks, i: int, run: RunReader, steps: Sequence[
     """Yield the summaries of steps, and add them to `blocks` page by page."""
     for number, summaries in groupby(run.iterate_summaries(steps), key=lambda each: each["step"] // STEPS_PER_PAGE):
         page = list(summaries)
-        blocks[f"{i}/summaries/{number}"] = _encode_block(list(map(_shorten_summary, page)))
+        blocks[f"{i}/summaries/{number}"] = _encode_block(page)
         yield from page
-
-
-def _shorten_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a summary with the beginning of each question, and with numbers as they are shown."""
-    groups = [
-        {
-            **group,
-            "prompt": group["prompt"][:MAX_LISTED_CHARS],
-            **{name: None if group[name] is None else float(f"{group[name]:.4g}") for name in ("gradient", "entropy")},
-        }
-        for group in summary["groups"]
-    ]
-    return {**summary, "groups": groups}
 
 
 def _estimate_question_bytes(questions: QuestionHistory, budget_bytes: float) -> float:

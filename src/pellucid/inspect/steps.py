@@ -18,17 +18,8 @@ from pellucid.reporting.token_files import KIND_SAMPLED, get_token_metadata
 
 _SEQUENCE_KEYS = ("group", "completion", "branch")
 _SEQUENCE_COLUMNS = ("prompt_id", "reward", "correct", "finished", "parts", "error", "version")
-_NUMBER_COLUMNS = {
-    "entropy": "entropy_before",
-    "ratio": "ratio",
-    "advantage": "advantage",
-    "weight": "weight",
-    "importance": "importance",
-    "push": "push",
-    "gradient": "gradient",
-    "bound": "bound",
-}
-"""The columns of the page that are columns of the file, and their names in the file."""
+_NUMBER_COLUMNS = ("ratio", "advantage", "weight", "importance", "push", "gradient", "bound")
+"""The columns of the file that the page has under the same name, besides those of texts and log-probs."""
 _RELATIVE_COLUMNS = ("weight", "push", "gradient")
 """Columns whose numbers shrink with the number of tokens in a step, so that digits are relative to the largest."""
 _SIGNIFICANT_DIGITS = 4
@@ -76,12 +67,14 @@ def _get_texts(table: pa.Table) -> dict[str, list[Any]]:
 
 def _compute_numbers(table: pa.Table) -> dict[str, np.ndarray]:
     """Return the numbers of the tokens: [N] each, NaN for a number that is missing."""
-    columns = {name: _get_floats(table, recorded) for name, recorded in _NUMBER_COLUMNS.items()}
+    entropy = _get_floats(table, "entropy_before")
     start, after = _get_floats(table, "logprob_start"), _get_floats(table, "logprob_after")
     # The log-prob before the step, if it is recorded. In a step of one update it is that before the update.
     before = np.where(np.isnan(start), _get_floats(table, "logprob_before"), start)
     sampler, ref = _get_floats(table, "sampler_logprob"), _get_floats(table, "ref_logprob")
-    return columns | {
+    return {
+        **{name: _get_floats(table, name) for name in _NUMBER_COLUMNS},
+        "entropy": entropy,
         "before": before,
         "after": after,
         "sampler": sampler,
@@ -89,12 +82,15 @@ def _compute_numbers(table: pa.Table) -> dict[str, np.ndarray]:
         "change": after - before,
         "gap": before - sampler,
         "drift": before - ref,
-        "entropy_change": _get_floats(table, "entropy_after") - columns["entropy"],
+        "entropy_change": _get_floats(table, "entropy_after") - entropy,
     }
 
 
 def measure_groups(table: pa.Table) -> dict[int, dict[str, float | None]]:
-    """Return for each group the sum of its gradient norms, and the mean entropy of its sampled tokens in nats."""
+    """Return for each group the sum of its gradient norms, and the mean entropy of its sampled tokens in nats.
+
+    They have four significant digits.
+    """
     groups, sampled = table["group"].to_numpy(), table["kind"].to_numpy() == KIND_SAMPLED
     gradient, entropy = _get_floats(table, "gradient"), _get_floats(table, "entropy_before")
     has_gradient, has_entropy = np.isfinite(gradient), np.isfinite(entropy) & sampled
@@ -102,8 +98,8 @@ def measure_groups(table: pa.Table) -> dict[int, dict[str, float | None]]:
     for group in dict.fromkeys(groups.tolist()):
         norms, entropies = gradient[has_gradient & (groups == group)], entropy[has_entropy & (groups == group)]
         measures[group] = {
-            "gradient": float(norms.sum()) if norms.size else None,
-            "entropy": float(entropies.mean()) if entropies.size else None,
+            "gradient": float(f"{norms.sum():.4g}") if norms.size else None,
+            "entropy": float(f"{entropies.mean():.4g}") if entropies.size else None,
         }
     return measures
 
@@ -180,12 +176,9 @@ def _encode_alternatives(
 def round_values(
     values: Sequence[float | None] | np.ndarray, digits: int, floor: float | None = MIN_SHOWN_DIFFERENCE
 ) -> list[float | None]:
-    """Round values; those that are not finite become None.
+    """Round values to significant digits; those that are not finite become None.
 
-    Args:
-        values: The values.
-        digits: The number of significant digits.
-        floor: The finest unit. None is MIN_SHOWN_DIFFERENCE times the largest value.
+    Nothing is finer than `floor`; None is MIN_SHOWN_DIFFERENCE times the largest value.
     """
     numbers = np.array(values, dtype=np.float64)
     numbers[~np.isfinite(numbers)] = np.nan

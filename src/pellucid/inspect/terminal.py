@@ -27,21 +27,12 @@ _MAX_SHOWN_TOKENS = 2000
 """The number of tokens of an answer that are shown."""
 _MAX_EXPLAINED_TOKENS = 6
 """The number of tokens that have a sentence, those that carry most of the gradient."""
-_GRADIENT_TABLE_HEADERS = ("token", "share", "before", "after", "ratio", "what happened")
 
 
 def show_group(run_dir: Path, step: int | None, group: int | None, by: str, console: Console | None = None) -> int:
-    """Print a group of a step.
+    """Print a group of a step, with its tokens colored by a quantity. Return the exit status.
 
-    Args:
-        run_dir: The folder of the run.
-        step: The step; None for the last one that is recorded.
-        group: The group; None for the one with the largest sum of gradients.
-        by: The quantity that colors the tokens.
-        console: The console to print to.
-
-    Returns:
-        The exit status.
+    Without a step it is the last one that is recorded, without a group the one with the largest sum of gradients.
 
     Raises:
         UserError: The step or the group is not recorded.
@@ -61,7 +52,10 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
         group = max(rows, key=lambda j: rows[j]["gradient"] or 0.0)
     if group not in rows:
         raise UserError(f"step {step} has no tokens of group {group}: recorded are {', '.join(map(str, rows))}")
-    console.print(_format_heading(run, step, rows[group]))
+    title = f"{escape_controls(run.run_dir.resolve().name)}, step {step}, group {group}"
+    gradient, signal = rows[group]["gradient"], format_sentence(f"signal.{rows[group]['signal']}")
+    about = signal if gradient is None else f"{signal}, sum of gradients {format_significant(gradient)}"
+    console.print(Text().append(title, "bold").append(f"\n{about}\n"))
     if silent := tokens.metadata.get("silent", {}).get(str(group)):
         console.print(Text(format_sentence("group.silent", n=", ".join(map(str, silent))) + "\n"))
     sequences = _merge_equal_answers(tokens, group)
@@ -75,18 +69,8 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
     return 0
 
 
-def _format_heading(run: RunReader, step: int, row: Mapping[str, Any]) -> Text:
-    gradient = "" if row["gradient"] is None else f", sum of gradients {format_significant(row['gradient'])}"
-    signal = format_sentence(f"signal.{row['signal']}")
-    title = f"{escape_controls(run.run_dir.resolve().name)}, step {step}, group {row['group']}"
-    return Text().append(title, "bold").append(f"\n{signal}{gradient}\n")
-
-
 def _merge_equal_answers(tokens: StepTokens, group: int) -> list[list[Mapping[str, Any]]]:
-    """Return the sequences of a group in the order of page/tokens.js: prompt, answers by their tokens, branches.
-
-    Each item is a list: answers with the same tokens and the same reward are in one.
-    """
+    """Return the sequences of a group with their copies, in the order of page/tokens.js: prompt, answers, branches."""
     ids = tokens.columns["token"]
     sequences = [each for each in tokens.sequences if each["group"] == group]
     prompts = [[each] for each in sequences if each["completion"] < 0]
@@ -142,11 +126,9 @@ def _choose_style(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest
 
 
 def _build_gradient_table(tokens: StepTokens, group: int, sequences: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
-    """Return a table of the tokens that carry most of a group's gradient, with a sentence on each.
-
-    The tokens of answers that are alike are counted together.
-    """
-    table = Table(*_GRADIENT_TABLE_HEADERS, box=None, header_style="dim", pad_edge=False)
+    """Return a table of the tokens that carry most of a group's gradient; copies of an answer are counted together."""
+    heads = ("token", "share", "before", "after", "ratio", "what happened")
+    table = Table(*heads, box=None, header_style="dim", pad_edge=False)
     row_shares = tokens.compute_gradient_shares(group)
     shares: dict[int, float] = {}
     for copies in sequences if row_shares else ():

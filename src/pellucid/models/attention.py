@@ -47,8 +47,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_lengt
             rows of a group at once; on the CPU they are a product of their own here as well, so that sums are rounded
             in the same places.
     """
-    if query.device.type == "cpu" and not torch.is_grad_enabled():
-        return attend_chunked(query, key, value, bias, shared_length)
     if query.device.type == "cpu":
         return ChunkedAttention.apply(query, key, value, bias, shared_length)  # pyright: ignore[reportReturnType]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
@@ -113,9 +111,9 @@ def _group_query_heads(x: Tensor, key_heads: int) -> Tensor:
 def _compute_attention_gradients(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value.
+    """Return the gradients of query, key and value, from scores in fp32.
 
-    The scores are in fp32: in bf16, with its 8 bits, a score of 30 would be off by up to 1/16, and so its probability.
+    In bf16, with its 8 bits, a score of 30 would be off by up to 1/16, and so its probability.
     """
     key_heads, length, scale = key.shape[1], query.shape[2], query.shape[-1] ** -0.5
     scores = _compute_scores(promote_to_fp32(query), promote_to_fp32(key))
@@ -177,9 +175,7 @@ def attend_packed(
     Queries [N, H, d], keys and values [N, K, d] -> [N, H d]. The kernel is from `find_attention_kernel`. Raises
     MemoryError.
     """
-    if torch.is_grad_enabled():
-        return PackedAttention.apply(query, key, value, sequences, kernel)  # pyright: ignore[reportReturnType]
-    return _run_attention_forward(query, key, value, sequences, kernel)
+    return PackedAttention.apply(query, key, value, sequences, kernel)  # pyright: ignore[reportReturnType]
 
 
 class PackedAttention(torch.autograd.Function):

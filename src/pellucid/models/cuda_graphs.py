@@ -40,9 +40,7 @@ class StepGraphs:
         graphs, and one warning says so. Nothing was computed then, so the step is computed eagerly.
         """
         layout = batch.get_captured_buffers()
-        if len(layout) != len(self.captured_buffers) or any(
-            a is not b for a, b in zip(layout, self.captured_buffers, strict=True)
-        ):
+        if [*map(id, layout)] != [*map(id, self.captured_buffers)]:
             self.captured_buffers, self.replay = layout, None
             return batch.step_eager(tokens)
         if self.replay is None:
@@ -56,10 +54,7 @@ class StepGraphs:
         return self.replay(tokens)
 
     def _check_capture(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
-        """Compare the logits of a graph with those of an eager step, once per decoder; use graphs if they agree.
-
-        Both steps write the same keys and values.
-        """
+        """Compare the logits of a graph with those of an eager step, once per decoder; use graphs if they agree."""
         expected, error_share = batch.step_eager(tokens), float("inf")
         try:
             logits = capture_step(batch.step_eager, tokens)(tokens)
@@ -75,7 +70,6 @@ class StepGraphs:
 
 
 def _disable_graphs(batch: DecodeBatch, fault: str) -> None:
-    """Decode eagerly from now on, and warn why."""
     batch.decoder.uses_cuda_graphs = False
     warnings.warn(f"tokens are decoded without a CUDA graph: {fault}", stacklevel=3)
 

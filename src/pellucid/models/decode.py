@@ -330,10 +330,7 @@ class DecodeBatch:
         self.start_positions, self.cached_lengths = lengths.to(self.decoder.device, copy=True)
 
     def _attend(self, query: Tensor, cache: _LayerKVCache, bias: Tensor) -> Tensor:
-        """Compute attention, [n, H, d] -> [n, H d], with one softmax over prompt and generated tokens.
-
-        All rows of a prompt are multiplied with its keys in one product.
-        """
+        """Compute attention, [n, H, d] -> [n, H d]. Rows of a prompt are multiplied with its keys in one product."""
         size = cache.prompt_keys.shape[2]
         queries = query.unflatten(1, (len(cache.keys), -1)).transpose(0, 1)  # [K, n, H / K, d]
         queries = queries.contiguous() * query.shape[-1] ** -0.5
@@ -486,10 +483,7 @@ def _append_tokens_eager(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequ
 def _build_appended_rows(
     batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor
 ) -> tuple[PackedRows, Tensor, Tensor]:
-    """Pack appended tokens, whose keys are those of their prompt, then those of their row.
-
-    Also returns their bias in layers with a sliding window, and the cache column of each token [N].
-    """
+    """Pack appended tokens. Also return their bias in layers with a window, and the cache column of each token [N]."""
     first, window, device = batch.caches[0], batch.decoder.shape.window, batch.decoder.device
     starts, steps = batch.prompt_lengths[batch.prompt_of[rows], None], torch.arange(round_up(int(lengths.max())))
     is_token, columns = steps < lengths[:, None], batch.generated_lengths[rows, None] + steps  # [r, L]

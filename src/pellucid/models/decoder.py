@@ -12,7 +12,6 @@ Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I inte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -101,32 +100,28 @@ def find_sliding_layers(config: Any) -> tuple[bool, ...]:
 
 
 class LayerWeights(NamedTuple):
-    """Weights as `F.linear` takes them; projections of the same input are one matrix."""
+    """Weights as `F.linear` takes them; projections of the same input are one matrix.
+
+    Biases of qkv are those of Qwen2, others those of attention_bias and mlp_bias in the configuration; the norms of
+    queries and keys are those of Qwen3.
+    """
 
     attention_norm: Tensor
-    """[D]"""
     qkv: Tensor | MatrixParts | TrainedMatrix
     """[(H + 2K) d, D]"""
     attention_out: Tensor | TrainedMatrix
     """[D, H d]"""
     mlp_norm: Tensor
-    """[D]"""
     gate_up: Tensor | MatrixParts | TrainedMatrix
     """[2I, D]"""
     down: Tensor | TrainedMatrix
     """[D, I]"""
     qkv_bias: Tensor | None = None
-    """[(H + 2K) d], Qwen2"""
     attention_out_bias: Tensor | None = None
-    """[D], with attention_bias in the configuration"""
     gate_up_bias: Tensor | None = None
-    """[2I], with mlp_bias"""
     down_bias: Tensor | None = None
-    """[D], with mlp_bias"""
     query_norm: Tensor | None = None
-    """[d], Qwen3"""
     key_norm: Tensor | None = None
-    """[d], Qwen3"""
 
 
 class DecoderWeights(NamedTuple):
@@ -214,23 +209,6 @@ def project(x: Tensor, weight: Tensor | MatrixParts | TrainedMatrix, bias: Tenso
     return linear.apply_linear(x, weight, bias)
 
 
-class LayerFunctions(NamedTuple):
-    """The parts of a layer that work on single tokens, before and after its attention."""
-
-    compute_qkv: Callable[..., tuple[Tensor, QueryKeyValue]]
-    compute_output: Callable[..., ResidualStream]
-
-
-EAGER_LAYER_FUNCTIONS = LayerFunctions(compute_qkv, compute_layer_output)
-
-
-@cache
-def compile_layer_functions(backend: str = "inductor") -> LayerFunctions:
-    """Compile the parts of a layer with torch.compile, which needs a C++ compiler and most of a minute at first use."""
-    options = {"dynamic": True, "backend": backend}
-    return LayerFunctions(torch.compile(compute_qkv, **options), torch.compile(compute_layer_output, **options))
-
-
 class _DecoderLayer(nn.Module):
     """A layer. It looks up the parameters of `block` in each call."""
 
@@ -260,35 +238,20 @@ class _DecoderLayer(nn.Module):
         stream: ResidualStream,
         rotary: _CosSin,
         attention: Callable[[QueryKeyValue], Tensor],
-        functions: LayerFunctions,
         recompute: bool,
     ) -> ResidualStream:
-        """Compute the layer.
-
-        Args:
-            stream: The residual stream of N tokens.
-            rotary: cos and sin of their positions.
-            attention: Computes attention of queries, keys and values, [N, H d].
-            functions: The other parts of the layer, eager or compiled.
-            recompute: Whether to keep only the residual stream for the backward pass, and compute the rest again.
-        """
+        """Compute the layer; with `recompute` only the residual stream is kept for the backward pass."""
 
         def compute(hidden: Tensor, pending: Tensor | None = None) -> ResidualStream:
             weights = self.collect_weights()
-            hidden, heads = functions.compute_qkv(weights, ResidualStream(hidden, pending), rotary, self.shape)
-            return functions.compute_output(weights, hidden, attention(heads), self.shape)
+            hidden, heads = compute_qkv(weights, ResidualStream(hidden, pending), rotary, self.shape)
+            return compute_layer_output(weights, hidden, attention(heads), self.shape)
 
         return checkpoint(compute, stream.add_pending(), use_reentrant=False) if recompute else compute(*stream)
 
 
 class Decoder(nn.Module):
-    """A decoder. It looks up the parameters of transformers' `model` in each call.
-
-    Args:
-        config: The configuration of the model, for which `find_fallback_reason` is empty.
-        model: transformers' model of it.
-        dtype: The compute dtype.
-    """
+    """A decoder of transformers' `model`, whose parameters it looks up in each call; it computes in `dtype`."""
 
     def __init__(self, config: Any, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

@@ -63,11 +63,7 @@ def can_use_cuda_graphs(device: torch.device) -> bool:
 
 
 def compare_fused_steps(kernel: KernelVariant) -> Iterable[tuple[str, Any, Any]]:
-    """Decode a small model with fused steps and with PyTorch's operators; see `add_self_check`.
-
-    Raises:
-        KernelUnavailableError: PyTorch has no bf16 products for this CPU.
-    """
+    """Decode a small model with fused steps and with PyTorch's operators; see `add_self_check`."""
     decoder = build_self_check_decoder()
     if not decoder.can_prepack:
         raise KernelUnavailableError("torch without bfloat16 for this CPU")

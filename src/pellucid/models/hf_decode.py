@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class FallbackDecodeBatch:
-    """Rows that transformers decodes together, with the methods of `DecodeBatch`.
-
-    New rows are admitted only when all others have finished.
-    """
+    """Rows that transformers decodes together, like `DecodeBatch`; new ones only when all others have finished."""
 
     can_append = False
     """Whether rows can wait for the environment, and continue after `append_tokens`. Here they leave, and the whole
@@ -84,13 +81,15 @@ class FallbackDecodeBatch:
 # kernels do so with AMX, and not with AVX-512. Nothing else that is computed here depends on other rows.
 
 
+_TRIAL_PROMPT_LENGTHS = (7, 2)
+"""Lengths of the prompts of the cache check, in tokens: one needs padding, one is longer than a convolution of four."""
 _INVARIANCE_PROMPT_LENGTHS = (3, 17, 40)
 """Lengths of the prompts of the check, in tokens: below and above the multiples to which caches are padded."""
 _INVARIANCE_STEPS = 4
 """Decode steps after each prompt."""
 
 
-def _make_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
+def make_trial_prompts(model: PreTrainedModel, lengths: Sequence[int] = _TRIAL_PROMPT_LENGTHS) -> list[list[int]]:
     """Return prompts of these lengths, of arbitrary tokens."""
     vocabulary = model.config.get_text_config().vocab_size
     return [[(7 * i + length) % vocabulary for i in range(length)] for length in lengths]
@@ -115,11 +114,8 @@ def check_batch_invariance(policy: Policy, rows: int) -> None:
 
 
 def is_batch_invariant(policy: Policy, rows: int) -> bool:
-    """Check three prompts and a few tokens after them, alone and in batches of up to `rows`.
-
-    This tests the weights and kernels that will be used, on the machine where they will be; it proves nothing.
-    """
-    prompts = _make_prompts(policy.model, _INVARIANCE_PROMPT_LENGTHS)
+    """Check three prompts and a few tokens after them, alone and in batches of up to `rows`. It proves nothing."""
+    prompts = make_trial_prompts(policy.model, _INVARIANCE_PROMPT_LENGTHS)
     expected = [_compute_step_logits(policy, [prompt], 1)[:, 0] for prompt in prompts]
     repeats = max(1, rows // len(prompts))
     return all(
@@ -146,17 +142,11 @@ def _compute_step_logits(policy: Policy, prompts: list[list[int]], copies: int) 
 
 MODEL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What libraries raise if a model and its cache do not fit each other."""
-_TRIAL_PROMPT_LENGTHS = (7, 2)
-"""Lengths of the prompts of the check, in tokens: one needs padding, one is longer than a convolution of four."""
 _TRIAL_COPIES = 2
 LOGIT_TOLERANCES = {torch.float32: 1e-2, torch.float64: 1e-2}
 """The largest difference from logits without a cache, as `measure_relative_difference` measures it."""
 HALF_PRECISION_TOLERANCE = 0.2
 """The same in bfloat16 and float16: roundings make a few hundredths, wrong logits a fifth at least."""
-
-
-def make_trial_prompts(model: PreTrainedModel) -> list[list[int]]:
-    return _make_prompts(model, _TRIAL_PROMPT_LENGTHS)
 
 
 @torch.no_grad()

@@ -173,8 +173,8 @@ def add_self_check(
             and that of PyTorch. Results are tensors or tuples of tensors.
 
     Returns:
-        A function that runs the check at its first call. It returns the first candidate with the bits of PyTorch's
-        operators and an empty string, or None and the reason why there is none.
+        A cached function that runs the check, and returns the first candidate with the bits of PyTorch's operators and
+        an empty string, or None and the reason why there is none.
     """
 
     @functools.cache
@@ -207,7 +207,7 @@ def find_difference(results: Iterable[tuple[str, Any, Any]]) -> str:
 # `ops` has the same functions in PyTorch. Shapes are as in `ops`; V vocabulary.
 
 
-_VECTOR_WIDTH = 16
+VECTOR_WIDTH = 16
 """Elements of a vector register: the kernels take widths that are multiples of it."""
 KERNEL_HEAD_SIZES = range(64, 257, 64)
 """Head sizes that the attention kernels take."""
@@ -221,11 +221,9 @@ def select_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | Mod
 def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
     """Return the compiled kernels if they can compute with a tensor in this dtype, else None.
 
-    They compute in bf16 on the CPU, outside torch.compile, with rows whose widths are multiples of VECTOR_WIDTH.
+    They compute in bf16 on the CPU, with rows whose widths are multiples of VECTOR_WIDTH.
     """
-    if x.device.type != "cpu" or dtype != torch.bfloat16 or any(width % _VECTOR_WIDTH for width in widths):
-        return None
-    if torch.compiler.is_compiling():
+    if x.device.type != "cpu" or dtype != torch.bfloat16 or any(width % VECTOR_WIDTH for width in widths):
         return None
     return load_kernels()[0]
 
@@ -269,8 +267,23 @@ class Kernels:
         self._call("norm_forward", x, None, weight, *_count_rows_and_columns(x), eps, None, y)
         return y
 
-    def norm_backward(self, x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return self._norm_backward(x, weight, eps, grad, None, None)
+    def norm_backward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        grad: Tensor,
+        sum_grad: Tensor | None = None,
+        more_grad: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`sum_grad` is added to the gradient of x, which is also written to `more_grad`, rounded."""
+        x = x.contiguous()
+        n, width = _count_rows_and_columns(x)
+        x_grad, weight_grad = torch.empty_like(x), torch.empty_like(weight)
+        partial_sums = weight.new_empty(-(-n // VECTOR_WIDTH), width)
+        outputs = x_grad, more_grad, weight_grad, partial_sums
+        self._call("norm_backward", x, weight, grad.contiguous(), sum_grad, n, width, eps, *outputs)
+        return x_grad, weight_grad
 
     def add_norm_forward(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x and weight in fp32."""
@@ -283,19 +296,8 @@ class Kernels:
         self, x: Tensor, weight: Tensor, eps: float, sum_grad: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         more_grad = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        x_grad, weight_grad = self._norm_backward(x, weight, eps, grad, sum_grad.contiguous(), more_grad)
+        x_grad, weight_grad = self.norm_backward(x, weight, eps, grad, sum_grad.contiguous(), more_grad)
         return x_grad, more_grad, weight_grad
-
-    def _norm_backward(
-        self, x: Tensor, weight: Tensor, eps: float, grad: Tensor, sum_grad: Tensor | None, more_grad: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
-        n, width = _count_rows_and_columns(x)
-        x_grad, weight_grad = torch.empty_like(x), torch.empty_like(weight)
-        partial_sums = weight.new_empty(-(-n // _VECTOR_WIDTH), width)
-        outputs = x_grad, more_grad, weight_grad, partial_sums
-        self._call("norm_backward", x, weight, grad.contiguous(), sum_grad, n, width, eps, *outputs)
-        return x_grad, weight_grad
 
     def rotate_forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self._rotate(x, cos, sin, inverse=False)

@@ -2,9 +2,6 @@
 
 `native.Kernels` has the same functions in C++, with the same bits. `autograd_ops` chooses between them.
 
-A forward pass must not return the result of an in-place operation, nor cast a tensor to the dtype it already has:
-torch.compile of torch 2.11 drops the gradient of such a result in an autograd.Function.
-
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size, B rows, C query heads, K key heads,
 T queries, S keys; n tokens, V vocabulary.
 """
@@ -22,13 +19,9 @@ CDF_BLOCK_TOKENS = 256
 """Tokens whose probabilities are summed first when a token is sampled."""
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def norm_forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Return the RMSNorm of x [..., D] in `dtype`, computed in the dtype of the weight [D], as transformers does."""
-    return _cast(F.rms_norm(_cast(x, weight.dtype), weight.shape, weight, eps), dtype)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(dtype)
 
 
 def norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,9 +167,6 @@ def invert_cdf(masses: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _find_first_above(ends: Tensor, target: Tensor) -> Tensor:
-    """Return the index of the first cumulative sum above the target, at most that of the last one with mass.
-
-    Rounding may move the target past it.
-    """
+    """Return the index of the first cumulative sum above the target, at most that of the last one with mass."""
     last = torch.searchsorted(ends, ends[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)

@@ -31,7 +31,7 @@ from pellucid.models.attention import (
     uses_flash,
 )
 from pellucid.models.autograd_ops import apply_rms_norm
-from pellucid.models.decoder import EAGER_LAYER_FUNCTIONS, Decoder, LayerFunctions, QueryKeyValue, ResidualStream
+from pellucid.models.decoder import Decoder, QueryKeyValue, ResidualStream
 from pellucid.models.linear import TrainedMatrix, look_up_embeddings
 
 SIMD_LANES = 16
@@ -102,8 +102,6 @@ def pad_rows(heads: Tensor, rows: PackedRows) -> Tensor:
 def unpad_rows(attended: Tensor, rows: PackedRows) -> Tensor:
     """[rows, H, T, d] -> [n, H d]: the inverse of `pad_rows`."""
     tokens = attended.transpose(1, 2).flatten(2).flatten(0, 1)
-    if not torch.is_grad_enabled():
-        return tokens.index_select(0, rows.padded_indices)
     return _SelectRows.apply(tokens, rows.padded_indices)  # pyright: ignore[reportReturnType]
 
 
@@ -196,10 +194,7 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Bat
 
 
 def _compute_response_bias(starts: Tensor, capacity: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Compute the bias [B, 1, width, keys] of rows that attend to their prompt and to themselves.
-
-    The prompts have the lengths `starts` [B], padded to `capacity`; rows are padded to `width`.
-    """
+    """Compute the bias [B, 1, width, keys] of rows behind prompts of lengths `starts` [B], padded to `capacity`."""
     own = torch.arange(round_up(width), device=starts.device)
     prompt_visible = torch.arange(capacity, device=starts.device) < starts[:, None]
     own_visible = own <= own[:width, None]
@@ -249,13 +244,10 @@ def apply_sliding_window(layout: _BatchLayout, window: int) -> _BatchLayout:
 # ---------------------------------------------------------------- hidden states
 
 
-def compute_hidden_states(
-    decoder: Decoder, batch: Batch, recompute: bool = False, functions: LayerFunctions = EAGER_LAYER_FUNCTIONS
-) -> tuple[Tensor, TrainedMatrix]:
+def compute_hidden_states(decoder: Decoder, batch: Batch, recompute: bool = False) -> tuple[Tensor, TrainedMatrix]:
     """Compute the hidden states [N, D], after the last norm, that predict the N scored tokens of a batch, row by row.
 
-    With `recompute` only the residual stream of each layer is kept for the backward pass. `functions` are the parts of
-    a layer, eager or compiled. Also returns the head [V, D].
+    With `recompute` only the residual stream of each layer is kept for the backward pass. Also returns the head [V, D].
     """
     layout, shape = build_layout(batch, decoder.dtype, decoder.device), decoder.shape
     sliding_layout = apply_sliding_window(layout, shape.window) if any(shape.is_sliding) else layout
@@ -267,7 +259,7 @@ def compute_hidden_states(
     stream = ResidualStream(look_up_embeddings(ids, embedding, sparse).to(last_norm.dtype))
     for layer, is_sliding in zip(decoder.layers, shape.is_sliding, strict=True):
         attention = partial(attend_groups, layout=sliding_layout if is_sliding else layout)
-        stream = layer(stream, rotary, attention, functions, recompute)
+        stream = layer(stream, rotary, attention, recompute)
     hidden = stream.add_pending().index_select(0, layout.source_tokens)
     return apply_rms_norm(hidden, last_norm, shape.eps, decoder.dtype), head
 

@@ -51,16 +51,13 @@ class ChatTemplate(NamedTuple):
             return
         text = _read_template(self.file) if self.file else tokenizer.chat_template
         if not isinstance(text, str):
-            raise UserError(
-                "policy.template_kwargs: this tokenizer has no chat template of its own: give policy.template"
-            )
+            raise UserError("policy.template_kwargs: this tokenizer has no chat template: give policy.template")
         for name in self.variables:
             if not re.search(rf"\b{re.escape(name)}\b", text):
                 raise UserError(f"policy.template_kwargs: the chat template reads no {name}")
         # A variable that is set at the start of the template overrides what the caller of the template gives.
-        tokenizer.chat_template = (
-            "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.variables.items()) + text
-        )
+        settings = "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.variables.items())
+        tokenizer.chat_template = settings + text
         _check_template(tokenizer, self.file or "the checkpoint's own")
 
 
@@ -219,7 +216,8 @@ def encode_messages_literally(
     """
     special = get_special_tokens(tokenizer)
     found: list[str] = []
-    marked = _mark_special_tokens(messages, _compile_alternatives((*special, _MARK_START, _MARK_END)), found)
+    longest_first = sorted((*special, _MARK_START, _MARK_END), key=len, reverse=True)
+    marked = _mark_special_tokens(messages, re.compile("|".join(map(re.escape, longest_first))), found)
     if special.isdisjoint(found):
         return _encode_text(tokenizer, render(messages))
     first, *pieces = re.split(f"{_MARK_START}(\\d+){_MARK_END}", render(marked))
@@ -237,10 +235,6 @@ def get_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = False) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=literal)["input_ids"])
-
-
-def _compile_alternatives(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def _mark_special_tokens(value: Any, special: re.Pattern[str], found: list[str]) -> Any:
@@ -368,7 +362,11 @@ def encode_bridge(
 
 def _render_after_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]) -> str:
     """Return what the template writes between a turn and the next one, from the EOS token of the first one on."""
-    preceding = _build_preceding_conversation(messages)
+    # A short conversation that these messages can follow, with a tool call before responses of tools.
+    names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
+    calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in names[:1]]
+    turn = {"role": "assistant", "content": _ASSISTANT_MARKER, **({"tool_calls": calls} if calls else {})}
+    preceding = [_PROBE_QUESTION, turn]
     text = _render(tokenizer, [*preceding, *messages])
     turn_start = text.find(_ASSISTANT_MARKER)
     eos_texts = [str(tokenizer.decode([token])) for token in eos_ids]
@@ -378,16 +376,6 @@ def _render_after_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Me
     if not text.startswith(start):
         raise ValueError("the chat template writes no end of a turn, and writes it anew when something follows")
     return text[len(start) :]
-
-
-def _build_preceding_conversation(messages: Sequence[Message]) -> list[Message]:
-    """Return a short conversation that these messages can follow, with a tool call before responses of tools."""
-    names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
-    calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in names[:1]]
-    return [
-        _PROBE_QUESTION,
-        {"role": "assistant", "content": _ASSISTANT_MARKER, **({"tool_calls": calls} if calls else {})},
-    ]
 
 
 def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> str:

@@ -234,9 +234,10 @@ def _locate_modelscope_model(name: str, weights: bool, revision: str) -> Path:
     repository = name.removeprefix(_MODELSCOPE_PREFIX)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
         raise UserError(f"policy.model = {name!r}: a model of ModelScope is called {_MODELSCOPE_PREFIX}OWNER/NAME")
-    is_ready = _is_complete_model if weights else _has_config
-    folder = next(filter(is_ready, _iterate_modelscope_folders(repository, revision)), None)
-    return folder or _download_from_modelscope(name, repository, weights, revision)
+    for folder in _iterate_modelscope_folders(repository, revision):
+        if (folder / "config.json").is_file() and (not weights or _has_all_weights(folder)):
+            return folder
+    return _download_from_modelscope(name, repository, weights, revision)
 
 
 def _get_modelscope_root() -> Path:
@@ -246,8 +247,8 @@ def _get_modelscope_root() -> Path:
 def _iterate_modelscope_folders(repository: str, revision: str) -> Iterator[Path]:
     """Yield the folders in which the package may have put a model, in the order of modelscope 1.40.
 
-    Before 1.38 the names of folders had no dots. Since then each revision has a folder; if there is only one, it is
-    used for the default branch. With `revision`, only its folder can have the model.
+    From 1.22 to 1.37 the names of folders had no dots, and without MODELSCOPE_CACHE they were in `hub`. Since then each
+    revision has a folder; if there is only one, it is used for the default branch.
     """
     owner, _, name = repository.partition("/")
     models = _get_modelscope_root() / "models"
@@ -255,22 +256,19 @@ def _iterate_modelscope_folders(repository: str, revision: str) -> Iterator[Path
     if revision:
         yield revisions / revision
         return
-    yield models / owner / name.replace(".", "___")
+    for folder in (models, _get_modelscope_root() / "hub" / "models"):
+        yield folder / owner / name.replace(".", "___")
     yield from (revisions / "master", revisions / "main")
     yield from folders if len(folders := list(revisions.glob("*"))) == 1 else ()
 
 
-def _has_config(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
-
-
-def _is_complete_model(folder: Path) -> bool:
-    """Return whether a folder has all files of a model; an interrupted download does not."""
+def _has_all_weights(folder: Path) -> bool:
+    """Return whether all weights of a model are there; after an interrupted download they are not."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return _has_config(folder) and any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
+        return any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
     shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return _has_config(folder) and all((folder / shard).is_file() for shard in shards)
+    return all((folder / shard).is_file() for shard in shards)
 
 
 def _download_from_modelscope(name: str, repository: str, weights: bool, revision: str) -> Path:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +16,7 @@ from pellucid.algorithm.grpo import Scores
 from pellucid.models import fused_check
 from pellucid.models.decode import DecodeBatch
 from pellucid.models.decoder import (
-    EAGER_LAYER_FUNCTIONS,
     Decoder,
-    compile_layer_functions,
     find_fallback_reason,
     get_context_length,
 )
@@ -73,7 +70,7 @@ class Policy:
             entropy_grad: whether the entropy has a gradient.
             gradient_checkpointing: recompute activations in the backward pass.
             adapter: the peft model, if an adapter is trained.
-            engine: auto, compiled, or transformers, which computes without our decoder.
+            engine: auto, or transformers, which computes without our decoder.
             masters: fp32 masters on the CPU by name, where the parameters themselves are narrower.
             load_base: loads the base of an adapter in fp32, where the policy has it in 4 bits.
         """
@@ -82,8 +79,7 @@ class Policy:
         self.device = model.device
         """Where it computes. An engine may keep the parameters on another device."""
         self.decoder = None if self.find_fallback_reason() else Decoder(model.config, model, dtype)
-        pieces = compile_layer_functions() if engine == "compiled" else EAGER_LAYER_FUNCTIONS
-        self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
+        self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing)
         self.module: nn.Module = self.scorer
         self.sharded_modules: Sequence[ShardedModule] = ()
         """The modules that an engine has sharded; together they have all parameters."""
@@ -268,10 +264,16 @@ class Policy:
 
         merged_model: the result of `build_merged_model`, if it has been computed.
         """
-        with self._hold_masters():
+        rounded = {name: p.data for name, p in self.trainable().items()}
+        for name, p in self.trainable().items():
+            p.data = self.masters()[name].data
+        try:
             model = merged_model or (self.build_merged_model(self.masters(), CPU) if self.adapter else self.model)
             model = model if dtype == torch.float32 else copy_model(model, dtype)
             model.save_pretrained(folder)
+        finally:
+            for name, p in self.trainable().items():
+                p.data = rounded[name]
         self.tokenizer.save_pretrained(folder)
 
     def build_merged_model(self, masters: Mapping[str, Tensor], device: torch.device | None = None) -> PreTrainedModel:
@@ -289,18 +291,6 @@ class Policy:
             return merge_adapter_weights(add_matching_adapter(self._load_base()[0], self.adapter), masters)
         computing = (self._inference_copy if self.sharded_modules else None) or self.model
         return merge_adapter_weights(copy_model(computing, torch.float32, share=False, device=device), masters)
-
-    @contextmanager
-    def _hold_masters(self) -> Iterator[None]:
-        """Put the master weights into the model until the end."""
-        rounded = {name: p.data for name, p in self.trainable().items()}
-        for name, p in self.trainable().items():
-            p.data = self.masters()[name].data
-        try:
-            yield
-        finally:
-            for name, p in self.trainable().items():
-                p.data = rounded[name]
 
 
 def load_policy(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
-from pellucid.models.decoder import Decoder, LayerFunctions, get_context_length
+from pellucid.models.decoder import Decoder, get_context_length
 from pellucid.models.hf_decode import (
     HALF_PRECISION_TOLERANCE,
     LOGIT_TOLERANCES,
@@ -52,7 +52,6 @@ class Scorer(nn.Module):
         temperature: float,
         entropy_grad: bool,
         gradient_checkpointing: bool,
-        pieces: LayerFunctions,
     ) -> None:
         super().__init__()
         self.decoder, self.dtype, self.device = decoder, dtype, model.device
@@ -62,7 +61,6 @@ class Scorer(nn.Module):
             self.body = model
         self.temperature, self.entropy_grad = temperature, entropy_grad
         self.gradient_checkpointing = gradient_checkpointing
-        self.pieces = pieces
         self.reference: HiddenStateModel | None = None
         self.score_hook: _ScoreHook | None = None
         if gradient_checkpointing:
@@ -105,18 +103,14 @@ class Scorer(nn.Module):
         """Return the hidden states [N, D] that the N scored tokens are predicted from, and the LM head."""
         if self.decoder is None:
             return self.compute_hidden_states_by_transformers(batch).to(self.dtype), get_lm_head(self.model, self.dtype)
-        hidden, head = compute_hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
+        hidden, head = compute_hidden_states(self.decoder, batch, self.gradient_checkpointing)
         return hidden, LMHead(head.tensor, head.masters[0])
 
     def compute_hidden_states_by_transformers(self, batch: Batch) -> Tensor:
-        input_ids, starts = join_sequences(batch)
-        if input_ids.shape[1] > (limit := get_context_length(self.model.config.get_text_config())):
-            raise UserError(f"a row of {input_ids.shape[1]} tokens is longer than what this model reads, {limit}")
         # transformers recomputes activations only in train mode; dropout is silenced in both.
         self.model.train(self.gradient_checkpointing)
-        with self.autocast():
-            # Padding is on the right, which no token attends to: no attention mask, default positions.
-            hidden = self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
+        output, starts = self._run_base_model(batch)
+        hidden = output.last_hidden_state
         row, t = batch.scored_mask.nonzero(as_tuple=True)
         # The one shift in this project: token t of a response is predicted from the position before it.
         return hidden[row.to(hidden.device), (starts[row] + t - 1).to(hidden.device)]
@@ -132,19 +126,21 @@ class Scorer(nn.Module):
 
     def embed(self, batch: Batch, layer: int) -> Tensor:
         """Return the output of a layer [B, D], averaged over the sampled tokens."""
-        input_ids, starts = join_sequences(batch)
         self.model.eval()
-        with self.autocast():
-            output = self.model.base_model(
-                input_ids=input_ids.to(self.device), use_cache=False, output_hidden_states=True
-            )
+        output, starts = self._run_base_model(batch, output_hidden_states=True)
         row, t = batch.action_mask.nonzero(as_tuple=True)
         states = output.hidden_states[layer].to(batch.response_mask.device)[row, starts[row] + t].float()  # [N, D]
         sums = states.new_zeros(len(batch), states.shape[-1]).index_add_(0, row, states)
         return sums / batch.action_mask.sum(-1, keepdim=True)
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
+    def _run_base_model(self, batch: Batch, **options: bool) -> tuple[Any, Tensor]:
+        """Return the output of transformers' model, and the starts of responses [B]."""
+        input_ids, starts = join_sequences(batch)
+        if input_ids.shape[1] > (limit := get_context_length(self.model.config.get_text_config())):
+            raise UserError(f"a row of {input_ids.shape[1]} tokens is longer than what this model reads, {limit}")
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16)):
+            # Padding is on the right, which no token attends to: no attention mask, default positions.
+            return self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False, **options), starts
 
 
 def join_sequences(batch: Batch) -> tuple[Tensor, Tensor]:

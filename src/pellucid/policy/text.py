@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"
 """The character that tokenizers decode incomplete characters to."""
@@ -65,12 +66,7 @@ def count_shared(sequences: Sequence[Sequence[Any]]) -> int:
 
 _BYTE_FALLBACK_PATTERN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """The spelling of a byte in SentencePiece vocabularies."""
-_PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""The bytes that byte-level BPE writes as the Latin-1 character of the same number."""
-_UNPRINTABLE_BYTES = (byte for byte in range(256) if byte not in _PRINTABLE_BYTES)
-_CHARACTER_BYTES = {chr(byte): byte for byte in _PRINTABLE_BYTES} | {
-    chr(0x100 + i): byte for i, byte in enumerate(_UNPRINTABLE_BYTES)
-}
+_CHARACTER_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 """The bytes that the characters of a byte-level vocabulary stand for, as GPT-2 numbered them."""
 _ANCHOR_TEXTS = ("a", "1", ".")
 """Texts after which tokens are decoded, since the first token of a text may lose its space."""

@@ -41,13 +41,13 @@ def parse_turn(
         cut_characters: how many characters to omit at the end: a stop string, and what its last token has after it.
     """
     all_ids, ids = ids, strip_eos(ids, eos_ids)
-    content = _strip_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
+    content = _cut(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
     fault = ""
     if tools:
         turn, fault = _parse_by_response_template(tokenizer, all_ids, context, tools, eos_ids, cut_characters)
         if turn:
             return turn
-        text = _strip_tail(_decode_with_call_markers(tokenizer, ids), cut_characters)
+        text = _cut(_decode_with_call_markers(tokenizer, ids), cut_characters)
         before = str(tokenizer.decode(list(context[-8:]), skip_special_tokens=False))
         names = {str(tool.get("function", tool).get("name")) for tool in tools}
         if found := _find_calls(text, before.rstrip().endswith(_THINK_OPEN), names):
@@ -55,8 +55,8 @@ def parse_turn(
     return PolicyTurn({"role": "assistant", "content": content}, (fault,) if fault else ())
 
 
-def _strip_tail(text: str, characters: int) -> str:
-    return text[: len(text) - characters] if characters else text
+def _cut(text: str, characters: int) -> str:
+    return text[: len(text) - characters]
 
 
 def _parse_by_response_template(
@@ -72,7 +72,7 @@ def _parse_by_response_template(
         return None, ""
     sampled: Any = list(ids)
     if cut_characters:  # the answer ends within a token, so that it is given as text
-        sampled = _strip_tail(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
+        sampled = _cut(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
     try:
         message: Any = tokenizer.parse_response(sampled, prefix=list(context), tools=[dict(tool) for tool in tools])
     except _PARSE_ERRORS as error:

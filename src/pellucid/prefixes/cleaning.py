@@ -70,5 +70,5 @@ def take_first_tokens(text: str, n: int, tokenizer: Any) -> str:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) <= n:
         return text
-    kept = tokenizer.decode(ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return kept.rstrip("\ufffd").strip()  # a character that was cut in two
+    start = tokenizer.decode(ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return start.rstrip("\ufffd").strip()  # a character that was cut in two

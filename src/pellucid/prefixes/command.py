@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from rich.progress import Progress
 from tyro.conf import Positional, Suppress, arg
@@ -107,12 +107,24 @@ def _collect_prefixes(cfg: Config, options: Prefixes) -> int:
     sources = [source for source in PREFIX_SOURCES if getattr(options, source)]
     prompts = sample_questions(with_seed(cfg.task, cfg.algorithm.seed), options.n)
     journal = Journal(options.output, _get_prefix_settings(cfg, options))
-    missing = journal.list_missing(prompts, sources, options.per_question)
+    missing, complaints = journal.list_missing(prompts, sources, options.per_question), list[str]()
     if not missing and journal.is_complete:
         message = f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"
         print(escape_controls(message))
         return 0
-    complaints = _request_missing_prefixes(cfg, options, prompts, journal, len(missing)) if missing else []
+    if missing:
+        extract_prefix = _make_prefix_extractor(cfg, options)
+        # Both are prepared before either is asked, since an error found later would cost the time of the first.
+        teacher = Teacher(options, extract_prefix) if options.teacher else None
+        student = _load_student(cfg, options.student) if options.student else None
+        print(
+            f"asks for {len(missing)} prefixes of {len(prompts)} questions, {len(journal.entries)} are there",
+            flush=True,
+        )
+        with journal.open(), _show_progress(len(missing)) as advance:
+            requests = _Requests(options, prompts, journal, extract_prefix, advance)
+            complaints += requests.ask_teacher(teacher) if teacher else []
+            complaints += requests.ask_student(student) if student else []
     if missing := journal.list_missing(prompts, sources, options.per_question):
         raise UserError(
             f"{len(missing)} prefixes are missing ({complaints[0]}); {options.output} holds the others: the same"
@@ -121,21 +133,6 @@ def _collect_prefixes(cfg: Config, options: Prefixes) -> int:
     journal.finish(prompts)
     print(escape_controls(f"prefixes {options.output}"))
     return 0
-
-
-def _request_missing_prefixes(
-    cfg: Config, options: Prefixes, prompts: Sequence[Prompt], journal: Journal, missing: int
-) -> list[str]:
-    """Ask for all missing prefixes. Return the reasons why some are still missing."""
-    extract_prefix = _make_prefix_extractor(cfg, options)
-    # Both are prepared before either is asked, since an error found later would cost the time of the first.
-    teacher = Teacher(options, extract_prefix) if options.teacher else None
-    student = _load_student(cfg, options.student) if options.student else None
-    print(f"asks for {missing} prefixes of {len(prompts)} questions, {len(journal.texts)} are there", flush=True)
-    with journal.open(), _show_progress(missing) as advance:
-        complaints = _ask_teacher(teacher, options, prompts, journal, advance) if teacher else []
-        complaints += _ask_student(student, options, prompts, journal, extract_prefix, advance) if student else []
-    return complaints
 
 
 def sample_questions(task: Any, n: int) -> list[Prompt]:
@@ -170,34 +167,6 @@ def _make_prefix_extractor(cfg: Config, options: Prefixes) -> _PrefixExtractor:
     return lambda text: take_first_tokens(clean_text(extract_thinking(text)), options.truncate_tokens, tokenizer)
 
 
-def _ask_teacher(
-    teacher: Teacher,
-    options: Prefixes,
-    prompts: Sequence[Prompt],
-    journal: Journal,
-    advance: Callable[[], None],
-) -> list[str]:
-    by_question = {prompt.key: prompt for prompt in prompts}
-    missing, complaints = journal.list_missing(prompts, ["teacher"], options.per_question), []
-
-    def ask(question: str, index: int) -> None:
-        text = teacher.ask(by_question[question])
-        journal.add((question, "teacher", index), by_question[question].answer, text)
-
-    pool = ThreadPoolExecutor(options.workers)
-    try:
-        for future in as_completed([pool.submit(ask, question, index) for question, _, index in missing]):
-            try:
-                future.result()
-            except UnansweredError as error:
-                complaints.append(str(error))
-            advance()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        teacher.close()
-    return complaints
-
-
 def _load_student(cfg: Config, name: str) -> Any:
     """Return a sampler of a local model, which is asked with the same messages as a teacher."""
     with pause_garbage_collection():  # they import torch
@@ -222,46 +191,73 @@ def _print_warning(note: str) -> None:
         print(escape_controls(f"! {note}"), flush=True)
 
 
-def _ask_student(
-    student: Any,
-    options: Prefixes,
-    prompts: Sequence[Prompt],
-    journal: Journal,
-    extract_prefix: _PrefixExtractor,
-    advance: Callable[[], None],
-) -> list[str]:
-    """Ask the student for its missing prefixes. Return the reasons why some are still missing.
+class _Requests(NamedTuple):
+    """What is asked of a teacher and a student. Both methods return the reasons why some prefixes are still missing."""
 
-    Each question has its own random numbers, and batches are the same in every run, so that the prefixes are the same.
-    """
-    group_size = options.per_question
-    sampling = Sampling(group_size, options.temperature, options.max_tokens)
-    limit = student.policy.context_length - sampling.max_tokens
-    lengths = [len(student.policy.encode(replace(prompt, text=build_messages(prompt)))) for prompt in prompts]
-    complaints = [
-        f"a question of {length} tokens is too long for the student: lower --max-tokens, or name another"
-        for length in lengths
-        if length > limit
-        for _ in range(group_size)
-    ]
-    prompts = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
-    batch_size = max(1, STUDENT_BATCH_ROWS // group_size)
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        student_prompts = [replace(prompt, id=prompt.key, text=build_messages(prompt)) for prompt in batch]
-        for attempt in range(options.retries + 1):
-            missing = set(journal.list_missing(batch, ["student"], group_size))
-            if not missing:
-                break
-            groups = student.generate(student_prompts, replace(sampling, seed=f"prefixes/{attempt}"))
-            for prompt, group in zip(batch, groups, strict=True):
-                for index, completion in enumerate(group.completions):
-                    key, text = (prompt.key, "student", index), extract_prefix(completion.text)
-                    if text and key in missing:
-                        journal.add(key, prompt.answer, text)
-                        advance()
-        complaints += ["the student's answers are empty" for _ in journal.list_missing(batch, ["student"], group_size)]
-    return complaints
+    options: Prefixes
+    prompts: Sequence[Prompt]
+    journal: Journal
+    extract_prefix: _PrefixExtractor
+    advance: Callable[[], None]
+    """Counts a prefix."""
+
+    def ask_teacher(self, teacher: Teacher) -> list[str]:
+        by_question = {prompt.key: prompt for prompt in self.prompts}
+        missing = self.journal.list_missing(self.prompts, ["teacher"], self.options.per_question)
+        complaints = list[str]()
+
+        def ask(question: str, index: int) -> None:
+            text = teacher.ask(by_question[question])
+            self.journal.add((question, "teacher", index), by_question[question].answer, text)
+
+        pool = ThreadPoolExecutor(self.options.workers)
+        try:
+            for future in as_completed([pool.submit(ask, question, index) for question, _, index in missing]):
+                try:
+                    future.result()
+                except UnansweredError as error:
+                    complaints.append(str(error))
+                self.advance()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            teacher.close()
+        return complaints
+
+    def ask_student(self, student: Any) -> list[str]:
+        """Each question has its own random numbers and batches are the same in every run, so that prefixes are, too."""
+        group_size = self.options.per_question
+        sampling = Sampling(group_size, self.options.temperature, self.options.max_tokens)
+        limit = student.policy.context_length - sampling.max_tokens
+        fitting, complaints = list[Prompt](), list[str]()
+        for prompt in self.prompts:
+            length = len(student.policy.encode(replace(prompt, text=build_messages(prompt))))
+            if length <= limit:
+                fitting.append(prompt)
+            else:
+                advice = "lower --max-tokens, or name another"
+                complaints += [f"a question of {length} tokens is too long for the student: {advice}"] * group_size
+        batch_size = max(1, STUDENT_BATCH_ROWS // group_size)
+        for start in range(0, len(fitting), batch_size):
+            batch = fitting[start : start + batch_size]
+            student_prompts = [replace(prompt, id=prompt.key, text=build_messages(prompt)) for prompt in batch]
+            for attempt in range(self.options.retries + 1):
+                missing = self.journal.list_missing(batch, ["student"], group_size)
+                if not missing:
+                    break
+                groups = student.generate(student_prompts, replace(sampling, seed=f"prefixes/{attempt}"))
+                texts = {
+                    (prompt.key, "student", index): (prompt.answer, self.extract_prefix(completion.text))
+                    for prompt, group in zip(batch, groups, strict=True)
+                    for index, completion in enumerate(group.completions)
+                }
+                for key in missing:
+                    answer, text = texts[key]
+                    if text:
+                        self.journal.add(key, answer, text)
+                        self.advance()
+            missing = self.journal.list_missing(batch, ["student"], group_size)
+            complaints += ["the student's answers are empty"] * len(missing)
+        return complaints
 
 
 @contextmanager

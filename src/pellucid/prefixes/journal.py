@@ -24,9 +24,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, json.loads(json.dumps(settings))
-        self.answers: dict[str, str] = {}
-        """The gold answer to each question that has a prefix."""
-        self.texts: dict[_PrefixKey, str] = {}
+        self.entries: dict[_PrefixKey, Mapping[str, Any]] = {}
         self.is_complete = False
         self.lock, self.file = threading.Lock(), None
         if path.exists():
@@ -48,42 +46,38 @@ class Journal:
                     " or remove it"
                 )
         for entry in entries:
-            self.answers[entry["question"]] = entry["answer"]
-            self.texts[entry["question"], entry["source"], entry["index"]] = entry["text"]
+            self.entries[entry["question"], entry["source"], entry["index"]] = entry
 
     def list_missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[_PrefixKey]:
         wanted = ((p.key, source, index) for p in prompts for source in sources for index in range(n))
-        return [key for key in wanted if key not in self.texts]
+        return [key for key in wanted if key not in self.entries]
 
     def open(self) -> TextIO:
         """Open the file for `add`. A line that was cut off when a process was killed is not in it any more."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.write(self.texts, is_complete=False)
+        self.write(self.entries.values(), is_complete=False)
         self.file = self.path.open("a", encoding="utf-8")
         return self.file
 
     def add(self, key: _PrefixKey, answer: str, text: str) -> None:
+        question, source, index = key
+        entry = {"question": question, "answer": answer, "source": source, "index": index, "text": text}
         with self.lock:
             assert self.file is not None, "open the journal before adding to it"
-            self.answers[key[0]], self.texts[key] = answer, text
-            self.file.write(_format_line(self.make_entry(key)))
+            self.entries[key] = entry
+            self.file.write(_format_line(entry))
             self.file.flush()
 
     def finish(self, prompts: Sequence[Prompt]) -> None:
         """Write the complete file: these questions in their order, then others that an earlier run asked."""
-        questions = dict.fromkeys([*(prompt.key for prompt in prompts), *self.answers])
+        questions = dict.fromkeys([*(prompt.key for prompt in prompts), *(question for question, *_ in self.entries)])
         order = {question: i for i, question in enumerate(questions)}
-        keys = sorted(self.texts, key=lambda key: (order[key[0]], PREFIX_SOURCES.index(key[1]), key[2]))
-        self.write(keys, is_complete=True)
+        keys = sorted(self.entries, key=lambda key: (order[key[0]], PREFIX_SOURCES.index(key[1]), key[2]))
+        self.write(map(self.entries.__getitem__, keys), is_complete=True)
 
-    def write(self, keys: Iterable[_PrefixKey], is_complete: bool) -> None:
-        lines = [{"settings": self.settings, "complete": is_complete}, *map(self.make_entry, keys)]
+    def write(self, entries: Iterable[Mapping[str, Any]], is_complete: bool) -> None:
+        lines = [{"settings": self.settings, "complete": is_complete}, *entries]
         write_file_atomically(self.path, "".join(map(_format_line, lines)))
-
-    def make_entry(self, key: _PrefixKey) -> dict[str, Any]:
-        question, source, index = key
-        answer, text = self.answers[question], self.texts[key]
-        return {"question": question, "answer": answer, "source": source, "index": index, "text": text}
 
 
 def _format_line(entry: Mapping[str, Any]) -> str:

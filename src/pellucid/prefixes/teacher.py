@@ -40,13 +40,13 @@ class RequestOptions:
     per_minute: float = 0
     """The most requests started a minute, repeated ones included; 0 is no limit."""
     timeout: float = 60
-    """Seconds without a sign of the endpoint."""
+    """Seconds that the endpoint may be silent."""
     retries: int = 6
     """How often a request that failed is made again."""
     temperature: float = 1.2
     """The temperature of sampling."""
     max_tokens: int = 200
-    """The longest answer."""
+    """The longest answer, in tokens."""
 
 
 def build_messages(prompt: Prompt) -> tuple[Message, ...]:
@@ -59,12 +59,10 @@ def build_messages(prompt: Prompt) -> tuple[Message, ...]:
 class Teacher:
     """A teacher that many threads can ask.
 
-    Args:
-        options: The endpoint and how to ask it.
-        extract_prefix: Makes a prefix of an answer. If it returns an empty text, the model is asked again.
+    If `extract_prefix`, which makes a prefix of an answer, returns an empty text, the model is asked again.
 
     Raises:
-        UserError: There is no key, except on the loopback, which needs none; or the address is wrong.
+        UserError: There is no key, or nothing answers on the loopback, where none is needed.
     """
 
     def __init__(self, options: RequestOptions, extract_prefix: Callable[[str], str]) -> None:
@@ -89,12 +87,7 @@ class Teacher:
         )
 
     def ask(self, prompt: Prompt) -> str:
-        """Return a prefix.
-
-        Raises:
-            UnansweredError: This request failed permanently.
-            UserError: Every request would fail.
-        """
+        """Return a prefix. UnansweredError if this request failed permanently, UserError if every one would."""
         messages, complaint = build_messages(prompt), ""
         for _ in range(self.options.retries + 1):
             try:

@@ -72,14 +72,7 @@ def _make_scale(low: float, high: float, start: float, end: float) -> Callable[[
 
 
 def draw_chart(title: str, subtitle: str, series: Sequence[Series], include: Sequence[float] = ()) -> str:
-    """Return an `<svg>` of lines; empty if there is no point to draw.
-
-    Args:
-        title: The title.
-        subtitle: What the y axis is.
-        series: The lines.
-        include: Values that the y axis must reach.
-    """
+    """Return an `<svg>` of lines, whose y axis reaches the values `include`; empty if there is no point to draw."""
     drawable = [line for line in series if line.points]
     if not drawable:
         return ""
@@ -154,10 +147,7 @@ def _pool_points(points: Sequence[Point]) -> Point:
 
 
 def compute_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers that reach from `low` to `high` or just beyond.
-
-    Values that differ only by rounding get the axis of a single value.
-    """
+    """Return about `count` round numbers around an interval; one that is only a rounding error counts as one value."""
     size, span = max(abs(low), abs(high)), high - low
     rough = (
         span if span > _MIN_RELATIVE_SPAN * size > _MIN_MAGNITUDE else size if size > _MIN_MAGNITUDE else 1.0

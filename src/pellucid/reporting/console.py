@@ -112,9 +112,28 @@ class _ScreenLogger:
 
     def format_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> str:
         """Return a line for the metrics of a step, as `adapt_metrics` returns them."""
-        return "  ".join(
-            [f"step {step:{len(str(self.total_steps))}}/{self.total_steps}", *_format_step_cells(metrics, len(groups))]
-        )
+        count, faults = len(groups), format_fault_shares(metrics)
+        width = len(str(count))
+        formats = {
+            "reward/mean": "reward {:6.3f}",
+            "reward/after_kl": "after kl {:6.3f}",
+            "groups/dead_all_right": f"dead {{:{width}.0f}}/{count} right",
+            "groups/dead_all_wrong": f"{{:{width}.0f}}/{count} wrong",
+            "groups/dead_equal": f"dead {{:{width}.0f}}/{count}",
+            "groups/drawn": "drawn {:3.0f}",
+            "completion/length_mean": "len {:6.1f}",
+            "completion/finished": "fin {:.2f}",
+            "turns/mean": "turns {:.1f}",
+            "tools/calls": "tools {:.1f}" + (f" ({faults})" if faults else ""),
+            "sampler/gap_mean": "gap {:.4f}",
+            "kl": "kl {:.4f}",
+            "time/step": "{:5.1f} s",
+            "speed": "{:5.0f} tok/s",
+        }
+        dead = {name: share * count for name, share in metrics.items() if name.startswith("groups/dead")}
+        values = {**metrics, **dead, **_compute_speed(metrics)}
+        cells = [form.format(values[name]) for name, form in formats.items() if name in values]
+        return "  ".join([f"step {step:{len(str(self.total_steps))}}/{self.total_steps}", *cells])
 
     def list_warnings(self) -> Iterator[str]:
         """Yield a line for each warning of the steps so far."""
@@ -139,40 +158,13 @@ class PlainLogger(_ScreenLogger):
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         evaluation = self.adapt_evaluation(evaluation)
-        estimates = (
-            f"{name} {estimate.value:.2f} {format_interval(estimate)}".rstrip()
-            for name, estimate in _label_measures(evaluation).items()
-        )
+        labeled = _label_measures(evaluation)
+        estimates = [f"{name} {each.value:.2f} {format_interval(each)}".rstrip() for name, each in labeled.items()]
         few = [f"({TOO_FEW_PROMPTS})"] if describe_intervals(evaluation) == TOO_FEW_PROMPTS else []
         print("  ".join([f"eval step {step}", *estimates, *few, *_describe_uncounted(evaluation)]), flush=True)
 
     def close(self) -> None:
         pass
-
-
-def _format_step_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
-    """Return the cells of a line for the metrics of a step, with zero-variance groups as counts."""
-    counts = {name: value * groups for name, value in metrics.items() if name.startswith("groups/dead")}
-    width = len(str(groups))
-    faults = format_fault_shares(metrics)
-    formats = {
-        "reward/mean": "reward {:6.3f}",
-        "reward/after_kl": "after kl {:6.3f}",
-        "groups/dead_all_right": f"dead {{:{width}.0f}}/{groups} right",
-        "groups/dead_all_wrong": f"{{:{width}.0f}}/{groups} wrong",
-        "groups/dead_equal": f"dead {{:{width}.0f}}/{groups}",
-        "groups/drawn": "drawn {:3.0f}",
-        "completion/length_mean": "len {:6.1f}",
-        "completion/finished": "fin {:.2f}",
-        "turns/mean": "turns {:.1f}",
-        "tools/calls": "tools {:.1f}" + (f" ({faults})" if faults else ""),
-        "sampler/gap_mean": "gap {:.4f}",
-        "kl": "kl {:.4f}",
-        "time/step": "{:5.1f} s",
-        "speed": "{:5.0f} tok/s",
-    }
-    values = {**metrics, **counts, **_compute_speed(metrics)}
-    return [form.format(values[name]) for name, form in formats.items() if name in values]
 
 
 def format_failed_terms(metrics: Mapping[str, float]) -> str:
@@ -211,13 +203,7 @@ def format_interval(estimate: Estimate) -> str:
 
 
 class ConsoleLogger(_ScreenLogger):
-    """A live display, until `close`.
-
-    Args:
-        total_steps: The number of steps of the run.
-        first_step: The number of finished steps of a resumed run.
-        screen: The console; None for standard output.
-    """
+    """A live display, until `close`, which goes on after `first_step` steps of a resumed run."""
 
     def __init__(self, total_steps: int, first_step: int = 0, screen: rich.console.Console | None = None):
         super().__init__(total_steps)
@@ -374,9 +360,7 @@ MAX_MESSAGE_CHARACTERS = 2000
 def make_verdict_table(group: Group, has_verdicts: bool = True) -> Table:
     """Return a table of the question, the answer or conversation, and the grade of the first completion of a group.
 
-    Args:
-        group: A graded group.
-        has_verdicts: Whether rewards say which answers are right (`rewards_are_verdicts`).
+    Without `has_verdicts`, rewards do not say which answers are right (`rewards_are_verdicts`).
     """
     completion, reward = group.completions[0], group.rewards[0]
     verdict = _format_grade(reward, has_verdicts)
@@ -427,9 +411,7 @@ def is_in_notebook() -> bool:
 class NotebookLogger(_ScreenLogger):
     """Shows curves of reward and held-out accuracy, and the last step as text, in one output of a notebook.
 
-    Args:
-        total_steps: The number of steps of the run.
-        metrics: The records of the finished steps of a resumed run.
+    `metrics` are the records of the finished steps of a resumed run.
     """
 
     def __init__(self, total_steps: int, metrics: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -95,10 +95,7 @@ def pair_measures(first: Evaluation, last: Evaluation) -> list[tuple[str, Estima
 
 
 def select_headline(evaluations: Sequence[Evaluation]) -> str:
-    """Return the first of greedy accuracy and greedy reward that is shown and that all evaluations have; else "".
-
-    An evaluation may lack one, such as the reward if all rewards of greedy answers failed.
-    """
+    """Return the first of greedy accuracy and greedy reward that is shown and that all evaluations have; else ""."""
     names = [name for name in select_measures(evaluations) if name in HEADLINE_LABELS]
     return next((name for name in names if all(name in get_measures(each) for each in evaluations)), "")
 

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import comb, isfinite, nan
 from pathlib import Path
@@ -58,12 +58,7 @@ def guard_display(what: str) -> Iterator[None]:
 
 
 class CompositeLogger:
-    """Several loggers as one.
-
-    Args:
-        files: Loggers whose errors end the run.
-        displays: Loggers whose errors are printed.
-    """
+    """Several loggers as one. Errors of `files` end the run, those of `displays` are printed."""
 
     def __init__(self, files: Sequence[Logger], displays: Sequence[Logger] = ()):
         self.files, self.displays = files, displays
@@ -92,37 +87,33 @@ class JsonlLogger:
     """Appends to metrics.jsonl, rollouts.jsonl and evals.jsonl of a run directory.
 
     When `log` returns, the step is in the page cache and survives a kill. `sync_logs` writes it to disk: a power
-    failure loses only lines after the last checkpoint, which a resumed run writes again.
-
-    Args:
-        run_dir: The run directory, which is created if it is missing.
-        every: The interval in steps at which rollouts are written, besides step 1; 0 for none.
+    failure loses only lines after the last checkpoint, which a resumed run writes again. Rollouts are written at step 1
+    and at multiples of `every`; 0 is never.
     """
 
     FILE_NAMES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
 
     def __init__(self, run_dir: Path, every: int = 1):
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.every = every
-        self.metrics_file, self.rollouts_file, self.evals_file = (
-            (run_dir / name).open("a", encoding="utf-8") for name in self.FILE_NAMES
-        )
+        self.run_dir, self.every = run_dir, every
+        for name in self.FILE_NAMES:
+            self._append(name, [])
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         if self.every and (step == 1 or step % self.every == 0):
             rollouts = (rollout for group in groups for rollout in _make_rollout_records(group))
-            self.rollouts_file.writelines(format_json_line({"step": step, **rollout}) for rollout in rollouts)
-        self.rollouts_file.flush()
-        self.metrics_file.write(format_json_line({"step": step, **metrics}))
-        self.metrics_file.flush()
+            self._append("rollouts.jsonl", ({"step": step, **rollout} for rollout in rollouts))
+        self._append("metrics.jsonl", [{"step": step, **metrics}])
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self.evals_file.write(format_json_line({"step": step, **make_evaluation_record(evaluation)}))
-        self.evals_file.flush()
+        self._append("evals.jsonl", [{"step": step, **make_evaluation_record(evaluation)}])
 
     def close(self) -> None:
-        for file in (self.metrics_file, self.rollouts_file, self.evals_file):
-            file.close()
+        pass
+
+    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        with (self.run_dir / name).open("a", encoding="utf-8") as file:
+            file.writelines(map(format_json_line, records))
 
 
 def sync_logs(run_dir: Path) -> None:
@@ -168,9 +159,7 @@ def truncate_logs(run_dir: Path, step: int) -> list[str]:
     """Remove what was logged after `step`, and lines that a crash left damaged. A resumed run writes later steps again.
 
     The files are changed in place, so that this works on a full disk. If it is killed, the next call finishes it.
-
-    Returns:
-        Warnings that say which records up to `step` are lost.
+    Warnings are returned that say which records up to `step` are lost.
     """
     warnings = []
     for path in (run_dir / name for name in JsonlLogger.FILE_NAMES):
@@ -183,10 +172,7 @@ def truncate_logs(run_dir: Path, step: int) -> list[str]:
 
 
 def _truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
-    """Truncate a log. Return the remaining steps, and how many lines between them were unreadable.
-
-    Removed lines between others are overwritten with spaces.
-    """
+    """Truncate a log, with spaces over removed lines. Return the remaining steps and the number of unreadable lines."""
     removed, steps, start, end = list[tuple[int, int, bool]](), set[int](), 0, 0
     with path.open("r+b") as file:
         for line in file:
@@ -242,14 +228,8 @@ def _add_field_tags(metrics: Mapping[str, float]) -> dict[str, float]:
 class TensorBoardLogger:
     """Writes scalars for TensorBoard, without the thread of torch's writer, whose errors would be found too late.
 
-    If its file cannot be written, as on a full disk, it prints a warning and stops writing.
-
-    Args:
-        log_dir: The folder of its files.
-        first_step: The number of finished steps at the start. Scalars of later steps are purged.
-
-    Raises:
-        UserError: TensorBoard is not installed.
+    If its file cannot be written, as on a full disk, it prints a warning and stops writing. Scalars of steps after
+    `first_step`, which a resumed run writes again, are purged.
     """
 
     def __init__(self, log_dir: Path, first_step: int = 0):
@@ -302,9 +282,6 @@ class WandbLogger:
     """Logs to Weights & Biases, or into a folder that `wandb sync` uploads.
 
     The id of the run comes from the path of the run directory, so that a resumed run continues it.
-
-    Raises:
-        UserError: wandb is not installed, or refuses the run.
     """
 
     def __init__(self, run_dir: Path, project: str, mode: str, config: Mapping[str, Any]):
@@ -355,9 +332,7 @@ class WandbLogger:
 def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str, float]:
     """Return the metrics of the graded groups of a step. Shares are in [0, 1]; the mean of no values is NaN.
 
-    Args:
-        groups: Groups with their rewards.
-        min_reward_range: The range of rewards below which a group counts as equal (zero variance, "dead").
+    A group whose rewards differ by at most `min_reward_range` counts as equal (zero variance, "dead").
     """
     pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
     completions, rewards = [completion for completion, _ in pairs], [reward for _, reward in pairs]
@@ -468,11 +443,6 @@ def predict_zero_variance_share(
 
     To insert p = n_v / n instead would exaggerate: with p = 0.1, 8 samples are all wrong 43% of the time, and then
     p = 0 predicts equal rewards for every G.
-
-    Args:
-        rewards: The rewards of n samples for each prompt.
-        group_size: G.
-        min_reward_range: The range of rewards below which they count as equal.
 
     Raises:
         ValueError: n < G, from which p^G cannot be estimated without bias.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import exp, inf
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from pellucid.reporting.charts import (
     PAGE_CSS,
@@ -62,7 +62,8 @@ def write_report(run_dir: Path) -> Path:
     """Write report.html from the files of a run, which may be empty, unfinished or killed. Return its path."""
     config, evals = read_config(run_dir), read_evaluation_records(run_dir)
     metrics = make_metrics_consistent(list(read_records(run_dir / "metrics.jsonl")))
-    charts = "\n".join(draw_run_charts(metrics, evals))
+    lede, charts = make_lede(metrics, evals), "\n".join(draw_run_charts(metrics, evals))
+    phrases = {name: SENTENCES[key].format(**lede["values"]) for name, key in lede["phrases"].items()}
     rollouts = _render_rollouts(run_dir / "rollouts.jsonl", get_setting(config, "log.traces") == "by_length")
     sections = [
         render_section("Before and after", "\n".join(_render_comparison(*key, rows) for key, rows in evals.items())),
@@ -74,7 +75,7 @@ def write_report(run_dir: Path) -> Path:
         name=escape_text(run_dir.resolve().name),
         about=escape_text(f"{get_setting(config, 'policy.model', 'a model')} on {format_task_name(config)}"),
         style=PAGE_CSS + read_asset("report.css"),
-        lede=_render_lede(metrics, evals),
+        lede=SENTENCES[lede["key"]].format(**lede["values"], **phrases),
         facts=_render_facts(config, metrics),
         sections="\n".join(sections),
     )
@@ -113,51 +114,34 @@ def _format_estimate_html(name: str, estimate: Estimate) -> str:
     return f"{value} <small>{bounds}</small>" if estimate.has_interval else value
 
 
-class Lede(NamedTuple):
-    """One or two sentences on the result of a run, before they are put into a language."""
+def make_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> dict[str, Any]:
+    """Return the change of the headline between the first and the last evaluation, or of the training reward.
 
-    key: str
-    """The key of the sentence in SENTENCES."""
-    values: Mapping[str, str]
-    """The values of the sentence by name, as HTML."""
-    phrases: Mapping[str, str] = {}
-    """The keys in SENTENCES of its phrases, by name."""
-
-
-def _render_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    """Return the result of the run in English."""
-    key, values, phrases = make_lede(metrics, evals)
-    texts = {name: SENTENCES[phrase].format(**values) for name, phrase in phrases.items()}
-    return SENTENCES[key].format(**values, **texts)
-
-
-def make_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> Lede:
-    """Return the change of the headline between the first and the last evaluation, or of the training reward."""
+    The result is not yet in a language: `key` and `phrases` are keys of SENTENCES, and `values` are HTML.
+    """
     records = next(iter(evals.values()), [])
     ends = [parse_evaluation(records[0]), parse_evaluation(records[-1])] if len(records) > 1 else []
     if ends and (name := select_headline(ends)):
         return _make_gain_lede(name, *ends, steps=records[-1]["step"] - records[0]["step"])
     rewards = make_points(metrics, "reward/mean")
     if not rewards:
-        return Lede("lede.nothing", {})
+        return {"key": "lede.nothing", "values": {}, "phrases": {}}
     first, last = rewards[0], rewards[-1]
     values = {"old": f"{first.y:.3f}", "first": f"{first.x}", "new": f"{last.y:.3f}", "last": f"{last.x}"}
-    return Lede("lede.reward", values)
+    return {"key": "lede.reward", "values": values, "phrases": {}}
 
 
-def _make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) -> Lede:
-    """Return the change of the headline over `steps` steps."""
+def _make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) -> dict[str, Any]:
     old, new = get_measures(first)[name], get_measures(last)[name]
     gain = round(new.value - old.value, 9)
     values = {"old": _format_estimate_html(name, old), "new": _format_estimate_html(name, new)}
     values |= {"n": f"{last.n}", "count": f"{steps:,}"}
     phrases = {"steps": "lede.step" if steps == 1 else "lede.steps", "measure": f"lede.of_{name}"}
-    if not gain:
-        return Lede("lede.same", values, phrases)
-    without_interval = "lede.few" if describe_intervals(last) == TOO_FEW_PROMPTS else "lede.alike"
-    phrases["went"] = "lede.rose" if gain > 0 else "lede.fell"
-    phrases["chance"] = _CHANCE_PHRASES.get(compare_intervals(old, new), without_interval)
-    return Lede("lede.gain", values, phrases)
+    if gain:
+        without_interval = "lede.few" if describe_intervals(last) == TOO_FEW_PROMPTS else "lede.alike"
+        phrases["went"] = "lede.rose" if gain > 0 else "lede.fell"
+        phrases["chance"] = _CHANCE_PHRASES.get(compare_intervals(old, new), without_interval)
+    return {"key": "lede.gain" if gain else "lede.same", "values": values, "phrases": phrases}
 
 
 def _render_facts(config: Record, metrics: Sequence[Record]) -> str:
@@ -369,10 +353,7 @@ def clip_text(text: str) -> str:
 
 
 def render_token_strip(logprobs: Sequence[float | None], given: Sequence[Sequence[int]] = ()) -> str:
-    """Render the tokens of a completion as cells, given ones as a thin line.
-
-    The cells show the probabilities of the tokens: their text would need the tokenizer.
-    """
+    """Render the probabilities of the tokens of a completion as cells, with given tokens as a thin line."""
     given_tokens = {i for start, end in given for i in range(start, end)}
     cells, sampled = [], []
     for i, logprob in enumerate(logprobs[:_MAX_STRIP_TOKENS]):

@@ -77,14 +77,7 @@ def get_tokens_path(run_dir: Path, step: int) -> Path:
 
 
 def write_tokens(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], metadata: Mapping[str, Any]) -> None:
-    """Write the file of a step. `sync_tokens` writes it to disk.
-
-    Args:
-        run_dir: The run directory.
-        step: The step.
-        rows: Columns of TOKEN_SCHEMA. Those that are missing are null.
-        metadata: Facts of the step, for the metadata of the file.
-    """
+    """Write the file of a step; `sync_tokens` writes it to disk. Missing columns of TOKEN_SCHEMA are null."""
     length = len(next(iter(rows.values())))
     columns = [_make_column(rows.get(field.name), length, field.type) for field in TOKEN_SCHEMA]
     facts = json.dumps({"version": _FORMAT_VERSION, "step": step, **metadata})
@@ -134,11 +127,6 @@ def list_recorded_steps(run_dir: Path) -> list[int]:
 
 def read_tokens(run_dir: Path, step: int, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the tokens of a step, with the metadata in the schema (`get_token_metadata`).
-
-    Args:
-        run_dir: The run directory.
-        step: The step.
-        columns: The columns to read; None for all.
 
     Raises:
         UserError: The step is not recorded, or its file is damaged or of another version.

@@ -87,16 +87,10 @@ def is_async_function(spec: str) -> bool:
 
 
 def call_function(spec: str, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[RewardPart]:
-    """Return the rewards of a function, one for each completion.
+    """Return the rewards of a function, "path/to/file.py:name", for each completion; siblings are next to each other.
 
-    Args:
-        spec: "path/to/file.py:name".
-        pairs: Prompts and completions, siblings next to each other.
-        state: What the function is given as `trainer_state`.
-
-    Raises:
-        InvalidResultError: if the function does not take its arguments, or does not return a list of the right length.
-        Exception: whatever the function raises.
+    Raises InvalidResultError if it does not take its arguments, or does not return a list of the right length, and
+    whatever the function raises.
     """
     log = FunctionLog(len(pairs))
     output = load_function(spec, "reward")(**_build_arguments(spec, pairs, state, log))

@@ -163,7 +163,6 @@ def is_wrapper(task: Any) -> bool:
 
 
 def _check_reward(reward: Reward) -> Reward:
-    """Return a reward whose value is finite, or that has failed."""
     try:
         return validate_reward(reward)
     except InvalidResultError as error:
@@ -176,12 +175,8 @@ def _check_reward(reward: Reward) -> Reward:
 def load_graders(task: Any, cache_folder: Path | None = None) -> dict[int, ModelGrader]:
     """Return the judges and reward models of a task by their indices in its `rewards`; models are loaded.
 
-    Args:
-        task: The task.
-        cache_folder: The folder in which judges store their answers; without one they store none.
-
-    Raises:
-        UserError: if a judge cannot be reached, or a model cannot be loaded.
+    Without a `cache_folder` judges store no answers. Raises UserError for a judge that cannot be reached, or a model
+    that cannot be loaded.
     """
     judged = {i: term.judge for i, term in enumerate(get_reward_terms(get_grading_task(task))) if term.judge}
     graders: dict[int, ModelGrader] = {i: Judge(settings, cache_folder) for i, settings in judged.items()}

@@ -122,19 +122,13 @@ class Judge:
         ]
 
     def _create_client(self) -> Any:
-        s = self.settings
+        base_url, key = self.settings.base_url, get_api_key(self.settings.base_url, self.settings.key)
         # A proxy of the environment is not asked for what is on this machine. Time limits are those of `JudgeClient`.
         http = self._openai.DefaultAsyncHttpxClient(
-            trust_env=not is_loopback(s.base_url), event_hooks={"response": [limit_answer_async]}
+            trust_env=not is_loopback(base_url), event_hooks={"response": [limit_answer_async]}
         )
-        return self._openai.AsyncOpenAI(
-            api_key=get_api_key(s.base_url, s.key),
-            base_url=s.base_url,
-            max_retries=0,
-            timeout=None,
-            default_headers=UNCOMPRESSED_HEADERS,
-            http_client=http,
-        )
+        settings = {"max_retries": 0, "timeout": None, "default_headers": UNCOMPRESSED_HEADERS, "http_client": http}
+        return self._openai.AsyncOpenAI(api_key=key, base_url=base_url, **settings)
 
     def _build_request(self, prompt: Prompt, completion: Completion) -> _JudgeRequest | RewardPart:
         """Return the request about a completion, or the part that says why there can be none."""
@@ -147,7 +141,7 @@ class Judge:
         }
         try:
             system, user = (fill_template(text, known, prompt.columns) for text in (s.system, s.template))
-        except _UnknownPlaceholderError as error:
+        except NoGradeError as error:
             return RewardPart(error=str(error))
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": user})
@@ -166,7 +160,7 @@ class Judge:
             request.value = await asyncio.to_thread(self.compute_reward, request.answer)  # other answers come meanwhile
             if self._cache and not request.cached and request.value is not None:
                 self._cache.store(request.digest, request.answer)
-        except (UnansweredError, SlowPatternError) as error:
+        except NoGradeError as error:
             request.error = str(error)
         request.seconds = time.monotonic() - start
 
@@ -186,7 +180,7 @@ class Judge:
         return RewardPart(first.value, unreadable, _build_extra(first), logged)
 
     def compute_reward(self, answer: JudgeAnswer) -> float | None:
-        """Return the reward that an answer states, or None. Raises SlowPatternError."""
+        """Return the reward that an answer states, or None. Raises NoGradeError."""
         s = self.settings
         if s.json_field:
             grade = parse_json_number(answer.text, s.json_field)
@@ -231,8 +225,8 @@ _JITTER = random.Random()
 """Not the generator of the module `random`, whose numbers belong to the run."""
 
 
-class UnansweredError(Exception):
-    """A request has no answer, and will have none."""
+class NoGradeError(Exception):
+    """A completion gets no grade; the message says why."""
 
 
 class TransientError(Exception):
@@ -254,24 +248,24 @@ class JudgeClient:
         """Why one request was refused, if all others will be, too."""
 
     async def request_answer(self, body: Mapping[str, Any], faults: list[str]) -> JudgeAnswer:
-        """Return the answer to a request, or raise UnansweredError; `faults` gets what failed on the way."""
+        """Return the answer to a request, or raise NoGradeError; `faults` gets what failed on the way."""
         while True:
             try:
                 return await self._send_once(body)
             except TransientError as fault:
                 faults.append(str(fault))
                 if len(faults) > self.settings.retries:
-                    raise UnansweredError(f"{fault}, after {len(faults)} requests") from None
+                    raise NoGradeError(f"{fault}, after {len(faults)} requests") from None
                 remaining = max(0.0, self._deadline - time.monotonic())
                 await asyncio.sleep(min(compute_wait(fault, len(faults)), remaining))
 
     async def _send_once(self, body: Mapping[str, Any]) -> JudgeAnswer:
         async with self._semaphore:
             if self._refusal:
-                raise UnansweredError(self._refusal)
+                raise NoGradeError(self._refusal)
             seconds = min(self.settings.timeout, self._deadline - time.monotonic())
             if seconds <= 0:
-                raise UnansweredError(f"no answer within step_timeout = {self.settings.step_timeout:g} s")
+                raise NoGradeError(f"no answer within step_timeout = {self.settings.step_timeout:g} s")
             # The client refuses fields that it does not know, unless they are an extra body.
             arguments = {"model": body["model"], "messages": body["messages"], "extra_body": body}
             try:
@@ -296,11 +290,11 @@ class JudgeClient:
             error, judge.base_url, judge.model, judge.key, ENDPOINT_NAMES
         )
         if self._refusal:
-            return UnansweredError(self._refusal)
+            return NoGradeError(self._refusal)
         complaint = describe_error(error, self._client.api_key)
         if error.status_code in _TRANSIENT_STATUSES or error.status_code >= 500:
             return TransientError(complaint, parse_retry_after(error.response.headers.get("retry-after", "")))
-        return UnansweredError(complaint)
+        return NoGradeError(complaint)
 
     def _build_connection_error(self, error: Exception) -> Exception:
         cause = find_first_cause(error)
@@ -309,18 +303,14 @@ class JudgeClient:
             if not cause.is_permanent:
                 return TransientError(why)
             self._refusal = self._refusal or why
-            return UnansweredError(self._refusal)
+            return NoGradeError(self._refusal)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
             return TransientError(describe_unreachable(self.settings.base_url, cause, ENDPOINT_NAMES))
         return TransientError("the connection was dropped")
 
 
 def parse_answer(completion: Any) -> JudgeAnswer:
-    """Return the answer in a completion of the client, which hands over whatever JSON it received.
-
-    Raises:
-        TransientError: if it holds no answer.
-    """
+    """Return the answer in a completion of the client, which may be any JSON. Raises TransientError if it has none."""
     try:
         choice = completion.choices[0]
         text, cut = extract_message_text(choice.message.content), choice.finish_reason == "length"
@@ -427,7 +417,6 @@ class JudgeCache:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        """Report once that the database cannot be written."""
         if not self._has_reported:
             self._has_reported = True
             reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -444,18 +433,10 @@ PATTERN_TIMEOUT_SECONDS = 1.0
 """Seconds that the pattern of a recipe may take on one answer. A judge can write what makes it take hours."""
 
 
-class SlowPatternError(Exception):
-    """A pattern took too long on an answer."""
-
-
-class _UnknownPlaceholderError(Exception):
-    """A template names what the prompt does not have."""
-
-
 def fill_template(template: str, values: Mapping[str, str], columns: Mapping[str, Any]) -> str:
     """Replace each {name} by its text in `values` or in the columns of the row, and {{...}} by {...}.
 
-    Braces in an inserted text are text. Raises UnknownPlaceholderError for a name that is in neither.
+    Braces in an inserted text are text. Raises NoGradeError for a name that is in neither.
     """
 
     def get_text(name: str) -> str:
@@ -464,7 +445,7 @@ def fill_template(template: str, values: Mapping[str, str], columns: Mapping[str
         if name in columns:
             return _format_column(columns[name])
         hint = did_you_mean(name, [*values, *columns])
-        raise _UnknownPlaceholderError(f"the template has {{{name}}}, and the row has no such column{hint}")
+        raise NoGradeError(f"the template has {{{name}}}, and the row has no such column{hint}")
 
     # Half a surrogate pair, which JSON can spell, is in no text that can be sent.
     return fill_placeholders(template, get_text).encode(errors="replace").decode()
@@ -485,26 +466,23 @@ def format_question(prompt: Prompt) -> str:
 
 
 def format_completion(completion: Completion) -> str:
-    """Return the answer, or the messages of a conversation after its prompt, each after its role.
-
-    Tool calls are JSON objects below their message.
-    """
+    """Return the answer, or the messages of a conversation after its prompt, each after its role."""
     if len(completion.messages) < 2:
         return completion.full_text
-    return "\n\n".join(map(format_message, completion.messages))
+    return "\n\n".join(map(_format_message, completion.messages))
 
 
-def format_message(message: Message) -> str:
+def _format_message(message: Message) -> str:
+    """Return a message after its role, with its tool calls as JSON objects below."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    content = "\n".join(filter(None, (message["content"], *calls)))
-    return f"{message['role']}: {content}"
+    return f"{message['role']}: " + "\n".join(filter(None, (message["content"], *calls)))
 
 
 def extract_grade(answer: str, pattern: str, is_cut: bool) -> str | None:
     """Return the first group of the last match of a pattern, or for "" the whole answer; None if there is none.
 
     Thinking does not count, nor does the end of an answer that was cut: more digits may have followed. Raises
-    SlowPatternError if the pattern takes longer than `PATTERN_TIMEOUT_SECONDS`.
+    NoGradeError if the pattern takes longer than `PATTERN_TIMEOUT_SECONDS`.
 
     Example: extract_grade("3, no: Grade: 8.", "Grade: ([0-9]+)", False) == "8"
     """
@@ -516,7 +494,7 @@ def extract_grade(answer: str, pattern: str, is_cut: bool) -> str | None:
     try:  # of `regex`, which can be timed, and releases the interpreter for other threads
         matches = list(regex.finditer(pattern, text, timeout=PATTERN_TIMEOUT_SECONDS, concurrent=True))
     except TimeoutError:
-        raise SlowPatternError(
+        raise NoGradeError(
             f'pattern = "{pattern}" took more than {PATTERN_TIMEOUT_SECONDS:g} s on an answer of {len(text):,}'
             " characters: write one that tries fewer ways"
         ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pellucid.sandbox.values import InvalidResultError, describe_value, shorten_to_one_line, validate_number
@@ -64,16 +64,6 @@ def make_failure(term: int, error: str) -> Answer:
     return Reward(math.nan, error=error) if term == TASK_REWARD else RewardPart(error=error)
 
 
-def encode_answer(answer: Answer) -> dict[str, Any]:
-    """Return the fields of a validated answer, which are JSON values."""
-    return {each.name: getattr(answer, each.name) for each in fields(answer)}
-
-
-def decode_answer(term: int, values: Mapping[str, Any]) -> Answer:
-    """Return the answer of a term from its fields. Raises TypeError for fields of anything else."""
-    return Reward(**values) if term == TASK_REWARD else RewardPart(**values)
-
-
 def validate_answer(answer: Any) -> Answer:
     """Return a part or a reward as plain data; an invalid one becomes the failure of this completion alone."""
     is_part = isinstance(answer, RewardPart)
@@ -84,11 +74,7 @@ def validate_answer(answer: Any) -> Answer:
 
 
 def validate_reward(reward: Any) -> Reward:
-    """Return a reward whose fields are plain Python numbers, strings and booleans.
-
-    Raises:
-        InvalidResultError: if it is no Reward, or a field has the wrong type.
-    """
+    """Return a reward whose fields are plain Python numbers, strings and booleans. Raises InvalidResultError."""
     if not isinstance(reward, Reward):
         raise InvalidResultError(f"the task returned a {type(reward).__name__}, where a Reward is needed")
     error = reward.error if reward.error is not None else ""
@@ -118,7 +104,7 @@ def validate_reward(reward: Any) -> Reward:
 
 
 def _validate_part(part: RewardPart) -> RewardPart:
-    """Return a part whose fields are plain data. Raises InvalidResultError for a value that is no finite number."""
+    """Return a part whose fields are plain data. Raises InvalidResultError."""
     value = None if part.value is None else validate_number(part.value, "the reward")
     if value is not None and not math.isfinite(value):
         raise InvalidResultError(f"the reward is {value}")

@@ -16,14 +16,7 @@ from typing import Any
 
 from pellucid.rewards.parts import Answer, make_failure
 from pellucid.rewards.settings import RewardConfig
-from pellucid.rewards.worker import (
-    RewardCall,
-    TermsStarted,
-    decode_event,
-    load_task,
-    merge_answers,
-    split_into_groups,
-)
+from pellucid.rewards.worker import RewardCall, TermsStarted, decode_event, load_task, merge_answers, split_into_groups
 from pellucid.sandbox.pool import (
     GRACE_SECONDS,
     Worker,
@@ -34,7 +27,7 @@ from pellucid.sandbox.pool import (
     terminate_ended,
     terminate_workers,
 )
-from pellucid.sandbox.values import shorten_to_one_line
+from pellucid.sandbox.values import InvalidResultError, shorten_to_one_line
 from pellucid.types import UserError
 
 
@@ -55,7 +48,7 @@ class _PendingCall:
         for group in split_into_groups(call.pairs):
             try:
                 self.groups.append((_pickle(list(group.values())), list(group)))
-            except _UnpicklableError as error:
+            except InvalidResultError as error:
                 for term in call.limits:
                     self.answers[term] |= dict.fromkeys(group, make_failure(term, str(error)))
 
@@ -92,9 +85,7 @@ class RewardPool:
     def compute(self, calls: Sequence[RewardCall]) -> dict[int, dict[int, Answer]]:
         """Return the answers of each term of the calls, by the numbers of the completions.
 
-        Raises:
-            UserError: if a worker cannot load the task.
-            PoolClosedError: if another thread closes the pool meanwhile.
+        Raises UserError if a worker cannot load the task, PoolClosedError if another thread closes the pool.
         """
         with self._lock:
             try:
@@ -160,7 +151,7 @@ class RewardPool:
     def _start_worker(self, is_batch: bool) -> _RewardWorker:
         try:
             task = _pickle(self._task)
-        except _UnpicklableError as error:
+        except InvalidResultError as error:
             raise UserError(f"task {type(self._task).__name__} {error}") from None
         worker = spawn_worker(_RewardWorker, self._worker_config, load_task, task)
         worker.is_batch = is_batch
@@ -194,11 +185,7 @@ class _RewardWorker(Worker):
             self.send(pickle.dumps((remaining, call.groups)))
 
     def receive_answers(self) -> None:
-        """Add the answers that have arrived to the call, and be idle if these are all.
-
-        Raises:
-            WorkerLostError: if the process has ended or is late.
-        """
+        """Add the answers that have arrived to the call, and be idle if these are all. Raises WorkerLostError."""
         assert self.call
         while not self.call.is_done and (event := self.receive()):
             if isinstance(event, TermsStarted):
@@ -221,12 +208,8 @@ class _RewardWorker(Worker):
         return f"the reward ended its process ({self._describe_exit()})"
 
 
-class _UnpicklableError(Exception):
-    """Something cannot be pickled; the message is a clause that follows its name."""
-
-
 def _pickle(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise _UnpicklableError(f"cannot be sent to the reward process: {shorten_to_one_line(str(error))}") from None
+        raise InvalidResultError(f"cannot be sent to the reward process: {shorten_to_one_line(str(error))}") from None

@@ -65,11 +65,18 @@ class RewardModel:
         device = pick_device(settings.device, "reward_model.device")
         with _explain_load_errors(source, settings):
             config = _load_reward_model_config(source, settings)
-            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                _locate_reward_model(source, settings), **_get_access(settings).build_arguments()
-            )
+            path, access = _locate_reward_model(source, settings), _get_access(settings).build_arguments()
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **access)
             self._max_tokens = _compute_max_tokens(source, settings, config, self._tokenizer)
-            self._model = _load_reward_model(source, settings).to(cast(Any, device)).eval()
+            arguments: Any = {"dtype": settings.dtype, "output_loading_info": True, **access}
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(path, **arguments)
+            model, info = loaded
+            if missing := sorted(info["missing_keys"]):  # they would be random
+                raise UserError(
+                    f"{_format_term_name(source)} has no weights for {missing[0]}, which {type(model).__name__} needs:"
+                    " give a model that was trained and saved as one; a language model has no rewards to give"
+                )
+            self._model: PreTrainedModel = model.to(device).eval()
             self._vocabulary_size = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
         text_config = self._model.config.get_text_config()
         text_config.use_cache = False  # nothing is read twice
@@ -165,21 +172,6 @@ def build_part(logit: float) -> RewardPart:
 # ---------------------------------------------------------------- loading
 
 
-def _load_reward_model(source: str, settings: RewardModelSettings) -> PreTrainedModel:
-    """Return the model on the CPU. Raises UserError if it has no weights for a classifier, which would be random."""
-    arguments: Any = {"dtype": settings.dtype, "output_loading_info": True, **_get_access(settings).build_arguments()}
-    loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-        _locate_reward_model(source, settings), **arguments
-    )
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(
-            f"{_format_term_name(source)} has no weights for {missing[0]}, which {type(model).__name__} needs: give a"
-            " model that was trained and saved as one; a language model has no rewards to give"
-        )
-    return model
-
-
 def _load_reward_model_config(source: str, settings: RewardModelSettings) -> PreTrainedConfig:
     """Return the configuration. Raises UserError if the model is no classifier, or one without the label."""
     config = AutoConfig.from_pretrained(
@@ -244,7 +236,6 @@ def _locate_reward_model(source: str, settings: RewardModelSettings) -> str:
 
 
 def _explain_load_errors(source: str, settings: RewardModelSettings) -> AbstractContextManager[None]:
-    """Turn what loading raises into a UserError."""
     hint = (
         suggest_path(Path(source)) or "; give a folder with config.json and safetensors, or a Hub id that is reachable"
     )

@@ -109,22 +109,18 @@ def _find_judge_mistakes(judge: JudgeSettings) -> Iterator[str]:
         yield "key must name an environment variable, in capitals, such as OPENAI_API_KEY: the key itself stays there"
     yield from _find_template_mistakes(judge)
     yield from _find_parsing_mistakes(judge)
-    yield from _find_body_mistakes(judge)
-    for name, least in {"max_tokens": 1, "concurrency": 1, "retries": 0}.items():
-        if getattr(judge, name) < least:
-            yield f"{name} = {getattr(judge, name)} must be at least {least}"
-    for name in ("timeout", "step_timeout"):
-        if not 0 < getattr(judge, name) < math.inf:
-            yield f"{name} = {getattr(judge, name)} must be a positive number of seconds"
-
-
-def _find_body_mistakes(judge: JudgeSettings) -> Iterator[str]:
     if ours := [name for name in ("model", "messages", "stream") if name in judge.body]:
         yield f"body has {ours[0]}, which is not its to say: leave it out"
     try:
         json.dumps(judge.body)
     except TypeError as error:
         yield f"body must be what JSON can say: {error}"
+    for name, least in {"max_tokens": 1, "concurrency": 1, "retries": 0}.items():
+        if getattr(judge, name) < least:
+            yield f"{name} = {getattr(judge, name)} must be at least {least}"
+    for name in ("timeout", "step_timeout"):
+        if not 0 < getattr(judge, name) < math.inf:
+            yield f"{name} = {getattr(judge, name)} must be a positive number of seconds"
 
 
 def _find_template_mistakes(judge: JudgeSettings) -> Iterator[str]:
@@ -147,12 +143,10 @@ def _find_parsing_mistakes(judge: JudgeSettings) -> Iterator[str]:
     if not all(map(math.isfinite, judge.words.values())):
         yield "words must have finite numbers, the rewards"
     try:
-        groups = regex.compile(judge.pattern).groups if judge.pattern else 1
+        if judge.pattern and not regex.compile(judge.pattern).groups:
+            yield f'pattern = "{judge.pattern}" needs a group around the grade: "Grade: ([0-9]+)"'
     except regex.error as error:
         yield f'pattern = "{judge.pattern}" is no regular expression: {error}'
-    else:
-        if not groups:
-            yield f'pattern = "{judge.pattern}" needs a group around the grade: "Grade: ([0-9]+)"'
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
+from dataclasses import fields
 from functools import partial
 from itertools import groupby
 from multiprocessing.connection import Connection
@@ -16,27 +17,11 @@ from typing import Any, NamedTuple
 
 from pellucid.rewards import functions
 from pellucid.rewards.functions import TrainerState
-from pellucid.rewards.parts import (
-    TASK_REWARD,
-    Answer,
-    PromptCompletion,
-    decode_answer,
-    encode_answer,
-    make_failure,
-    validate_answer,
-)
+from pellucid.rewards.parts import TASK_REWARD, Answer, PromptCompletion, RewardPart, make_failure, validate_answer
 from pellucid.rewards.terms import compute_term_parts, get_reward_terms, is_function_term
 from pellucid.sandbox.values import InvalidResultError, describe_error
-from pellucid.sandbox.worker import (
-    ErrorLog,
-    call_user_code,
-    log_error,
-    receive_request,
-    send_answer,
-    start_watchdog,
-    stop_watchdog,
-)
-from pellucid.types import has_batch_rewards
+from pellucid.sandbox.worker import ErrorLog, call_user_code, log_error, receive_request, start_watchdog, stop_watchdog
+from pellucid.types import Reward, has_batch_rewards
 from pellucid.utils.plugins import load_function
 
 NumberedPairs = Mapping[int, PromptCompletion]
@@ -91,11 +76,11 @@ def _serve_calls(task: Any, connection: Connection) -> None:
         pairs, errors = _unpickle_groups(groups)
         for term in call.limits if errors else ():
             failures = {number: make_failure(term, error) for number, error in errors.items()}
-            send_answer(connection, _encode_event(TermAnswered(term, failures)))
+            connection.send_bytes(_encode_event(TermAnswered(term, failures)))
         for event in run_call(task, call._replace(pairs=pairs), log_error):
             if isinstance(event, TermsStarted):
                 start_watchdog(max(call.limits.values()))
-            send_answer(connection, _encode_event(event))
+            connection.send_bytes(_encode_event(event))
         stop_watchdog()
 
 
@@ -116,7 +101,10 @@ def _encode_event(event: CallEvent) -> bytes:
     """Return an event as JSON, which its receiver can read without running code of the user's."""
     if isinstance(event, TermsStarted):
         return json.dumps({"started": event.terms}).encode()
-    answers = [(number, encode_answer(answer)) for number, answer in event.answers.items()]
+    answers = [
+        (number, {field.name: getattr(answer, field.name) for field in fields(answer)})
+        for number, answer in event.answers.items()
+    ]
     return json.dumps({"term": event.term, "answers": answers}).encode()
 
 
@@ -125,8 +113,8 @@ def decode_event(data: bytes) -> CallEvent:
     values = json.loads(data)
     if "started" in values:
         return TermsStarted(values["started"])
-    term = values["term"]
-    return TermAnswered(term, {number: decode_answer(term, answer) for number, answer in values["answers"]})
+    kind = Reward if values["term"] == TASK_REWARD else RewardPart
+    return TermAnswered(values["term"], {number: kind(**answer) for number, answer in values["answers"]})
 
 
 # ---------------------------------------------------------------- the computation

@@ -13,7 +13,7 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -35,6 +35,7 @@ from pellucid.utils.text import escape_controls, format_one_line
 
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
+    from pellucid.rollout.vllm_client import ServerPool
 
 _CHECK_TEXT = (
     "On the 3rd of May, at half past seven, the old mill by the river began to turn again. Two boys had mended its"
@@ -57,35 +58,6 @@ class EngineAnswer(NamedTuple):
     """In nats, at the temperature."""
 
 
-class SamplingEngine(Protocol):
-    """An engine in this process, or a pool of servers. The key of a row is (index of its prompt, of its sample)."""
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens of a prompt and its completion."""
-        ...
-
-    @property
-    def is_open(self) -> bool: ...
-
-    @property
-    def unfinished(self) -> Collection[Any]:
-        """The rows that `step` has not returned yet."""
-        ...
-
-    def sync(self, policy: Policy, adapter_shape: AdapterShape | None) -> None:
-        """Push the weights of a policy, an adapter of this shape by itself, and check them."""
-        ...
-
-    def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
-        """Queue a row of up to `max_tokens` tokens behind these."""
-        ...
-
-    def step(self) -> list[EngineAnswer]: ...
-
-    def abort_all(self) -> None: ...
-
-
 @dataclass
 class VLLMSampler:
     """Samples with vLLM in this process, or on sampler servers."""
@@ -102,7 +74,7 @@ class VLLMSampler:
     """Conversations only: all rows wait for all replies, so that the same seed gives the same bits."""
     adapter: Literal["merged", "request"] = "merged"
     """How an adapter is pushed: merged into its base, or by itself, if vLLM supports it."""
-    engine: SamplingEngine | None = None
+    engine: VLLMEngine | ServerPool | None = None
     """A pool of servers; without one, `sync` creates an engine in this process."""
 
     @property
@@ -141,7 +113,7 @@ class VLLMSampler:
         self.engine.sync(policy, shape)
 
     def _generate_completions(
-        self, engine: SamplingEngine, prompts: Sequence[Prompt], sampling: Sampling
+        self, engine: VLLMEngine | ServerPool, prompts: Sequence[Prompt], sampling: Sampling
     ) -> list[Group]:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_prompt_lengths(contexts, engine.max_length - sampling.max_tokens)
@@ -155,7 +127,7 @@ class VLLMSampler:
         _, tokens, logprobs = zip(*(answers[key] for key in keys), strict=True)
         return build_groups(self.policy, self.version, prompts, contexts, tokens, logprobs, [()] * len(keys))
 
-    def _generate_conversations(self, engine: SamplingEngine, conversations: ConversationBatch) -> list[Group]:
+    def _generate_conversations(self, engine: VLLMEngine | ServerPool, conversations: ConversationBatch) -> list[Group]:
         """Sample turns as replies come. The engine finds earlier turns in its prefix cache."""
         sampling = conversations.sampling
         while not conversations.is_done:
@@ -366,7 +338,7 @@ class VLLMEngine:
     # ------------------------------------------------------------ weights
 
     def sync(self, policy: Policy, adapter_shape: AdapterShape | None) -> None:
-        """As in `SamplingEngine`."""
+        """Push the weights of a policy, or an adapter of this shape by itself, and check them."""
         ids = encode_check_text(policy, get_text_length(self.max_length, self.block_size))
         weights = get_push_weights(policy, adapter_shape)
         if adapter_shape and not self.weight_check.column_sums:
@@ -483,7 +455,7 @@ class VLLMEngine:
         return torch.tensor([float("nan") if x is None else x.logprob for x in found]), output.num_cached_tokens
 
     def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
-        """As in `SamplingEngine`, with any keys."""
+        """Queue a row of up to `max_tokens` tokens behind these."""
         sampling = self.vllm.SamplingParams(
             temperature=temperature,
             seed=seed,

@@ -469,7 +469,7 @@ class _ServerState:
 
 
 class ServerPool:
-    """Servers as one engine of `VLLMSampler`. `abort_all` ends its threads."""
+    """Servers as one engine of `VLLMSampler`, as `VLLMEngine` is. `abort_all` ends its threads."""
 
     is_open = True
     policy: Policy
@@ -518,13 +518,17 @@ class ServerPool:
     def add_request(
         self, key: tuple[int, int], ids: Sequence[int], max_tokens: int, temperature: float, seed: int
     ) -> None:
-        """As in `SamplingEngine`."""
+        """Queue a row for the server of its group. key: the index of its prompt, and of the sample."""
         with self.condition:
             number = next(self.request_numbers)
             self.requests[number] = key, SampleRequest(number, list(ids), max_tokens, temperature, seed)
             self._assign_rows([number])
-        if not self.futures:
-            self._start_threads()
+        if not self.executor:
+            self.stopped.clear()
+            self.executor = ThreadPoolExecutor(len(self.servers))
+            for server in self.servers:
+                server.client.start()
+                self.futures.append(self.executor.submit(self._run_server, server))
 
     def step(self) -> list[EngineAnswer]:
         """Return the rows that finished; wait a moment for the first one."""
@@ -556,7 +560,7 @@ class ServerPool:
     # ------------------------------------------------------------ weights
 
     def sync(self, policy: Policy, adapter_shape: AdapterShape | None) -> None:
-        """As in `SamplingEngine`, to the servers that have an engine, or to all. Wait until one server is up."""
+        """As `VLLMEngine.sync`, for the servers that have an engine, or all. Wait until one server is up."""
         self.policy, self.adapter_shape = policy, adapter_shape
         self.model_description = serialize_model(policy, adapter_shape)
         self.pushed_weights = None  # free them before there are others
@@ -644,9 +648,8 @@ class ServerPool:
             server.is_up, server.queued_rows, server.sent_rows = False, [], set()
             server.client.has_engine = False
             self._assign_rows(sorted(rows))
-        if not server.reason or (
-            isinstance(error, _ServerTooSmallError | AdapterRefusedError) and server.reason != reason
-        ):
+        is_setting = isinstance(error, _ServerTooSmallError | AdapterRefusedError)
+        if not server.reason or (is_setting and server.reason != reason):
             others = "go to the others" if any(other.is_up for other in self.servers) else "wait"
             lost = f": its {len(rows)} rows {others}" if rows else ""
             print(escape_controls(f"! {server.client.url}: {reason}{lost}"), flush=True)
@@ -661,13 +664,6 @@ class ServerPool:
             self.last_reminder = time.monotonic()
 
     # ------------------------------------------------------------ a thread for each server
-
-    def _start_threads(self) -> None:
-        self.stopped.clear()
-        self.executor = ThreadPoolExecutor(len(self.servers))
-        for server in self.servers:
-            server.client.start()
-            self.futures.append(self.executor.submit(self._run_server, server))
 
     def _run_server(self, server: _ServerState) -> None:
         while not self.stopped.is_set():

@@ -33,12 +33,7 @@ class Channel:
             os.set_blocking(self.connection.fileno(), False)
 
     def send(self, data: bytes, timeout_seconds: float) -> None:
-        """Send a message. `timeout_seconds` may be inf.
-
-        Raises:
-            TimeoutError: if the other end does not take the message in time.
-            OSError: if the pipe is closed.
-        """
+        """Send a message. Raises TimeoutError if the other end does not take it in time, OSError if it is closed."""
         if not _IS_POSIX:
             self.connection.send_bytes(data)
             return
@@ -57,9 +52,7 @@ class Channel:
     def receive(self) -> bytes | None:
         """Return the next message, or None if it has not arrived completely.
 
-        Raises:
-            EOFError, OSError: if the pipe is closed.
-            ValueError: if the message is too long.
+        Raises EOFError or OSError if the pipe is closed, and ValueError if the message is too long.
         """
         if not _IS_POSIX:
             return self.connection.recv_bytes(_MAX_RECEIVED_BYTES) if self.connection.poll() else None

@@ -98,11 +98,7 @@ class Worker:
         return self._process.is_alive() if self._process else not self.connection.poll()
 
     def wait_until_loaded(self) -> None:
-        """Wait until the process has loaded the user's code. If it does not, it is ended.
-
-        Raises:
-            WorkerStartError: if it fails, or takes longer than `START_TIMEOUT_SECONDS`.
-        """
+        """Wait until the process has loaded the user's code; else it is ended, and WorkerStartError raised."""
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         try:
             while not self._has_reported:
@@ -123,11 +119,7 @@ class Worker:
         self._timeout, self.deadline = seconds, time.monotonic() + seconds + grace
 
     def send(self, data: bytes) -> None:
-        """Send a message before the deadline.
-
-        Raises:
-            WorkerLostError: if the process has ended, or does not take the message in time.
-        """
+        """Send a message. Raises WorkerLostError if the process has ended, or does not take it before the deadline."""
         try:
             self._channel.send(data, self.deadline - time.monotonic())
         except TimeoutError as error:
@@ -138,9 +130,7 @@ class Worker:
     def receive(self) -> Any:
         """Return the next answer, or None if none has arrived. An answer that has arrived counts, however late.
 
-        Raises:
-            WorkerLostError: if the process has ended, or its deadline has passed.
-            WorkerStartError: if it cannot load the user's code.
+        Raises WorkerLostError if the process has ended, or its deadline has passed.
         """
         try:
             data = self._receive_message()
@@ -225,11 +215,7 @@ class ForkServer:
         """Whether a spawned worker has loaded the user's code."""
 
     def start_worker(self, kind: type[AnyWorker]) -> AnyWorker:
-        """Return a new worker.
-
-        Raises:
-            WorkerStartError: if the user's code cannot be loaded.
-        """
+        """Return a new worker. Raises WorkerStartError if the user's code cannot be loaded."""
         if not CAN_FORK:
             worker = spawn_worker(kind, self._config, self._load, self._payload)
             if not self._can_load:  # later ones load side by side

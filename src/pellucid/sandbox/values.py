@@ -52,13 +52,7 @@ def describe_value(value: Any) -> str:
 def validate_number(value: Any, what: str, needed: str = "a number") -> float:
     """Return a number, or a scalar of numpy or torch, as a float. NaN and infinities pass.
 
-    Args:
-        value: What user code returned.
-        what: What the value is, for the message, such as "the reward".
-        needed: What is needed in its place, for the message.
-
-    Raises:
-        InvalidResultError: if the value is no number, or one beyond `MAX_NUMBER`.
+    For anything else, and beyond `MAX_NUMBER`, InvalidResultError says that `what` is not what is `needed`.
     """
     is_numeric = any(hasattr(type(value), name) for name in ("__float__", "__index__"))
     if not is_numeric or getattr(value, "ndim", 0):

@@ -82,14 +82,8 @@ log_error = ErrorLog()
 def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader, payload: bytes, forks: bool) -> None:
     """Isolate this process, load the user's code, and serve requests until the parent closes its end.
 
-    When the user's code is loaded, or has failed to, it reports so.
-
-    Args:
-        connection: The pipe to the parent.
-        config: Limits and environment variables.
-        load: Loads the user's code and returns what serves requests.
-        payload: What `load` is called with.
-        forks: Do not serve requests here; fork a process for each connection that the parent sends.
+    When the user's code is loaded, or has failed to, it reports so. With `forks` it serves no requests, but forks a
+    process for each connection that the parent sends.
     """
     _isolate_process(config)
     if not forks:  # a process with threads should not be forked

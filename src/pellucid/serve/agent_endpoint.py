@@ -139,11 +139,10 @@ class _PendingRequest:
 
     rollout_name: str
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    max_tokens: int = 0
+    tools: tuple[Mapping[str, Any], ...]
+    max_tokens: int
     response: Future[PolicyTurn] = field(default_factory=Future)
     arrived_at: float = field(default_factory=time.monotonic)
-    """The time of its arrival, by `time.monotonic`."""
 
 
 class AgentEndpoint:

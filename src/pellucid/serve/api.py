@@ -17,12 +17,11 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from itertools import starmap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp
 
@@ -72,15 +71,6 @@ _PAGE_PATH = Path(__file__).with_name("page.html")
 STREAM_END = "data: [DONE]\n\n"
 
 
-async def _open_cleanup_stack() -> AsyncIterator[ExitStack]:
-    """Yield a stack whose callbacks run when the answer is sent or its client has left."""
-    with ExitStack() as cleanup:
-        yield cleanup
-
-
-_CleanupStack = Annotated[ExitStack, Depends(_open_cleanup_stack)]
-
-
 def make_app(served: ServedModel) -> ASGIApp:
     """Return the application that answers requests to a model."""
     app = FastAPI(title="pellucid", docs_url="/docs", redoc_url=None, exception_handlers=ERROR_HANDLERS)
@@ -112,14 +102,14 @@ def make_app(served: ServedModel) -> ASGIApp:
         return card
 
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatRequest, cleanup: _CleanupStack) -> Response:
+    async def chat(request: ChatRequest) -> Response:
         limit = request.max_completion_tokens or request.max_tokens
-        return await create_completion(served, request, request.prompt, True, limit, cleanup)
+        return await create_completion(served, request, request.prompt, True, limit)
 
     @app.post("/v1/completions")
-    async def completions(request: CompletionRequest, cleanup: _CleanupStack) -> Response:
+    async def completions(request: CompletionRequest) -> Response:
         prompt = Prompt("text", request.prompt) if isinstance(request.prompt, str) else request.prompt
-        return await create_completion(served, request, prompt, False, request.max_tokens, cleanup)
+        return await create_completion(served, request, prompt, False, request.max_tokens)
 
     @app.post("/solve_question")
     async def solve_question(request: QuestionRequest) -> dict[str, Any]:
@@ -149,11 +139,8 @@ async def create_completion(
     prompt: Prompt | Sequence[int],
     is_chat: bool,
     max_tokens: int | None,
-    cleanup: ExitStack,
 ) -> Response:
     """Return the completions of a prompt, or of its token ids, as JSON or as a stream of events.
-
-    `cleanup` cancels the decoding when the answer is sent or the client has left, even before a stream begins.
 
     Raises:
         RequestError: The request cannot be answered.
@@ -161,7 +148,6 @@ async def create_completion(
     if request.model not in ("", served.name):
         raise _make_unknown_model_error(served, request.model)
     decoding = await start_generation(served, prompt, request, max_tokens)
-    cleanup.callback(decoding.cancel)
     tools = prompt.tools if isinstance(prompt, Prompt) else ()
     choices = ChoiceFormatter(decoding, is_chat, tools, request.top_logprob_count is not None, request.return_token_ids)
     head = build_response_head("chatcmpl" if is_chat else "cmpl", served.name)

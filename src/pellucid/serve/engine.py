@@ -42,8 +42,6 @@ MAX_CACHED_PROMPT_TOKENS = 65_536
 """The most tokens of prompts in the KV cache: their number times the longest, since each is padded to it."""
 MAX_PREFILL_SCORES = 2**24
 """The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
-_NO_TOKEN = -1
-"""The token id of a row for which no token could be sampled."""
 
 
 class ThroughputMeter:
@@ -213,7 +211,7 @@ class ServingEngine:
         with self._fail_on_error(requests):
             return _sample_alike(rows, logits, uniforms)
         nothing = torch.zeros(len(rows), device=logits.device)
-        return torch.full_like(nothing, _NO_TOKEN, dtype=torch.long), nothing, [()] * len(rows)
+        return torch.full_like(nothing, -1, dtype=torch.long), nothing, [()] * len(rows)
 
     def _append_tokens(
         self, row: GenerationRow, ids: list[int], logprobs: list[float], top_logprobs: list[_TopLogprobs]
@@ -305,8 +303,8 @@ incomplete is sent as it is."""
 class SampledToken(NamedTuple):
     token_id: int
     logprob: float
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens with their log-probs, if the request wants some."""
+    top_logprobs: _TopLogprobs = ()
+    """As many of the likeliest tokens as the request wants."""
     text_bytes: bytes = b""
     """The bytes that it adds to the text of its row; a special token adds none."""
     text_offset: int = 0
@@ -381,12 +379,6 @@ class GenerationRequest:
     """How many of the likeliest tokens are returned with each token."""
     cancelled: bool = False
     """Set when all rows have finished, when the client has left, or after an error."""
-    stop_prefixes: tuple[str, ...] = field(init=False)
-    """All proper prefixes of stop strings, the longest first: text that ends in one may be about to stop."""
-
-    def __post_init__(self) -> None:
-        parts = {stop[:n] for stop in self.stop for n in range(1, len(stop))}
-        self.stop_prefixes = tuple(sorted(parts, key=len, reverse=True))
 
 
 @dataclass(eq=False)
@@ -414,9 +406,8 @@ class GenerationRow:
         before = len(self.unsent_text)
         if not self.decode_text(policy, ended or full):
             return None
-        self.unsent_spans.append(
-            _make_span(self.undecoded_tokens, self.unsent_text[before:], self.sent_characters + before, policy)
-        )
+        span = _make_span(self.undecoded_tokens, self.unsent_text[before:], self.sent_characters + before, policy)
+        self.unsent_spans.append(span)
         self.undecoded_tokens = []
         cut = min((at for stop in self.request.stop if (at := self.unsent_text.find(stop)) >= 0), default=-1)
         reason = "stop" if ended or cut >= 0 else "length" if full else ""
@@ -441,21 +432,16 @@ class GenerationRow:
 
     def _count_held_back(self) -> int:
         """Return how many characters at the end may begin a stop string."""
-        return next((len(part) for part in self.request.stop_prefixes if self.unsent_text.endswith(part)), 0)
+        prefixes = (stop[:n] for stop in self.request.stop for n in range(1, len(stop)))
+        return max((len(prefix) for prefix in prefixes if self.unsent_text.endswith(prefix)), default=0)
 
     def _take_chunk(self, characters: int, finish_reason: str) -> CompletionChunk:
         """Return the next characters as a chunk, with the tokens whose text is sent by then; the last has all."""
         text, self.unsent_text = self.unsent_text[:characters], self.unsent_text[characters:]
         self.sent_characters += characters
-        complete = (
-            len(self.unsent_spans)
-            if finish_reason
-            else sum(span.end <= self.sent_characters for span in self.unsent_spans)
-        )
-        tokens = tuple(
-            token for span in self.unsent_spans[:complete] for token in span.cut_tokens_at(self.sent_characters)
-        )
-        del self.unsent_spans[:complete]
+        spans = [span for span in self.unsent_spans if finish_reason or span.end <= self.sent_characters]
+        del self.unsent_spans[: len(spans)]
+        tokens = tuple(token for span in spans for token in span.cut_tokens_at(self.sent_characters))
         return CompletionChunk(self.index, text, tokens, finish_reason)
 
 
@@ -524,7 +510,10 @@ class ServedCompletion:
 
 
 class _GenerationStream:
-    """A submitted request: an async iterator over the chunks of its completions. Leaving it early cancels it."""
+    """A submitted request: an async iterator over the chunks of its completions.
+
+    It is canceled at the end of the task that made it, when the answer was sent or its client has left.
+    """
 
     def __init__(
         self,
@@ -537,14 +526,9 @@ class _GenerationStream:
         """Submit a request with a deadline on the clock of the event loop. Raise RequestError if it is refused."""
         self.served, self.prompt_ids, self.deadline = served, prompt_ids, deadline
         self.events: asyncio.Queue[CompletionChunk | Exception | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def notify(news: CompletionChunk | Exception | None) -> None:
-            loop.call_soon_threadsafe(self.events.put_nowait, news)
-
         self.request = GenerationRequest(
             prompt_ids=prompt_ids,
-            notify=notify,
+            notify=partial(asyncio.get_running_loop().call_soon_threadsafe, self.events.put_nowait),
             n=sampling.n,
             max_tokens=max_tokens,
             temperature=sampling.temperature,
@@ -554,31 +538,30 @@ class _GenerationStream:
             top_logprob_count=sampling.top_logprob_count or 0,
         )
         served.engine.submit(self.request)
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(self._cancel)
+
+    def _cancel(self, _: asyncio.Task[Any]) -> None:
+        self.request.cancelled = True
 
     async def __aiter__(self) -> AsyncIterator[CompletionChunk]:
-        try:
-            while True:
-                async with enforce_deadline(self.served, self.deadline):
-                    event = await self.events.get()
-                if event is None:
-                    return
-                if isinstance(event, RequestError):
-                    raise event
-                if isinstance(event, Exception):
-                    raise RequestError(500, f"decoding failed: {event}", "internal_error") from event
-                yield event
-        finally:
-            self.cancel()
+        while True:
+            async with enforce_deadline(self.served, self.deadline):
+                event = await self.events.get()
+            if event is None:
+                return
+            if isinstance(event, RequestError):
+                raise event
+            if isinstance(event, Exception):
+                raise RequestError(500, f"decoding failed: {event}", "internal_error") from event
+            yield event
 
     async def collect_completions(self) -> list[ServedCompletion]:
         completions = [ServedCompletion() for _ in range(self.request.n)]
         async for chunk in self:
             completions[chunk.row_index].append_chunk(chunk)
         return completions
-
-    def cancel(self) -> None:
-        """Cancel the request: its slots are free after the present decode step."""
-        self.request.cancelled = True
 
 
 def format_question(served: ServedModel, question: str) -> str | tuple[Message, ...]:
@@ -596,14 +579,9 @@ async def start_generation(
     max_tokens: int | None,
     default_max_tokens: int = 0,
 ) -> _GenerationStream:
-    """Check and submit a request.
+    """Check and submit a request for completions of a prompt, or of its token ids.
 
-    Args:
-        served: the model.
-        prompt: a prompt, or its token ids.
-        sampling: how to sample.
-        max_tokens: the longest completion of the request; None for `default_max_tokens`.
-        default_max_tokens: 0 for the limit of the service.
+    Without `max_tokens`, the longest completion has `default_max_tokens`, which is 0 for the limit of the service.
 
     Raises:
         RequestError: the context is too short, the prompt cannot be encoded, or the queue is full.
@@ -673,9 +651,9 @@ class ChoiceFormatter:
         return {"prompt_token_ids": list(self.stream.prompt_ids)} if self.with_token_ids else {}
 
     def build_choice(self, index: int, answer: ServedCompletion) -> dict[str, Any]:
-        body, reason = self.build_content(answer)
+        content, reason = self.build_content(answer)
         # As in vLLM, the prompt is in the response of a chat, and in each choice of a text completion.
-        body = {"message": body} if self.is_chat else body | self.build_head()
+        body = {"message": content} if self.is_chat else content | self.build_head()
         return self.assemble_choice(index, body, reason, answer.tokens)
 
     def build_chunk(self, chunk: CompletionChunk) -> dict[str, Any]:
@@ -711,24 +689,15 @@ class ChoiceFormatter:
         return choice | ({"token_ids": [sampled.token_id for sampled in tokens]} if self.with_token_ids else {})
 
     def build_chat_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        content = [
-            self.build_logprob_entry(sampled.token_id, sampled.logprob, sampled.text_bytes)
-            | {
-                "top_logprobs": [
-                    self.build_logprob_entry(token, logprob, self.get_text_bytes(token, sampled))
-                    for token, logprob in sampled.top_logprobs
-                ]
-            }
-            for sampled in tokens
-        ]
+        content = list[dict[str, Any]]()
+        for sampled in tokens:
+            top = [self.build_logprob_entry(token, logprob, sampled) for token, logprob in sampled.top_logprobs]
+            content.append(self.build_logprob_entry(*sampled[:2], sampled) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def build_logprob_entry(self, token: int, logprob: float, text_bytes: bytes) -> dict[str, Any]:
-        return {
-            "token": self.get_token_name(token),
-            "logprob": max(logprob, _MIN_SENT_LOGPROB),
-            "bytes": list(text_bytes),
-        }
+    def build_logprob_entry(self, token: int, logprob: float, sampled: SampledToken) -> dict[str, Any]:
+        text_bytes = list(self.get_text_bytes(token, sampled))
+        return {"token": self.get_token_name(token), "logprob": max(logprob, _MIN_SENT_LOGPROB), "bytes": text_bytes}
 
     def get_text_bytes(self, token: int, sampled: SampledToken) -> bytes:
         """Return the bytes that a token would have added to the text in place of the sampled one."""
@@ -738,17 +707,14 @@ class ChoiceFormatter:
         return self.policy.token_bytes.get_bytes(token) if REPLACEMENT in first else first.encode()
 
     def build_text_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        top_logprobs = list[dict[str, float]]()
+        for sampled in tokens:
+            pairs = (sampled[:2], *reversed(sampled.top_logprobs))  # of two tokens with one name, the likelier is sent
+            top_logprobs.append({self.get_token_name(token): max(value, _MIN_SENT_LOGPROB) for token, value in pairs})
         return {
             "tokens": [self.get_token_name(sampled.token_id) for sampled in tokens],
             "token_logprobs": [max(sampled.logprob, _MIN_SENT_LOGPROB) for sampled in tokens],
-            "top_logprobs": [
-                # If two tokens have the same name, the likelier one is sent.
-                {
-                    self.get_token_name(token): max(logprob, _MIN_SENT_LOGPROB)
-                    for token, logprob in (sampled[:2], *reversed(sampled.top_logprobs))
-                }
-                for sampled in tokens
-            ],
+            "top_logprobs": top_logprobs,
             "text_offset": [sampled.text_offset for sampled in tokens],
         }
 
@@ -768,16 +734,10 @@ def build_message(content: str, calls: Sequence[Mapping[str, Any]]) -> dict[str,
     """Return a message of the policy, in which the arguments of calls are text."""
     if not calls:
         return {"role": "assistant", "content": content}
-    formatted = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
+    formatted = list[dict[str, Any]]()
+    for call in calls:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        formatted.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {"role": "assistant", "content": content or None, "tool_calls": formatted}
 
 

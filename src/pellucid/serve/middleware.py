@@ -168,7 +168,7 @@ class RequestLimitsMiddleware:
             async with asyncio.timeout(self.body_seconds):
                 async for chunk in request.stream():
                     size += len(chunk)
-                    if size <= self.body_bytes:  # a client that could not send the rest would not read the answer
+                    if size <= self.body_bytes:  # the rest is dropped: who cannot send it would not read the answer
                         body += chunk
         except TimeoutError as error:
             late = f"the body did not come within {self.body_seconds:g} seconds"

@@ -16,9 +16,8 @@ from pellucid.types import Prompt
 
 _MIN_POSITIVE_VALUE = 1e-6
 """The smallest temperature above 0, and the smallest top_p. 1 / temperature and top_p times a sum must be numbers of
-float32, as they are from 1e-38 on. Values below 1e-6 would change nothing anyway: logits differ by more where they
-differ at all, and where a vocabulary has less than a million tokens, the likeliest alone has a greater probability.
-"""
+float32. Smaller values would change nothing anyway: logits that differ do so by more, and the likeliest token of a
+vocabulary of less than a million has a greater probability."""
 _MAX_INTEGER = 2**31 - 1
 PROMPT_KINDS = ("a text", "token ids")
 """What a prompt may be. Pydantic has these names in the locations of its errors, beside those of fields."""

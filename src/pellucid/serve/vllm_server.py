@@ -254,18 +254,19 @@ def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASG
     @app.post("/read")
     def read(version: _VersionHeader, ids: Annotated[list[int], Body(embed=True)]) -> Response:
         logprobs, cached = host.run_at_version(version, lambda: host.score_tokens(ids))
-        return _make_tensor_response(version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
+        return _make_tensor_response(host.version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
 
     @app.post("/columns")
     def read_columns(
         version: _VersionHeader, name: Annotated[str, Body()], at: Annotated[list[int], Body()]
     ) -> Response:
         columns = host.run_at_version(version, lambda: host.engine.read_columns(name, at))
-        return _make_tensor_response(version, {str(i): column for i, column in enumerate(columns)})
+        return _make_tensor_response(host.version, {str(i): column for i, column in enumerate(columns)})
 
     @app.post("/step")
     def step(version: _VersionHeader, rows: Annotated[list[SampleRequest], Body()]) -> Response:
-        return JSONResponse(host.sample_rows(version, rows), headers={VERSION_HEADER: version})
+        answers = host.sample_rows(version, rows)
+        return JSONResponse(answers, headers={VERSION_HEADER: host.version})
 
     return GuardMiddleware(app, make_access_check(hosts, secret))
 
@@ -276,14 +277,7 @@ def _make_tensor_response(version: str, tensors: Mapping[str, Tensor]) -> Respon
 
 
 def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, device: str, hosts: Sequence[str]) -> None:
-    """Serve rows until Ctrl-C.
-
-    Args:
-        listening: A listening socket.
-        rows: Completions that are decoded at once.
-        cache_gb: The size of the KV cache.
-        device: The device of the model.
-        hosts: Host names of this machine for clients.
+    """Serve `rows` completions at once until Ctrl-C. `hosts` are names of this machine for clients.
 
     Raises:
         UserError: vLLM is not installed.

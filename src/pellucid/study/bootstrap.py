@@ -23,14 +23,9 @@ def estimate_interval(table: Table, same_questions: bool = False, seed: int = 0)
     than their questions account for. With one seed, only the questions vary. With few seeds the interval can be too
     narrow: see `compute_false_positive_odds`.
 
-    Args:
-        table: A row for each seed, in it a number for each question.
-        same_questions: Whether all seeds have the same questions, column by column. A second seed then adds no
-            questions, so that one sample of questions serves all sampled seeds.
-        seed: The seed of the random numbers.
-
-    Source:
-        Owen 2007, the pigeonhole bootstrap, doi 10.1214/07-AOAS122, for `same_questions`; it is somewhat too wide.
+    `same_questions` says that all seeds have the same questions, column by column. A second seed then adds no
+    questions, so that one sample of questions serves all sampled seeds: the pigeonhole bootstrap (Owen 2007, doi
+    10.1214/07-AOAS122), which is somewhat too wide.
     """
     rng = np.random.default_rng(seed)
     means = resample_shared_questions(table, rng) if same_questions else resample_means(table, rng)

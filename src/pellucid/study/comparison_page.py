@@ -34,7 +34,6 @@ from pellucid.types import Estimate, UserError
 from pellucid.utils.text import escape_controls
 
 _CONCLUSION_CSS_CLASSES = {"above": "above", "below": "below", "cannot tell": "unsure", "": "unsure"}
-"""The CSS class of each conclusion."""
 
 
 def compare_runs(folders: Sequence[Path], baseline: str, output: Path) -> int:
@@ -52,24 +51,25 @@ def compare_runs(folders: Sequence[Path], baseline: str, output: Path) -> int:
 
 
 def _build_comparison_page(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
-    others = [row.variant for row in rows if row.variant != comparison.baseline]
-    title = f"{comparison.baseline} and {others[0] if len(others) == 1 else format_count(len(others), 'variant')}"
-    sections = [
-        render_section("Results", _build_result_table(rows) + _build_notes(comparison, rows)),
-        render_section(
-            "Curves", "\n".join(_draw_variant_curves(variant, comparison) for variant in comparison.finished)
-        ),
-        render_section("Cost of a run", _build_cost_table(rows)),
-        render_section("Did it do anything", _build_variant_metric_table(rows)),
-        render_section("Runs", _build_command_list(comparison)),
-    ]
+    others = [row.variant for row in rows[1:]]
+    title = comparison.baseline
+    if others:
+        title += f" and {others[0] if len(others) == 1 else format_count(len(others), 'variant')}"
+    curves = "\n".join(_draw_variant_curves(variant, comparison) for variant in comparison.finished)
+    sections = {
+        "Results": _build_result_table(rows) + _build_notes(comparison, rows),
+        "Curves": curves,
+        "Cost of a run": _build_cost_table(rows),
+        "Did it do anything": _build_variant_metric_table(rows),
+        "Runs": _build_command_list(comparison),
+    }
     return Template(read_asset("report.html")).substitute(
-        name=escape_text(title if others else comparison.baseline),
+        name=escape_text(title),
         about="Comparison on held-out questions",
         style=PAGE_CSS + read_asset("report.css") + Path(__file__).with_name("study.css").read_text(encoding="utf-8"),
         lede=write_lede(rows),
         facts=_build_facts(comparison, rows),
-        sections="\n".join(sections),
+        sections="\n".join(render_section(name, content) for name, content in sections.items()),
     )
 
 
@@ -108,17 +108,16 @@ def _join_names(names: Sequence[str]) -> str:
 
 def _build_facts(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
     left_out = len(comparison.unfinished) + len(comparison.missing)
-    questions = {
-        len(run.last_evaluation.get("right", ())) or run.last_evaluation["n"] for run in comparison.finished_runs
-    }
+    lasts = [run.last_evaluation for run in comparison.finished_runs]
+    questions = [len(last.get("right", ())) or last["n"] for last in lasts]
     values = {
-        "Variants": (str(len(rows)), False),
-        "Finished runs": (str(len(comparison.finished_runs)), False),
-        "Unfinished or missing": (str(left_out), left_out > 0),
-        "Seeds": (str(len({seed for row in rows for seed in row.seeds})), False),
-        "Held-out questions": (" to ".join(f"{n:,}" for n in sorted({min(questions), max(questions)})), False),
+        "Variants": str(len(rows)),
+        "Finished runs": str(len(lasts)),
+        "Unfinished or missing": str(left_out),
+        "Seeds": str(len({seed for row in rows for seed in row.seeds})),
+        "Held-out questions": " to ".join(f"{n:,}" for n in sorted({min(questions), max(questions)})),
     }
-    return render_fact_list(values)
+    return render_fact_list({label: (text, label.startswith("Unf") and left_out > 0) for label, text in values.items()})
 
 
 # ---------------------------------------------------------------- tables
@@ -240,7 +239,7 @@ def _draw_variant_curves(variant: str, comparison: Comparison) -> str:
     """Return a row of charts that show the variant in front of the baseline, on scales that all rows share."""
     seeds = len(comparison.finished[variant])
     around = f"mean of {format_count(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
-    rewards = [point.y for run in comparison.finished_runs for point in _get_reward_points(run)]
+    rewards = [point.y for run in comparison.finished_runs for point in make_points(run.metrics, "reward/mean")]
 
     def draw(title: str, subtitle: str, get_points: Callable[[ComparedRun], list[Point]], *include: float) -> str:
         styles = {comparison.baseline: "third", variant: "first"}  # a single entry for the baseline itself
@@ -260,7 +259,7 @@ def _draw_variant_curves(variant: str, comparison: Comparison) -> str:
         draw(
             "Training reward",
             f"of what is trained on; {around}",
-            _get_reward_points,
+            lambda run: make_points(run.metrics, "reward/mean"),
             *((min(rewards), max(rewards)) if rewards else ()),
         ),
         draw("Dead groups", f"share of those drawn; {around}", _get_dead_share_points, 0, 1),
@@ -268,10 +267,6 @@ def _draw_variant_curves(variant: str, comparison: Comparison) -> str:
     pictures = "\n".join(svg for svg in charts if svg)
     note = "" if pictures else '<p class="soft">No finished run yet.</p>'
     return f'<h3>{escape_text(variant)}</h3>\n{note}<div class="row">\n{pictures}\n</div>'
-
-
-def _get_reward_points(run: ComparedRun) -> list[Point]:
-    return make_points(run.metrics, "reward/mean")
 
 
 def _get_dead_share_points(run: ComparedRun) -> list[Point]:

@@ -92,7 +92,10 @@ def read_study(path: Path) -> Study:
         _check_settings_table(path, f"variants.{name}", table)
         if not _VARIANT_NAME_PATTERN.fullmatch(name):
             raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
-    recipe = _read_base_recipe(config.find_recipe(base, path.parent))
+    recipe_path = config.find_recipe(base, path.parent)
+    config.load_config(recipe_path)  # otherwise a mistake in it would be reported for the first variant
+    recipe = config.read_settings(recipe_path)
+    recipe["task"] = {"name": config.Config.task_names[0], **recipe.get("task", {})}
     settings = dict[str, Record]()
     for name, table in variants.items():
         try:
@@ -100,12 +103,6 @@ def read_study(path: Path) -> Study:
         except UserError as error:
             raise UserError(f"{path}: variants.{name}: {error}") from error
     return Study(path, _parse_seeds(path, values.get("seeds")), settings)
-
-
-def _read_base_recipe(recipe_path: Path) -> Record:
-    config.load_config(recipe_path)  # otherwise a mistake in it would be reported for the first variant
-    recipe = config.read_settings(recipe_path)
-    return {**recipe, "task": {"name": config.Config.task_names[0], **recipe.get("task", {})}}
 
 
 def _parse_seeds(path: Path, value: Any) -> tuple[int, ...]:

@@ -66,15 +66,7 @@ class Progress:
 def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
     """Make all runs of the study, or as many as end before Ctrl-C. A second call continues where the first stopped.
 
-    Args:
-        study: The study.
-        study_dir: The folder of its runs.
-        jobs: The number of runs at once.
-        only: The variants to run; empty for all.
-        keep_models: Whether the models of finished runs are kept.
-
-    Returns:
-        The exit status.
+    `jobs` runs are made at once, of all variants or those in `only`. Returns the exit status.
     """
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")

@@ -35,7 +35,6 @@ class ComparedRun:
 
     @property
     def last_evaluation(self) -> Record:
-        """Return the evaluation at the end of the run."""
         return self.evaluations[-1]
 
     @property
@@ -78,7 +77,7 @@ def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
         other = by_name.setdefault((run.variant, run.seed), run)
         if _normalize_path(other.run_dir) != _normalize_path(run.run_dir):
             raise UserError(f"{other.run_dir} and {run.run_dir} are both {run.name}: rename one, or leave it out")
-    plans = [plan for folder in folders if (plan := _read_study_plan(folder))]
+    plans = [plan for folder in folders for plan in read_records(folder / "study.json", whole_file=True)]
     planned = [(variant, seed) for plan in plans for variant in plan["variants"] for seed in plan["seeds"]]
     variants = list(dict.fromkeys([*(variant for variant, _ in planned), *(run.variant for run in runs)]))
     baseline = baseline or variants[0]
@@ -138,12 +137,8 @@ def _normalize_path(run_dir: Path) -> Path:
     return Path(os.path.normpath(run_dir.absolute()))
 
 
-def _read_study_plan(study_dir: Path) -> Record:
-    """Return the variants and seeds of a study, as `pellucid study` wrote them; empty for a copy without study.json."""
-    return next(read_records(study_dir / "study.json", whole_file=True), {})
-
-
 def write_study_plan(study_dir: Path, variants: Sequence[str], seeds: Sequence[int]) -> None:
+    """Write which runs a study has, for `gather_runs`. A copy of its folder may lack this file."""
     text = json.dumps({"variants": list(variants), "seeds": list(seeds)}, indent=2)
     (study_dir / "study.json").write_text(text + "\n", encoding="utf-8")
 

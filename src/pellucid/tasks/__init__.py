@@ -29,13 +29,7 @@ TASKS = {
 
 
 def load_task_class(name: str) -> type:
-    """Return the class that `[task] name` stands for.
-
-    Args:
-        name: A key of TASKS, or a class of the user's own as "path/to/file.py:Class".
-
-    Raises:
-        UserError: The name is unknown, or is not the name of a class.
+    """Return the class of a task in TASKS, or of the user's own as "path/to/file.py:Class". UserError if it is none.
 
     Example: load_task_class("arithmetic"); load_task_class("my_task.py:Riddles")
     """

@@ -46,15 +46,12 @@ class Arithmetic(GeneratedTask):
     """The question; {a}, {operator} and {b} are filled in."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.digits <= _MAX_DIGITS:
-            raise ValueError(f"digits = {self.digits} must be from 1 to {_MAX_DIGITS}")
+        # Far below a share of 0.01, drawing until a problem is in the test split would take forever.
+        self._check_ranges(digits=(1, _MAX_DIGITS), test_share=(0.01, 0.99))
         if not self.operators or not set(self.operators) <= OPERATIONS.keys():
             raise ValueError(f'operators = {list(self.operators)} must be one or more of "+", "-", "*"')
         if len(set(self.operators)) < len(self.operators):
             raise ValueError(f"operators = {list(self.operators)} must not repeat one")
-        # Far below 0.01, drawing until a problem is in the test split would take forever.
-        if not 0.01 <= self.test_share <= 0.99:
-            raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
         if not all(field in self.template for field in ("{a}", "{operator}", "{b}")):
             raise ValueError(f'template = "{self.template}" must contain {{a}}, {{operator}} and {{b}}')
         if self.digits == 1 and not (self._list_problems("train") and self._list_problems("test")):
@@ -86,12 +83,12 @@ class Arithmetic(GeneratedTask):
             problems = self._list_problems(self.split)
             passes = (min(len(problems), n - start) for start in range(0, n, len(problems)))
             return [problem for size in passes for problem in rng.sample(problems, size)]
-        drawn: dict[Problem, None] = {}
-        while len(drawn) < n:
+        distinct: dict[Problem, None] = {}
+        while len(distinct) < n:
             a, b = rng.randint(low, high), rng.randint(low, high)
             if assign_split(_format_pair(a, b), self.test_share) == self.split:
-                drawn[a, rng.choice(self.operators), b] = None
-        return list(drawn)
+                distinct[a, rng.choice(self.operators), b] = None
+        return list(distinct)
 
     def _list_problems(self, split: Split) -> tuple[Problem, ...]:
         return list_problems(self.digits, self.operators, self.test_share, split)

@@ -36,12 +36,9 @@ class Calculator(GeneratedTask):
     """The question; {a} and {b} are filled in."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.digits <= 6:
-            raise ValueError(f"digits = {self.digits} must be from 1 to 6")
+        self._check_ranges(digits=(1, 6), examples=(0, 8))
         if not 0 <= self.credit < 1:
             raise ValueError(f"credit = {self.credit} must be from 0 to below 1")
-        if not 0 <= self.examples <= 8:
-            raise ValueError(f"examples = {self.examples} must be from 0 to 8")
 
     @property
     def environment_spec(self) -> EnvironmentSpec:

@@ -90,8 +90,7 @@ class Continuity(GeneratedTask):
     def __post_init__(self) -> None:
         if self.grading == "literal" and self.problems == "family":
             raise ValueError('grading = "literal" knows the strings of one problem only: problems = "one"')
-        if not 0.01 <= self.test_share <= 0.99:
-            raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
+        self._check_ranges(test_share=(0.01, 0.99))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         rng = Random(f"continuity/{self.seed}/{self.split}/{step}")
@@ -201,12 +200,7 @@ def _find_solution(equations: Sequence[tuple[LinearExpression, LinearExpression]
 
 
 def extract_final_answer(text: str, equations: Sequence[tuple[LinearExpression, LinearExpression]]) -> Fraction | None:
-    """Return the number that is marked as the answer, else the one behind the last "a + b = "; None without either.
-
-    Args:
-        text: The completion.
-        equations: The equations behind the thought of the text.
-    """
+    """Return the number that a text marks as its answer, else that in the last "a + b = number" of the equations."""
     marked = extract_marked_answer(text)
     return _find_solution(equations, "a", "b") if marked is None else parse_only_number(marked.rpartition("=")[2])
 

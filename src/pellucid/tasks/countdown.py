@@ -48,14 +48,11 @@ class Countdown(GeneratedTask):
     """The question; {numbers} and {target} are filled in."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.numbers <= 6:
-            raise ValueError(f"numbers = {self.numbers} must be from 2 to 6")
+        self._check_ranges(numbers=(2, 6), test_share=(0.01, 0.99))
         if self.largest < 5:
             raise ValueError(f"largest = {self.largest} must be at least 5")
         if not 0 <= self.format_reward < 1:
             raise ValueError(f"format_reward = {self.format_reward} must be from 0 to below 1")
-        if not 0.01 <= self.test_share <= 0.99:
-            raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
         if not all(field in self.template for field in ("{numbers}", "{target}")):
             raise ValueError(f'template = "{self.template}" must contain {{numbers}} and {{target}}')
 

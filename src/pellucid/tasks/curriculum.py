@@ -105,11 +105,11 @@ class Curriculum(TaskWrapper):
         state = self.curriculum_state
         indices = {prompt.id: q for q, prompt in enumerate(self.questions)}
         remaining = state.left or self._order_questions()
-        asked = {indices[group.prompt.id]: group for group in groups}
-        for q, group in asked.items():
+        observed = {indices[group.prompt.id]: group for group in groups}
+        for q, group in observed.items():
             if not group.demonstration:
                 self._update_accuracy(q, group, step)
-        state.left = [q for q in remaining if q not in asked]
+        state.left = [q for q in remaining if q not in observed]
         state.step = step + 1
         self.sampled_indices.clear()
         if not state.left:

@@ -1,7 +1,7 @@
 """Rows of data: mappings from column names to values, from files in one of the formats in READERS or from the Hub.
 
-The rows of files are in memory as pickled bytes, which take about as much of it as the files take on the disk; dicts
-would take five times as much (docs/lab-book.md).
+The rows of files are copied to a temporary file, and read from there when they are accessed: as dicts they would take
+five times as much memory as they take on the disk (docs/lab-book.md).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import json
 import os
 import pickle
 import re
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 from pellucid.types import Message, UserError
@@ -30,8 +32,10 @@ DataRows = Sequence[tuple[str, DataRow]]
 _Records = Iterator[tuple[int, DataRow]]
 """The rows of a file, each with the number of its line or its row, counted from 1."""
 
+_MAX_BYTES_IN_MEMORY = 8 * 2**20
+"""More rows than this are on the disk."""
 _MAX_CSV_FIELD_CHARS = 2**31 - 1
-"""The longest field of a CSV file, in characters. It is the largest limit that Python takes on every platform."""
+"""The largest limit of the length of a field that Python takes on every platform."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape sequence of a surrogate. Two of them are one character."""
 _TOO_DEEP = "lists or objects are nested too deeply"
@@ -39,25 +43,29 @@ _CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class _FileRows(Sequence[tuple[str, DataRow]]):
-    """The rows of one or more files, one file after the other."""
+    """The rows of one or more files, one file after the other, pickled in a temporary file."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        self._file = SpooledTemporaryFile(max_size=_MAX_BYTES_IN_MEMORY)  # noqa: SIM115 - as long as the rows
+        weakref.finalize(self, self._file.close)
         self._units = [f"{path}, {'line' if path.suffix.lower() in _LINE_FORMATS else 'row'}" for path in paths]
-        self._file_indices, self._numbers, self._rows = array("l"), array("q"), list[bytes]()
+        self._file_indices, self._numbers, self._starts = array("l"), array("q"), array("q")
         for file_index, path in enumerate(paths):
             for number, row in _read_data_file(path):
-                try:
-                    self._rows.append(pickle.dumps(row))
-                except RecursionError as error:
-                    raise UserError(f"{self._units[file_index]} {number}: {_TOO_DEEP}") from error
                 self._file_indices.append(file_index)
                 self._numbers.append(number)
+                self._starts.append(self._file.tell())
+                try:
+                    self._file.write(pickle.dumps(row))
+                except RecursionError as error:
+                    raise UserError(f"{self._units[file_index]} {number}: {_TOO_DEEP}") from error
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> tuple[str, DataRow]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"{self._units[self._file_indices[index]]} {self._numbers[index]}", pickle.loads(self._rows[index])
+        self._file.seek(self._starts[index])
+        return f"{self._units[self._file_indices[index]]} {self._numbers[index]}", pickle.load(self._file)
 
 
 class _HubRows(Sequence[tuple[str, DataRow]]):
@@ -231,12 +239,9 @@ def _list_column_names(row: DataRow) -> list[str]:
 
 
 def parse_chat(value: Any, column: str, location: str) -> tuple[Message, ...]:
-    """Return the role and content of each message of a chat.
+    """Return the role and content of each message of a chat. UserError if it does not end with a message of the user.
 
     A content may be a list of parts, [{"type": "text", "text": "..."}], whose texts are joined.
-
-    Raises:
-        UserError: The value is no chat, or does not end with a message of the user.
     """
     try:
         messages = [_parse_message(message, f'{location}: column "{column}"') for message in value]

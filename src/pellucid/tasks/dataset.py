@@ -43,7 +43,6 @@ from pellucid.types import ROUND_STRIDE, Completion, DataError, Message, Progres
 from pellucid.utils.text import fill_placeholders, find_placeholders
 
 _MAX_LISTED_BAD_ROWS = 5
-"""The most bad rows that a message names with their reasons."""
 
 
 @dataclass(frozen=True)
@@ -166,18 +165,12 @@ class Dataset(DataSettings):
         return self.combine_parts([compute_term_parts(term, [(prompt, completion)], alone)[0] for term in self.rewards])
 
     def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
-        """Add up the parts of a reward, one for each reward term.
+        """Add up the parts of a reward, one for each reward term in order; NaN if no term with a weight applies.
 
         A term that failed fails the whole reward, since the other terms alone are no grade. A term of weight 0 is only
         logged: it fails the reward only if it decides which answers are correct, and it does not make the reward apply
         to a completion for which every term with a weight returned None. If the deciding term returned None, the
         completion is neither right nor wrong.
-
-        Args:
-            parts: The part of each term in `rewards`, in that order.
-
-        Returns:
-            The reward. Its `parts` are the values before weighting; its `value` is NaN if no weighted term applies.
         """
         names = label_terms(self.rewards)
         values = {name: part.value for name, part in zip(names, parts, strict=True) if part.value is not None}
@@ -211,16 +204,13 @@ class DatasetTask(DataSettings):
     """A task whose prompts and rewards are those of a Dataset with the same settings."""
 
     def build_dataset(self) -> Dataset:
-        """Return the data set of the rows."""
         return build_dataset(self)
 
     @property
     def question_count(self) -> int | None:
-        """The number of rows of the split."""
         return self.build_dataset().question_count
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return the prompts of the next n rows."""
         return self.build_dataset().sample(step, n)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
@@ -248,7 +238,6 @@ class BadRow(NamedTuple):
     location: str
     """The file and the line of the row."""
     reason: str
-    """A few words on why the row cannot be used."""
 
 
 class _LazyPrompts(Sequence[Prompt]):
@@ -303,13 +292,9 @@ def list_scan_keys(task: Dataset) -> list[ScanKey]:
 
 
 def mark_bad_rows(key: ScanKey, bad: Mapping[int, str]) -> None:
-    """Mark rows of a source as bad, in place of the rows that were marked before.
+    """Mark rows of a source as bad by their indices, with the reasons, in place of the rows that were marked before.
 
     From now on a task with skip_bad_rows leaves these rows out; for another task, loading its rows is a UserError.
-
-    Args:
-        key: The key of the source.
-        bad: The reasons why rows cannot be used, by the indices of the rows.
     """
     _MARKED_BAD_ROWS[key] = dict(bad)
     load_split_prompts.cache_clear()
@@ -347,8 +332,7 @@ def format_bad_rows(bad: Sequence[BadRow]) -> str:
 def load_split_prompts(task: Dataset) -> _LazyPrompts:
     """Return the prompts of a task's split, in the order of the data. Every row is read.
 
-    Raises:
-        UserError: No row is left, or there are bad rows and the task has no skip_bad_rows.
+    UserError if no row is left; DataError if there are bad rows and the task has no skip_bad_rows.
     """
     keys, is_test = list_scan_keys(task), task.split == "test"
     own, *test = map(scan_source, keys)
@@ -404,15 +388,10 @@ def sample_prompts(task: Any, prompts: Sequence[Prompt], step: int, n: int) -> l
 
 
 def iter_shuffled_indices(seed: str, step: int, n: int, row_count: int) -> Iterator[int]:
-    """Yield the indices of the n rows of a step. Each epoch is a new shuffle of all rows.
+    """Yield the indices of the n rows of a step, of as many rows as there are. Each epoch is a new shuffle of all.
 
-    Another round of the same step begins elsewhere in the same epoch, so that it does not repeat the rows.
-
-    Args:
-        seed: The seed of the shuffles.
-        step: The step, plus ROUND_STRIDE times the number of the round.
-        n: The number of rows that a step takes.
-        row_count: The number of rows there are.
+    Another round of the same step (`step` then holds ROUND_STRIDE times its number) begins elsewhere in the same epoch,
+    so that it does not repeat the rows.
     """
     round_number, step_in_round = divmod(step, ROUND_STRIDE)
     # Multiples of the golden ratio keep any number of rounds apart.
@@ -443,13 +422,7 @@ def make_prompt(task: Dataset, location: str, row: DataRow) -> Prompt:
 
 
 def _parse_gold_answers(task: Dataset, location: str, row: DataRow) -> list[str]:
-    """Return the gold answers of a row, any of which is right, or an empty one if no reward term needs any.
-
-    A column that holds a list has several gold answers.
-
-    Raises:
-        UserError: A gold answer that is needed is missing or cannot be read.
-    """
+    """Return the gold answers of a row, of which a list holds several; [""] if no reward term needs any."""
     if not has_column(row, task.answer) and not task.needs_gold:
         return [""]
     value = get_column_value(row, task.answer, location)

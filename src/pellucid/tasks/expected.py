@@ -70,7 +70,8 @@ class Expected(GeneratedTask):
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the next n questions. Each pass over the questions is a new shuffle."""
-        rows = [(asked[self.split == "test"], answer) for answer, asked in QUESTIONS[self.language].items()]
+        is_test = self.split == "test"
+        rows = [(questions[is_test], answer) for answer, questions in QUESTIONS[self.language].items()]
         prompts: list[Prompt] = []
         for i in range(step * n, (step + 1) * n):
             epoch, position = divmod(i, len(rows))

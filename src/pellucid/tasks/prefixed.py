@@ -69,9 +69,7 @@ class Prefixed(TaskWrapper):
     def with_split(self, split: str) -> Any:
         """Return the task on another split; for `test` the task inside, without prefixes.
 
-        Raises:
-            UserError: There is no source of prefixes. It is raised here and not in `__post_init__`, since `pellucid
-                prefixes` takes a recipe whose prefixes do not exist yet.
+        UserError if there are no prefixes: not earlier, since `pellucid prefixes` takes a recipe that has none yet.
         """
         inside = with_split(self.task, split)
         if split == "test":
@@ -161,15 +159,10 @@ def load_prefixes(file: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
 
 
 def read_prefix_file(path: Path) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """Read a file of prefixes: JSON lines, of which the first holds the settings and each other one a prefix.
+    """Return the first JSON line of a file of prefixes, with its settings, and the others, each of which is a prefix.
 
-    A last line without its end was cut off when a process was killed; it is left out.
-
-    Returns:
-        The first line, and the others with their `question`, `answer`, `source`, `index` and `text`.
-
-    Raises:
-        OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError: It cannot be read, or is no such file.
+    A last line without its end was cut off when a process was killed; it is left out. OSError, UnicodeDecodeError,
+    json.JSONDecodeError, KeyError or TypeError if the file cannot be read, or is no such file.
     """
     lines = path.read_bytes().rpartition(b"\n")[0].decode("utf-8").split("\n")
     header, *entries = map(json.loads, lines)

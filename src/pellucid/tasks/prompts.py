@@ -28,6 +28,12 @@ class GeneratedTask:
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         raise NotImplementedError
 
+    def _check_ranges(self, **ranges: tuple[float, float]) -> None:
+        """Raise ValueError unless each of these settings is between two values, or equal to one of them."""
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} = {getattr(self, name)} must be from {low} to {high}")
+
 
 def assign_split(key: str, test_share: float) -> Literal["train", "test"]:
     """Return the split of the problem that has this key: about `test_share` of all keys are in the test split.

@@ -46,8 +46,7 @@ class Sorting(GeneratedTask):
     def __post_init__(self) -> None:
         if self.length < 2 or self.largest < 1:
             raise ValueError(f"length = {self.length} must be at least 2 and largest = {self.largest} at least 1")
-        if not 0.01 <= self.test_share <= 0.99:
-            raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
+        self._check_ranges(test_share=(0.01, 0.99))
         if "{numbers}" not in self.template:
             raise ValueError(f'template = "{self.template}" must contain {{numbers}}')
 

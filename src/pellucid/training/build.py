@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,7 +42,6 @@ from pellucid.utils import files, hardware
 from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import print_notes
 
-_ONLY_DDP = '{} = "{}" is for runtime.engine = "ddp": choose another, or that engine'
 _MERGED_IN_FP32 = (
     'sampler.adapter = "merged": vLLM samples in float32, since {} would round most of the adapter\'s update away;'
     ' "request" gives it the adapter by itself'
@@ -88,20 +88,16 @@ def resolve_machine_settings(cfg: Config) -> Config:
 
     A resumed run reads both from config.json and does not choose them again.
     """
-    device, timeout = hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
-
-    def find_dtype() -> str:
-        return str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch.")
+    p, device, timeout = cfg.policy, hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
 
     def find_commit() -> str:
-        try:
-            return load.resolve_commit(cfg.policy.model, cfg.policy.access) or cfg.policy.revision
-        except UserError:  # loading the model raises an error that says more
-            return cfg.policy.revision
+        with suppress(UserError):  # loading the model raises an error that says more
+            return load.resolve_commit(p.model, p.access) or p.revision
+        return p.revision
 
-    dtype = broadcast_decision(find_dtype, device, timeout)
+    dtype = broadcast_decision(lambda: str(hardware.pick_dtype(p.dtype, device)), device, timeout)
     revision = broadcast_decision(find_commit, device, timeout)
-    return replace(cfg, policy=replace(cfg.policy, dtype=dtype, revision=revision))
+    return replace(cfg, policy=replace(p, dtype=dtype.removeprefix("torch."), revision=revision))
 
 
 def build_components(cfg: Config, log: Path | None = None) -> Components:
@@ -179,8 +175,9 @@ def check_settings(cfg: Config) -> None:
     get_objective_function(cfg.algorithm.objective)
     _refuse_conflicts(
         {
-            _ONLY_DDP.format("policy.dtype", "float16"): is_sharded and dtype == torch.float16,
-            _ONLY_DDP.format("policy.engine", "compiled"): is_sharded and p.engine == "compiled",
+            'policy.dtype = "float16" is for runtime.engine = "ddp": choose another, or that engine': (
+                is_sharded and dtype == torch.float16
+            ),
             'algorithm.reference_every is not for runtime.engine = "deepspeed": use "fsdp2", or set 0': (
                 engine == "deepspeed" and cfg.algorithm.reference_every > 0
             ),

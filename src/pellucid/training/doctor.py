@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import rich
 import torch
@@ -128,7 +128,7 @@ def print_memory_plan(cfg: Config) -> int:
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
     print_notes(cfg.policy.access.format_warning(cfg.policy.model))
-    model = memory.describe_policy_model(cfg.policy)
+    model = memory.describe_model(cfg.policy)
     print(
         f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M"
         f" trained, computed in {cfg.policy.dtype}; GB on each device at the peak\n"
@@ -166,20 +166,21 @@ def _describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
     qualifier = "at least" if memory.explain_unknown_memory(model.config) else "about"
     owner = "this GPU" if device.type == "cuda" else "this machine"
     need = f"{qualifier} {needed:.1f} GB are needed and {owner} has {available:.1f} GB"
+    verdict = f"Verdict for this machine: {'fits' if needed <= available else 'does not fit'}, {need}."
     if needed <= available:
-        return f"Verdict for this machine: fits, {need}."
+        return verdict
     for changes in _suggest_smaller_settings(cfg, device):
         changed = _replace_settings(cfg, changes)
-        facts = memory.describe_policy_model(changed.policy) if "policy.lora" in changes else model
+        facts = memory.describe_model(changed.policy) if "policy.lora" in changes else model
         devices = torch.cuda.device_count() if "runtime.engine" in changes else 1
         gb = memory.estimate_peak(facts, changed, devices)
         if gb <= available:
             settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changes.items())
             where = f" on {devices} GPUs" if devices > 1 else ""
-            return f"Verdict for this machine: does not fit, {need}. It fits with {settings}{where}: {gb:.1f} GB."
+            return f"{verdict} It fits with {settings}{where}: {gb:.1f} GB."
     return (
-        f"Verdict for this machine: does not fit, {need}. Smaller micro-batches, gradient checkpointing and LoRA are"
-        " not enough: choose a smaller model or a larger machine."
+        f"{verdict} Smaller micro-batches, gradient checkpointing and LoRA are not enough: choose a smaller model or a"
+        " larger machine."
     )
 
 
@@ -312,7 +313,7 @@ def _count_flops(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[s
 
     It is not the profiled step, since counting slows operators down. Attention in C++ is not counted.
     """
-    with FlopCounter() as counter, count_cpp_operations(counter.operations):
+    with FlopCounter() as counter:
         start = time.perf_counter()
         result = next(steps, None)
     if result is None:
@@ -346,22 +347,20 @@ def _count_tokens(result: StepResult) -> int:
     return sum(c.length for group in result.groups for c in group.completions)
 
 
-@contextmanager
-def count_cpp_operations(operations: list[tuple[float, float]]) -> Iterator[None]:
-    """Add the operations of the C++ kernels to the list."""
-    native.OperationCounter.entries = operations
-    try:
-        yield
-    finally:
-        native.OperationCounter.entries = None
-
-
 class FlopCounter(TorchDispatchMode):
     """Records the time and the floating-point operations of each matrix product. [n, k] by [k, m] takes 2 n k m."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[float, float]] = []
+
+    def __enter__(self) -> Self:
+        native.OperationCounter.entries = self.operations
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        native.OperationCounter.entries = None
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from pellucid.policy.chat_template import encode_prefix, encode_question
 from pellucid.policy.load import load_tokenizer
 from pellucid.tasks.wrappers import get_innermost_task, is_process_bound
 from pellucid.training.build import make_template, resolve_machine_settings
-from pellucid.training.memory import describe_policy_model, predict_fallback_reason
+from pellucid.training.memory import describe_model, predict_fallback_reason
 from pellucid.training.preflight import run_preflight_checks, show_plan
 from pellucid.types import Prompt, UserError, with_split
 from pellucid.utils.text import escape_controls
@@ -31,7 +31,7 @@ def show_dry_run(cfg: Config, run_dir: Path) -> int:
     """
     cfg = resolve_machine_settings(resolve_config(cfg))
     run_preflight_checks(cfg, run_dir)
-    model = describe_policy_model(cfg.policy)
+    model = describe_model(cfg.policy)
     tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.access)
     make_template(cfg.policy).apply_to_tokenizer(tokenizer)
     prompt = next(iter(with_split(cfg.task, "train").sample(0, 1)), None)

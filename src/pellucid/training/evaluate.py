@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, TypeVar
@@ -76,18 +76,15 @@ def evaluate(
     greedy_rewards = [group.rewards[0] for group in greedy_groups]
     by_key = sorted(zip((prompt.key for prompt in prompts), greedy_groups, strict=True), key=itemgetter(0))
     rewards = [reward for group in (*greedy_groups, *groups) for reward in group.rewards]
+    share = partial(estimate_if_enough, estimate_share)
     evaluation = Evaluation(
         task=name,
         split=task.split,
         n=len(prompts),
         k=k,
-        greedy=estimate_if_enough(estimate_share, list(map(_count_correct, filter(_count_decided, greedy_groups)))),
-        mean_at_k=estimate_if_enough(
-            estimate_share, [_count_correct(group) / _count_decided(group) for group in decided_groups]
-        ),
-        pass_at_k=estimate_if_enough(
-            estimate_share, [compute_pass_at_k(k, sampling.n, _count_correct(group)) for group in decided_groups]
-        ),
+        greedy=share(list(map(_count_correct, filter(_count_decided, greedy_groups)))),
+        mean_at_k=share([_count_correct(group) / _count_decided(group) for group in decided_groups]),
+        pass_at_k=share([compute_pass_at_k(k, sampling.n, _count_correct(group)) for group in decided_groups]),
         greedy_correct=tuple(_count_correct(group) if _count_decided(group) else None for _, group in by_key),
         questions_digest=digest_questions([question for question, _ in by_key]),
         failed=sum(reward.failed and reward.applies for reward in rewards),
@@ -160,9 +157,8 @@ def _compute_group_mean(group: Group) -> float:
 
 def _estimate_mean_reward(groups: Sequence[Group]) -> Estimate:
     """Return the mean reward over the prompts for which at least one answer was graded."""
-    return estimate_if_enough(
-        estimate_mean, [mean for group in groups if not math.isnan(mean := _compute_group_mean(group))]
-    )
+    means = [mean for group in groups if not math.isnan(mean := _compute_group_mean(group))]
+    return estimate_if_enough(estimate_mean, means)
 
 
 def digest_questions(questions: Sequence[str]) -> str:

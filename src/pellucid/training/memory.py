@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from pellucid.distributed.settings import REDUCE_BUCKET_ELEMENTS
 from pellucid.models.attention import KERNEL_HEAD_SIZES
 from pellucid.models.decoder import find_fallback_reason
 from pellucid.policy.load import (
-    DEFAULT_ACCESS,
     ModelAccess,
     check_causal_model,
     explain_policy_errors,
@@ -57,12 +56,7 @@ class ModelFacts(NamedTuple):
     """Whether Python code of the checkpoint computes it."""
 
 
-def describe_policy_model(policy: PolicyConfig) -> ModelFacts:
-    """Return the facts of the model that these settings name. Raise UserError if it cannot be found."""
-    return describe_model(policy.model, policy.lora, policy.lora_targets, policy.access, policy.load_in_4bit)
-
-
-def build_meta_model(name: str, access: ModelAccess = DEFAULT_ACCESS) -> tuple[Any, Any]:
+def build_meta_model(name: str, access: ModelAccess) -> tuple[Any, Any]:
     """Return the configuration of a model, and the model with parameters on the meta device, which take no memory.
 
     Raise UserError if the model cannot be found, or is no language model.
@@ -76,25 +70,22 @@ def build_meta_model(name: str, access: ModelAccess = DEFAULT_ACCESS) -> tuple[A
             return config, AutoModelForCausalLM.from_config(config, trust_remote_code=access.trust_remote_code)
 
 
-def describe_model(
-    name: str, lora: int, targets: Sequence[str] = (), access: ModelAccess = DEFAULT_ACCESS, in_4bit: bool = False
-) -> ModelFacts:
-    """Return the facts of a model without loading its weights. Of a folder, config.json is enough.
-
-    `lora` is the rank of an adapter of the target modules, by default of all linear layers but the head.
-    """
-    config, model = build_meta_model(name, access)
-    parameters = sum(p.numel() for p in model.parameters())
-    if not lora:
-        return ModelFacts(config, parameters, parameters, has_own_code=has_custom_code(model))
+def describe_model(policy: PolicyConfig) -> ModelFacts:
+    """Return the facts of a model without loading its weights. Raise UserError if it cannot be found."""
+    config, model = build_meta_model(policy.model, policy.access)
+    count = sum(p.numel() for p in model.parameters())
+    if not policy.lora:
+        return ModelFacts(config, count, count, has_own_code=has_custom_code(model))
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    trained = sum(
-        lora * (m.in_features + m.out_features)
+    targets = policy.lora_targets
+    trained_count = sum(
+        policy.lora * (m.in_features + m.out_features)
         for name, m in linear.items()
         if (name.rpartition(".")[2] in targets if targets else not name.endswith("lm_head"))
     )
-    quantized = sum(m.weight.numel() for m in linear.values() if in_4bit and m is not model.get_output_embeddings())
-    return ModelFacts(config, parameters, trained, quantized, has_custom_code(model))
+    frozen = [m.weight.numel() for m in linear.values() if m is not model.get_output_embeddings()]
+    quantized_count = sum(frozen) if policy.load_in_4bit else 0
+    return ModelFacts(config, count, trained_count, quantized_count, has_custom_code(model))
 
 
 # ---------------------------------------------------------------- phases and parts

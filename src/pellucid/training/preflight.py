@@ -7,6 +7,7 @@ zero-variance groups, and a check of all prompts of a data set against the token
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -110,7 +111,7 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
     elif cfg.sampler.name == "vllm":
         vllm.check_vllm_installed()
     try:
-        model = memory.describe_policy_model(cfg.policy)
+        model = memory.describe_model(cfg.policy)
     except UserError:  # loading the model raises an error that says more
         model = None
     if model:
@@ -207,21 +208,17 @@ def _describe_memory(cfg: Config, model: memory.ModelFacts, world_size: int) -> 
 
 def _describe_rows(cfg: Config) -> dict[str, str]:
     """Return how many rows train and how many are held out; empty for a task that generates its questions."""
-    train, test = (_count_split_rows(cfg, split) for split in ("train", "test"))
+    counts: dict[str, int | None] = {}
+    for split in ("train", "test"):
+        with suppress(UserError):  # nothing is held out
+            counts[split] = getattr(with_split(get_innermost_task(cfg.task), split), "question_count", None)
+    train, test = counts.get("train"), counts.get("test")
     if train is None:
         return {}
     if not test:
         return {"data": f"{format_count(train, 'row')} to train on, none held out"}
     evaluations = f"an evaluation asks {min(test, cfg.evaluate.n):,} of these" if cfg.evaluate.every else "not asked"
     return {"data": f"{format_count(train, 'row')} to train on, {test:,} held out ({evaluations})"}
-
-
-def _count_split_rows(cfg: Config, split: str) -> int | None:
-    """Return the number of rows of a split; None if the task does not know it."""
-    try:
-        return getattr(with_split(get_innermost_task(cfg.task), split), "question_count", None)
-    except UserError:  # nothing is held out
-        return None
 
 
 def show_exchange(policy: Policy, group: Group) -> None:
@@ -264,17 +261,12 @@ def _split_spans(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool
         yield rest, False
 
 
-def refuse_failed_rewards(groups: Sequence[Group]) -> None:
-    """Raise NotBegunError if every reward failed: there is nothing to learn from."""
-    if have_all_failed(groups) and find_first_error(groups):
-        n = sum(len(group.rewards) for group in groups)
-        raise NotBegunError(f"every reward of the first {n} samples failed, the first with {find_first_error(groups)}")
-
-
-def refuse_inapplicable_rewards(groups: Sequence[Group]) -> None:
-    """Raise NotBegunError if every reward is None: there is nothing to learn from."""
+def refuse_useless_rewards(groups: Sequence[Group], is_probe: bool = False) -> None:
+    """Raise NotBegunError if every reward failed or, unless these are a few probes, if every reward is None."""
     rewards = [reward for group in groups for reward in group.rewards]
-    if rewards and not any(reward.applies for reward in rewards):
+    if have_all_failed(groups) and (error := find_first_error(groups)):
+        raise NotBegunError(f"every reward of the first {len(rewards)} samples failed, the first with {error}")
+    if rewards and not is_probe and not any(reward.applies for reward in rewards):
         raise NotBegunError(
             f"every reward of the first {format_count(len(rewards), 'sample')} is None: no reward applies to these"
             " rows, and nothing can be learned from them; return a number, or name a reward for them in task.rewards"

@@ -75,21 +75,20 @@ from pellucid.training.preflight import (
     check_reward_signatures,
     describe_loaded_model,
     print_disclosures,
-    refuse_failed_rewards,
-    refuse_inapplicable_rewards,
+    refuse_useless_rewards,
     run_preflight_checks,
     show_exchange,
     show_plan,
     show_signal,
 )
 from pellucid.training.run_dir import (
+    BAD_DATA_FILE,
     SettingChanges,
     add_resume_record,
     check_free_run_dir,
     describe_resume,
     digest_named_files,
     dump_settings,
-    get_bad_data_path,
     hold_run_dir,
     is_first_process,
     record_bad_data,
@@ -98,7 +97,6 @@ from pellucid.training.run_dir import (
 from pellucid.training.token_recorder import record_steps
 from pellucid.types import DataError, Evaluation, Group, Logger, UserError, with_split
 from pellucid.utils import files, hardware
-from pellucid.utils.files import exit_if_forked
 from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS, StopRequests, collect_stop_requests
 from pellucid.utils.text import escape_controls, print_notes
 
@@ -326,9 +324,9 @@ def end_forked_copies(steps: Iterator[StepResult]) -> Iterator[StepResult]:
         try:
             result = next(steps, None)
         except BaseException as error:
-            exit_if_forked(owner, error)
+            files.exit_if_forked(owner, error)
             raise
-        exit_if_forked(owner)
+        files.exit_if_forked(owner)
         if result is None:
             return
         yield result
@@ -382,16 +380,9 @@ def _is_evaluation_missing(cfg: Config, run_dir: Path, parts: Components) -> boo
 def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
     """Return the evaluation of the policy, and the graded samples."""
     parts.sampler.sync(parts.policy, parts.state.step)
-    evaluation, groups, _ = evaluate(
-        cfg.task_name,
-        parts.test_task,
-        parts.test_prompts,
-        parts.sampler,
-        make_evaluation_sampling(cfg),
-        cfg.evaluate.k,
-        parts.runtime,
-        make_progress(cfg.algorithm, parts.state.step),
-    )
+    task, prompts, sampling = parts.test_task, parts.test_prompts, make_evaluation_sampling(cfg)
+    k, progress = cfg.evaluate.k, make_progress(cfg.algorithm, parts.state.step)
+    evaluation, groups, _ = evaluate(cfg.task_name, task, prompts, parts.sampler, sampling, k, parts.runtime, progress)
     return evaluation, groups
 
 
@@ -408,8 +399,7 @@ def _evaluate_before_training(cfg: Config, parts: Components) -> Evaluation | No
     if not groups or len(groups[0].completions) < sampling.n or not is_same_sampling:
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling, progress))
-    refuse_failed_rewards(groups)
-    refuse_inapplicable_rewards(groups)
+    refuse_useless_rewards(groups)
     if parts.runtime.is_main:
         with guard_display("the first exchange"):
             show_exchange(parts.policy, groups[0])
@@ -432,7 +422,7 @@ def _try_rewards(cfg: Config, parts: Components) -> None:
     sampling = make_greedy_sampling(sampling) if n == 1 else replace(sampling, n=n)
     own_prompts, progress = parts.runtime.shard(prompts), make_progress(cfg.algorithm, 0)
     groups = sample_and_grade(parts.task, parts.sampler, own_prompts, sampling, progress)
-    refuse_failed_rewards(parts.runtime.gather(groups))
+    refuse_useless_rewards(parts.runtime.gather(groups), is_probe=True)
 
 
 # ---------------------------------------------------------------- files of the run directory
@@ -447,7 +437,7 @@ def start_run_dir(run_dir: Path, cfg: Config, step: int, resume_changes: Setting
     settings, facts = dump_settings(cfg), collect_provenance()
     if resume_changes is not None:
         facts = add_resume_record(run_dir, step, resume_changes, facts)
-        get_bad_data_path(run_dir).unlink(missing_ok=True)
+        (run_dir / BAD_DATA_FILE).unlink(missing_ok=True)
         print(escape_controls(describe_resume(run_dir, step, facts)), flush=True)
     files.write_file_atomically(
         run_dir / "config.json",
@@ -545,15 +535,9 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
             stack.callback(environments.close)
         sampler, sampling = pick_sampler(cfg, policy, environments), make_evaluation_sampling(cfg)
         sampler.sync(policy, 0)
+        k, progress = cfg.evaluate.k, make_progress(cfg.algorithm, cfg.algorithm.steps)
         evaluation, groups, greedy_groups = evaluate(
-            cfg.task_name,
-            task,
-            prompts,
-            sampler,
-            sampling,
-            cfg.evaluate.k,
-            SINGLE_PROCESS,
-            make_progress(cfg.algorithm, cfg.algorithm.steps),
+            cfg.task_name, task, prompts, sampler, sampling, k, SINGLE_PROCESS, progress
         )
     verdicts = evaluation.has_verdicts
     for group in greedy_groups[:show]:
@@ -564,8 +548,7 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
         answers = [*greedy_answers, *make_answer_records(groups, "sample", verdicts)]
         files.write_file_atomically(output, "".join(map(format_json_line, answers)))
         print(escape_controls(f"answers {output}"))
-    refuse_failed_rewards([*greedy_groups, *groups])
-    refuse_inapplicable_rewards([*greedy_groups, *groups])
+    refuse_useless_rewards([*greedy_groups, *groups])
     rich.print(make_evaluation_table(escape_controls(model), evaluation))
     return 0
 

@@ -42,6 +42,8 @@ _ANOTHER_FOLDER = "choose another folder with"
 _LOCK_FILE = ".lock"
 DATA_FILE = "data.jsonl"
 """The rows that `pellucid.train` was given in memory."""
+BAD_DATA_FILE = "bad_data.txt"
+"""Says how the data ended the run."""
 _RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """The environment variables in which launchers say which process this is, as Accelerate reads them."""
 
@@ -185,7 +187,7 @@ def check_writable(run_dir: Path) -> None:
 
 def record_bad_data(run_dir: Path, reason: str) -> None:
     """Record that the data ended the run, so that the next resume may change it."""
-    files.write_file_atomically(get_bad_data_path(run_dir), f"{reason}\n")
+    files.write_file_atomically(run_dir / BAD_DATA_FILE, f"{reason}\n")
 
 
 def remove_logs(run_dir: Path) -> None:
@@ -200,38 +202,16 @@ def remove_logs(run_dir: Path) -> None:
 
 
 CHANGEABLE_SETTINGS = (
-    "algorithm.steps",
-    "algorithm.minutes",
-    "algorithm.micro_batch",
-    "policy.deterministic",
-    "policy.device",
-    "policy.dtype",
-    "policy.engine",
-    "policy.gradient_checkpointing",
-    "policy.reference",
-    "policy.save_dtype",
-    "sampler.rows",
-    "sampler.cache_gb",
-    "sampler.urls",
-    "sampler.timeout",
-    "evaluate.every",
-    "reward.",
-    "optimizer.",
-    "runtime.",
-    "checkpoint.",
-    "log.",
+    *("algorithm.steps", "algorithm.minutes", "algorithm.micro_batch", "evaluate.every"),
+    *("policy.device", "policy.reference", "policy.dtype", "policy.save_dtype", "policy.engine"),
+    *("policy.deterministic", "policy.gradient_checkpointing"),
+    *("sampler.rows", "sampler.cache_gb", "sampler.urls", "sampler.timeout"),
+    *("reward.", "optimizer.", "runtime.", "checkpoint.", "log."),
 )
 """The number of steps, the machine and the speed. The learning rate of each step is in metrics.jsonl, and so is which
 rewards failed for lack of time or memory. Questions, rewards, sampling and objective must stay the same."""
 
-_NUMERICALLY_NEUTRAL_SETTINGS = (
-    "policy.save_dtype",
-    "checkpoint.",
-    "log.",
-    "runtime.timeout",
-    "reward.workers",
-    "reward.patience",
-)
+_NEUTRAL_SETTINGS = ("policy.save_dtype", "checkpoint.", "log.", "runtime.timeout", "reward.workers", "reward.patience")
 """Settings that change no result of a run."""
 
 _CHANGEABLE_TERM_SETTINGS = {
@@ -258,7 +238,7 @@ def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
     done = max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0)
     if steps < done:
         raise UserError(f"{run_dir} has taken {done} steps already: algorithm.steps = {steps} must be at least {done}")
-    data_may_change = get_bad_data_path(run_dir).is_file()
+    data_may_change = (run_dir / BAD_DATA_FILE).is_file()
     for key, (old, new) in changed.items():
         if not (
             key.startswith(CHANGEABLE_SETTINGS)
@@ -272,11 +252,6 @@ def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
                 f" a new run from its model with {format_option('policy.model', run_dir / 'model')}"
             )
     return changed
-
-
-def get_bad_data_path(run_dir: Path) -> Path:
-    """Return the file that says how the data ended the run."""
-    return run_dir / "bad_data.txt"
 
 
 def _strip_execution_settings(term: Any) -> Any:
@@ -338,7 +313,7 @@ def find_relevant_changes(run_dir: Path, settings: Record) -> SettingChanges:
     return {
         key: change
         for key, change in _find_setting_changes(run_dir, settings).items()
-        if not key.startswith(_NUMERICALLY_NEUTRAL_SETTINGS)
+        if not key.startswith(_NEUTRAL_SETTINGS)
     }
 
 

@@ -32,6 +32,7 @@ from pellucid.reporting.token_files import KIND_GIVEN, KIND_PROMPT, KIND_SAMPLED
 from pellucid.training.build import Components
 from pellucid.types import Completion, Group, Reward
 
+_METADATA_SETTINGS = ("objective", "clip_low", "clip_high", "group_size")
 _TokenTable = dict[str, list[Any]]
 """Columns of `token_files.TOKEN_SCHEMA`."""
 _RowColumns = Mapping[str, Tensor]
@@ -89,14 +90,13 @@ class _TokenRecorder:
             own_tables[i] = self.make_group_table(result.step, i, group, before, [after.pop(0) for _ in before])
         tables = {i: table for process_tables in runtime.gather([own_tables]) for i, table in process_tables.items()}
         if runtime.is_main:
-            metadata = self.describe_step() | make_group_metadata({i: groups[i] for i in chosen})
+            metadata = {
+                **{name: getattr(self.cfg.algorithm, name) for name in _METADATA_SETTINGS},
+                "temperature": self.cfg.sampler.temperature,
+                "dtype": str(self.parts.policy.dtype).removeprefix("torch."),
+                **make_group_metadata({i: groups[i] for i in chosen}),
+            }
             write_tokens(self.run_dir, result.step, _join_tables([tables[i] for i in chosen]), metadata)
-
-    def describe_step(self) -> dict[str, Any]:
-        """Return the metadata of a step. `dtype` is that of the logits, whose rounding limits changes of log-probs."""
-        a, dtype = self.cfg.algorithm, str(self.parts.policy.dtype).removeprefix("torch.")
-        facts = {"objective": a.objective, "clip_low": a.clip_low, "clip_high": a.clip_high, "group_size": a.group_size}
-        return {**facts, "temperature": self.cfg.sampler.temperature, "dtype": dtype}
 
     # ------------------------------------------------------------ after the update
 

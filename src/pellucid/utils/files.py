@@ -203,9 +203,7 @@ def describe_lock_holder(file: TextIOWrapper, activity: str) -> str:
 def exit_if_forked(owner_pid: int, error: BaseException | None = None) -> None:
     """Exit as Python would, without running our code, if this process is a copy that user code has forked.
 
-    Args:
-        owner_pid: The process id before the user code was called.
-        error: The exception that the user code raised, if any.
+    `owner_pid` is the process id before the user code was called, and `error` is what it raised, if anything.
     """
     if os.getpid() == owner_pid:
         return

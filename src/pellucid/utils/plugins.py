@@ -21,7 +21,7 @@ from urllib.request import getproxies
 
 from pellucid.types import MissingFileError, UserError
 from pellucid.utils.endpoint import try_connection
-from pellucid.utils.text import escape_controls
+from pellucid.utils.text import format_one_line, print_notes
 
 # ---------------------------------------------------------------- objects by name
 
@@ -98,7 +98,7 @@ def _import_user_module(source: str) -> ModuleType:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = format_one_line(f"{type(error).__name__}: {error}")
         raise UserError(
             f"{source} cannot be imported: {reason} ({Path(frame.filename).name}, line {frame.lineno})"
         ) from error
@@ -153,16 +153,10 @@ def _find_module_origin(module: str) -> str | None:
 
 def suggest_path(path: Path) -> str:
     """Return a hint at a file of a similar name in the folder of a path; empty if there is none."""
-    close = get_close_matches(path.name, list_sibling_names(path), n=1)
-    return f'; did you mean "{path.parent / close[0]}"?' if close else ""
-
-
-def list_sibling_names(path: Path) -> list[str]:
-    """Return the names in the folder of a path; none if it cannot be read, since this is only for hints."""
-    try:
-        return [file.name for file in path.parent.iterdir()]
-    except OSError:
-        return []
+    with suppress(OSError):
+        siblings = {file.name: file for file in path.parent.iterdir()}
+        return "".join(f'; did you mean "{siblings[name]}"?' for name in get_close_matches(path.name, siblings, n=1))
+    return ""
 
 
 def join_mistakes(mistakes: Iterable[str]) -> str:
@@ -212,9 +206,7 @@ def is_reachable(endpoint: str) -> bool:
     try:
         try_connection(endpoint, CONNECT_TIMEOUT_SECONDS)
     except OSError as error:
-        reason = error.strerror or error
-        text = f"! {endpoint} cannot be reached ({reason}): only what is cached can be loaded"
-        print(escape_controls(text), flush=True)
+        print_notes(f"{endpoint} cannot be reached ({error.strerror or error}): only what is cached can be loaded")
         return False
     return True
 

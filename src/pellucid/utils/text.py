@@ -1,4 +1,4 @@
-"""Hints at files that may have been meant, escaping of control characters, {placeholders}, and docstrings as text."""
+"""Hints at files that may have been meant, text for terminals, options in messages, {placeholders}, and docstrings."""
 
 from __future__ import annotations
 
@@ -75,14 +75,11 @@ CONTROL_CODES = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0))
 line."""
 BIDI_CODES = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Marks and overrides of the writing direction, which make text look other than it is."""
-_LINE_SEPARATOR_CODES = (0x2028, 0x2029)
-"""Characters that some programs treat as newlines."""
-_SURROGATE_CODES = range(0xD800, 0xE000)
-"""Surrogates, which cannot be encoded alone."""
-
+_OTHER_CODES = (0x2028, 0x2029, *range(0xD800, 0xE000))
+"""Characters that some programs treat as newlines, and surrogates, which cannot be encoded alone."""
 _ESCAPES = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-    for code in (*CONTROL_CODES, *BIDI_CODES, *_LINE_SEPARATOR_CODES, *_SURROGATE_CODES)
+    for code in (*CONTROL_CODES, *BIDI_CODES, *_OTHER_CODES)
 }
 
 
@@ -165,12 +162,13 @@ def get_dict_summaries(module: str, name: str) -> dict[str, str]:
     Example: get_dict_summaries("pellucid.algorithm.kl", "KL_ESTIMATORS")["k1"] == "log pi - log ref: unbiased."
     """
     body = _parse_module(module).body
-    documented = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
+    docstrings = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
     [table] = [node.value for node in body if ast.unparse(node).startswith((f"{name} =", f"{name}:"))]  # pyright: ignore[reportAttributeAccessIssue]
-    called = [
-        next(node.id for node in ast.walk(value) if getattr(node, "id", "") in documented) for value in table.values
-    ]
-    return {key.value: extract_first_sentence(documented[each]) for key, each in zip(table.keys, called, strict=True)}
+    summaries = dict[str, str]()
+    for key, value in zip(table.keys, table.values, strict=True):
+        names = [node.id for node in ast.walk(value) if isinstance(node, ast.Name)]
+        summaries[key.value] = extract_first_sentence(next(docstrings[each] for each in names if each in docstrings))
+    return summaries
 
 
 def _parse_module(module: str) -> ast.Module:

@@ -24,7 +24,7 @@ export async function renderPair({step}) {
     ...[...shared, ...others].map(question =>
       el(
         "section.pair",
-        el("h2.question", runs.find(run => run.groups.has(question)).groups.get(question).prompt.slice(0, 300)),
+        el("h2.question", runs.find(run => run.groups.has(question)).groups.get(question).prompt),
         el("div.two", runs.map(run => buildSide(step, run, question, max))),
       ),
     ),
