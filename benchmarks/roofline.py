@@ -82,7 +82,7 @@ def measured(runtime: Runtime) -> Iterator[defaultdict[str, float]]:
         for owner, name, part in (
             (DecodeBatch, "admit", "prompts"),
             (DecodeBatch, "step", "tokens"),
-            (native, "drawn", "drawing"),
+            (native, "sample_tokens", "drawing"),
             (Policy, "score", "forward"),
             (runtime, "backward", "backward"),
             (runtime, "step", "optimizer"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
 
-from conftest import character_tokenizer, make_policy, tiny_llama_of
+from conftest import OneProcessRuntime, character_tokenizer, make_policy, tiny_llama_of
 from pellucid.policy.policy import Policy
 from pellucid.rollout.native import NativeSampler
 from pellucid.tasks.arithmetic import Arithmetic
@@ -374,6 +374,15 @@ def test_a_part_needs_the_longer_of_its_operations_and_its_bytes(of):
     roofline = of("roofline")
     work = {"products": roofline.Work(100.0, 1.0), "reads": roofline.Work(1.0, 100.0)}
     assert roofline.at_the_limit(work, speed=50.0, width=20.0) == {"products": 2.0, "reads": 5.0}
+
+
+def test_every_part_of_a_step_is_measured(of):
+    roofline, policy = of("roofline"), make_policy()
+    sampler = NativeSampler()
+    sampler.sync(policy)
+    with roofline.measured(OneProcessRuntime(policy)) as laps:
+        sampler.generate(Arithmetic().sample(0, 1), Sampling(2, max_tokens=3))
+    assert {"prompts", "tokens", "drawing"} <= laps.keys()
 
 
 def test_operations_of_a_token_follow_from_the_sizes_of_the_model(of):

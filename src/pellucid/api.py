@@ -113,7 +113,7 @@ def train(
         section = _build_task_section(
             values.get("task", {}),
             None if task is None else convert_task_to_section(task, objects),
-            str(folder.absolute() / DATA_FILE) if rows else _format_data_names(data),
+            os.path.abspath(folder / DATA_FILE) if rows else _format_data_names(data),
             None if reward is None else _make_reward_terms(reward, objects),
         )
         keywords = group_settings_by_section(settings, config.find_named_task_class(section, ["task"])[1])
@@ -146,8 +146,11 @@ def _build_run_config(
     if rows:
         innermost = _get_innermost_section(section)
         innermost.update(_find_column_settings(rows, innermost))
-    merged = {**values, **{name: {**values.get(name, {}), **keys} for name, keys in keywords.items()}}
-    cfg = config.build_config({**merged, "task": section}, _SETTINGS_SOURCE)
+    merged = {**values, "task": section}
+    for name, keys in keywords.items():
+        if name != "task" and isinstance(base := values.get(name, {}), Mapping):  # others are refused below
+            merged[name] = {**base, **keys}
+    cfg = config.build_config(merged, _SETTINGS_SOURCE)
     if rows and isinstance(task := get_innermost_task(cfg.task), Dataset):
         rows.check_prompts(task)
     return cfg

@@ -317,8 +317,6 @@ def identity(value: Any) -> Any:
 
 
 _RecipeArgument = Annotated[str, arg(metavar="RECIPE")]
-_DirectoryArgument = Annotated[Path | None, arg(metavar="DIR")]
-_RunArgument = Annotated[Path | None, arg(metavar="RUN")]
 _ACCESS_KEYS = ("revision", "trust_remote_code")
 """The keys of `[policy]` about how the files of a model may be read."""
 
@@ -329,9 +327,9 @@ class TrainCommand:
 
     recipe: Positional[_RecipeArgument] = ""
     """A recipe.toml, or the name of one that comes with Pellucid; none is the defaults."""
-    run: _DirectoryArgument = None
+    run: Annotated[Path | None, arg(metavar="DIR")] = None
     """The run folder; none is runs/RECIPE-TIME."""
-    resume: _RunArgument = None
+    resume: Annotated[Path | None, arg(metavar="RUN")] = None
     """A run to go on with, from its last whole checkpoint."""
     profile: bool = False
     """Also write where the time and the memory of the third step go."""
@@ -341,11 +339,10 @@ class TrainCommand:
 
     def __call__(self) -> int:
         if self.resume:
-            config.refuse_recipe_as_run(
-                self.resume, "pellucid train {} begins a run of it; --resume takes a run folder"
-            )
-        if self.resume and (self.recipe or self.run):
-            raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
+            advice = "pellucid train {} begins a run of it; --resume takes a run folder"
+            config.refuse_recipe_as_run(self.resume, advice)
+            if self.recipe or self.run:
+                raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
         recipe = config.find_recipe(self.recipe) if self.recipe else None
         name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
         run_dir = self.resume or self.run or Path("runs") / name
@@ -355,12 +352,14 @@ class TrainCommand:
         if source:
             _check_recipe_trust(source, self.settings, self.dry_run)
         cfg = config.load_config(source, self.settings)
-        resumed = find_resume_changes(run_dir, cfg) if self.resume else None
-        if not self.resume and is_first_process():
+        resumed = None
+        if self.resume:
+            resumed = find_resume_changes(run_dir, cfg)
+            if note := describe_finished_run(run_dir, resumed, cfg.algorithm.steps):
+                print(note)
+                return 0
+        elif is_first_process():
             check_begun_run_dir(run_dir, cfg)
-        if resumed is not None and (note := describe_finished_run(run_dir, resumed, cfg.algorithm.steps)):
-            print(note)
-            return 0
         if self.dry_run:
             with pause_garbage_collection():
                 from pellucid.training import dry_run  # noqa: PLC0415 - it imports torch
@@ -379,7 +378,7 @@ class TrainCommand:
 
 
 def _check_recipe_trust(source: Path, settings: Sequence[str], print_code: bool = False) -> None:
-    """Check which variables a recipe or a config.json would have sent, and print the code that it names if asked to."""
+    """Check the environment variables that a recipe or a config.json would send, and print the code that it names."""
     values = config.read_settings(source)
     config.check_key_variables(values, settings, source)
     if print_code and (code := config.list_user_code(values)):

@@ -13,14 +13,12 @@ import re
 import reprlib
 import tomllib
 import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit
 
 import pydantic
 import tomli_w
@@ -36,7 +34,7 @@ from pellucid.tasks.data_files import is_file_pattern, list_matching_files
 from pellucid.tasks.wrappers import is_task_wrapper, with_seed
 from pellucid.trl_hints import explain_trl_name
 from pellucid.types import MissingFileError, UserError
-from pellucid.utils.endpoint import is_key_variable
+from pellucid.utils.endpoint import is_key_variable, split_address
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, join_mistakes
 from pellucid.utils.text import (
     QUOTED_PATH_HINT,
@@ -253,13 +251,8 @@ SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if name 
 
 
 def _check_server_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-        is_address = is_address and not (parts.query or parts.username or parts.password)
-    except ValueError:
-        is_address = False
-    if not is_address:
+    parts = split_address(url)
+    if parts is None or parts.query or parts.username or parts.password:
         shown = "" if "@" in url else f" {url!r}"  # with "@" it may hold a password
         raise ValueError(
             f"urls:{shown} is no address: write http://HOST:PORT, and a secret into PELLUCID_SAMPLER_TOKEN"
@@ -670,15 +663,15 @@ def _list_keys(cls: Any, key_path: Sequence[int | str]) -> list[str]:
 @cache
 def get_field_types(kind: Any) -> Mapping[str, Any]:
     """Return the types of the fields of a dataclass, or of all dataclasses in a union; empty for another type."""
-    if _get_type_origin(kind) in (Union, types.UnionType):
-        return {name: found for each in list_type_alternatives(kind) for name, found in get_field_types(each).items()}
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        return {}
-    try:
-        hints = typing.get_type_hints(kind)
-    except (NameError, TypeError, SyntaxError) as error:
-        raise UserError(f"the types of the fields of {kind.__name__} cannot be read: {error}") from error
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    kinds = dict[str, Any]()
+    for cls in list_type_alternatives(kind):
+        if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+            try:
+                hints = get_type_hints(cls)
+            except (NameError, TypeError, SyntaxError) as error:
+                raise UserError(f"the types of the fields of {cls.__name__} cannot be read: {error}") from error
+            kinds |= {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    return kinds
 
 
 def get_field_default(field: dataclasses.Field[Any], missing: Any = None) -> Any:
@@ -690,9 +683,7 @@ def get_field_default(field: dataclasses.Field[Any], missing: Any = None) -> Any
 
 def list_type_alternatives(kind: Any) -> list[Any]:
     """Return the alternatives of a union; a list of one for another type."""
-    if _get_type_origin(kind) in (Union, types.UnionType):
-        return [each for alternative in get_args(kind) for each in list_type_alternatives(alternative)]
-    return list_type_alternatives(get_args(kind)[0]) if _get_type_origin(kind) is Annotated else [kind]
+    return list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
 
 
 def get_item_type(kind: Any) -> Any:

@@ -242,6 +242,15 @@ def test_the_plan_ends_with_a_verdict_whose_advice_leads_to_a_run_that_fits(lack
     assert verdict_on(recipe, capsys, *words).startswith("Verdict for this machine: fits, about")
 
 
+def test_the_advice_of_an_adapter_leaves_out_offloading(folder, tmp_path, capsys, monkeypatch):
+    """The memory is that of an adapter without it, since offloading gains nothing there."""
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{folder}"\n[optimizer]\noffload = true\n')
+    monkeypatch.setattr(memory, "estimate_peak", lambda model, cfg, processes=1: 9.0 - 8.0 * (cfg.policy.lora > 0))
+    monkeypatch.setattr(hardware, "get_device_memory_gb", lambda _: 2.0)
+    assert "It fits with policy.lora = 16, optimizer.offload = false: 1.0 GB" in verdict_on(recipe, capsys)
+
+
 def test_vllm_beside_the_trainer_is_counted(folder, capsys):
     """Its weights in the dtype of computing, and its cache; by servers nothing, but a copy where it draws ahead."""
     model = memory.describe_model(PolicyConfig(str(folder)))

@@ -888,16 +888,17 @@ def test_a_mistake_is_told_at_the_call(told, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [{}, {"data": ROWS}])
+@pytest.mark.parametrize("arguments", [{}, {"data": ROWS}, {"steps": 3}])
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("task = 'gsm8k'", "task: must be a table"),
         ("[task]\nname = ['a']", "task.name: must be a text"),
         ("[task]\nname = 'curriculum'\ntask = 3", "task.task: must be a table"),
+        ("algorithm = 3", "algorithm: must be a table"),
     ],
 )
-def test_a_mistake_in_the_task_of_a_recipe_is_told_at_the_call(text, told, arguments, tmp_path):
+def test_what_is_no_table_in_a_recipe_is_told_at_the_call(text, told, arguments, tmp_path):
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(UserError, match=told):
         pellucid.train(recipe=tmp_path / "recipe.toml", run=tmp_path / "run", **arguments)

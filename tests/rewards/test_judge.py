@@ -463,6 +463,9 @@ def test_no_answer_holds_the_interpreter(said, pattern, value, service, tmp_path
         assert part.value is None
         assert part.error.startswith(f'pattern = "{pattern}" took more than 0.2 s')
         assert part.extra["judge"] == said[:500]
+    elif value is None:
+        with pytest.raises(rubric.NoGradeError, match="no number from 0 to 10 in "):
+            Judge(settings_of, None).compute_reward(JudgeAnswer(said, False, 1))
     else:
         assert Judge(settings_of, None).compute_reward(JudgeAnswer(said, False, 1)) == value
 

@@ -320,6 +320,8 @@ MISTAKES = {
     "are both grpo seed 0": ["study", "twin"],
     "empty: Is a directory: choose another path": ["study", "--output", "empty"],
     "choose another path": ["study", "--output", "half/config.json/page.html"],
+    "its numbers would replace study/study.json": ["study", "--output", "study/study.html"],
+    "its numbers would replace page.json": ["study", "--output", "page.json"],
 }
 
 

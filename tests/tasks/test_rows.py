@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import pyarrow as pa
@@ -168,6 +169,15 @@ def test_a_file_that_is_edited_or_removed_is_read_on_as_it_was(tmp_path):
     assert rows[1] == (f"{path}, line 2", {"a": 2})
     path.unlink()
     assert rows[0] == (f"{path}, line 1", {"a": 1})
+
+
+def test_threads_may_read_at_once(tmp_path):
+    path, n = tmp_path / "a.jsonl", 300
+    path.write_text("".join(f'{{"a": {i}}}\n' for i in range(n)))
+    rows = load_rows(str(path), "", "train")
+    with ThreadPoolExecutor(4) as pool:
+        read = list(pool.map(lambda i: rows[i % n][1]["a"], range(10 * n)))
+    assert read == [i % n for i in range(10 * n)]
 
 
 @pytest.mark.slow

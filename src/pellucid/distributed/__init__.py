@@ -1,5 +1,5 @@
 """How many processes train, how their gradients are combined, and how an optimizer step is taken.
 
 `Runtime` is one process, or as many as `torchrun` started. Its engine holds the trained parameters: `TorchEngine` for
-ddp and fsdp2, `ZeroEngine` for DeepSpeed. Other folders use the `Runtime` protocol of algorithm/grpo.py.
+ddp and fsdp2, `ZeroEngine` for DeepSpeed. Other folders use the protocol `Runtime` of algorithm/protocols.py.
 """

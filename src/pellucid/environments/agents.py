@@ -95,18 +95,18 @@ class AgentRunner:
 
     def _call_function(self, request: SolveRequest) -> Any:
         assert self._function and self._openai
-        settings: Any = {
-            "base_url": request.base_url,
-            "api_key": _PLACEHOLDER_API_KEY,
-            "max_retries": 0,
-            "timeout": None,
-        }
-        if not inspect.iscoroutinefunction(self._function):
-            http = self._openai.DefaultHttpxClient(verify=_load_certificates())
-            return self._function(dict(request.row), self._openai.OpenAI(**settings, http_client=http))
-        http = self._openai.DefaultAsyncHttpxClient(verify=_load_certificates())
-        client = self._openai.AsyncOpenAI(**settings, http_client=http)
-        return asyncio.run(self._function(dict(request.row), client))
+        is_async = inspect.iscoroutinefunction(self._function)
+        http_kind = self._openai.DefaultAsyncHttpxClient if is_async else self._openai.DefaultHttpxClient
+        client_kind = self._openai.AsyncOpenAI if is_async else self._openai.OpenAI
+        client = client_kind(
+            base_url=request.base_url,
+            api_key=_PLACEHOLDER_API_KEY,
+            max_retries=0,
+            timeout=None,
+            http_client=http_kind(verify=_load_certificates()),
+        )
+        result = self._function(dict(request.row), client)
+        return asyncio.run(result) if is_async else result
 
 
 @cache

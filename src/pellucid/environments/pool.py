@@ -63,11 +63,7 @@ class ConversationWorker(Worker):
     decode = staticmethod(decode_worker_answer)
 
     def send_request(self, request: BeginRequest | TurnRequest | SolveRequest, timeout: float) -> None:
-        """Send a request, to be answered within so many seconds.
-
-        Raises:
-            WorkerLostError: if the process has ended, or does not take the request in that time.
-        """
+        """Send a request, to be answered within so many seconds. Raises WorkerLostError if it is not taken."""
         self.set_timeout(timeout)
         self.send(pickle.dumps((request, timeout)))
 
@@ -141,8 +137,8 @@ class _Conversation:
     """A conversation under way: its prompt, the messages so far, and how many tool calls went which way."""
 
     prompt: Prompt
-    has_begun: bool = False
     messages: list[Message] = field(default_factory=list)
+    """Empty until the conversation has begun."""
     events: Counter[str] = field(default_factory=Counter)
 
     def build_prompt(self, answer: WorkerAnswer, tools: tuple[Mapping[str, Any], ...]) -> Prompt:
@@ -150,7 +146,7 @@ class _Conversation:
         assert not isinstance(self.prompt.text, str)
         addition = "".join(content for *_, content in answer.texts)
         *others, last = self.prompt.text
-        self.has_begun, self.messages = True, [*others, {**last, "content": f"{last['content']}{addition}"}]
+        self.messages = [*others, {**last, "content": f"{last['content']}{addition}"}]
         return replace(self.prompt, text=tuple(self.messages), tools=tools, escape_special_tokens=True)
 
     def build_reply(self, answer: WorkerAnswer) -> EnvironmentReply:
@@ -243,7 +239,7 @@ class EnvironmentPool:
         if answer is None:
             return None
         conversation = self._conversations[number]
-        if not conversation.has_begun and not answer.is_over:
+        if not conversation.messages and not answer.is_over:
             return EnvironmentReply(prompt=conversation.build_prompt(answer, self._get_schemas(conversation.prompt)))
         reply = conversation.build_reply(answer)
         if reply.outcome:
@@ -258,7 +254,7 @@ class EnvironmentPool:
         """
         self.busy.pop(number).terminate()
         conversation = self._conversations[number]
-        calls = conversation.messages[-1].get("tool_calls") if conversation.has_begun else None
+        calls = conversation.messages[-1].get("tool_calls") if conversation.messages else None
         if self._env_spec.is_stateless and calls:
             texts = [("tool", str(call["function"]["name"]), str({"error": error})) for call in calls]
             return conversation.build_reply(WorkerAnswer(texts, {"calls": len(calls), "lost": len(calls)}))

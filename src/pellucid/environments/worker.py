@@ -133,7 +133,7 @@ class EnvironmentRunner:
     def _begin(self, request: BeginRequest) -> WorkerAnswer:
         shared, own = request.seeds
         seed_generators(shared)
-        observation, error = self._call_for_text(lambda: self._reset(request.columns))
+        observation, error = self._call_user_code(lambda: self._reset(request.columns), _shorten_text)
         seed_generators(own)
         if error is not None:
             return WorkerAnswer(is_over=True, error=f"reset: {self._describe_error(error)}")
@@ -156,19 +156,18 @@ class EnvironmentRunner:
     def _handle_turn(self, request: TurnRequest) -> WorkerAnswer:
         calls = request.turn.message.get("tool_calls") or ()
         tools = self._tools | (get_environment_tools(self._environment) if self._environment is not None else {})
-        texts: list[tuple[str, str, str]] = []
-        events: Counter[str] = Counter()
-        for reason in request.turn.unreadable_calls:
-            events["unreadable"] += 1
-            texts.append(("tool", "unknown", str({"error": f"The call cannot be read: {reason}"})))
+        texts = [
+            ("tool", "unknown", str({"error": f"The call cannot be read: {reason}"}))
+            for reason in request.turn.unreadable_calls
+        ]
+        events = Counter(unreadable=len(texts))
         for call in calls:
             name = str(call["function"]["name"])
             content, kind = self._call_tool(tools, name, call["function"]["arguments"])
             texts.append(("tool", name, content))
             events[kind] += bool(kind)
         events["calls"] += len(texts)
-        counts = {kind: count for kind, count in events.items() if count}
-        return WorkerAnswer(texts, counts) if texts else self._call_reply(request.messages)
+        return WorkerAnswer(texts, dict(+events)) if texts else self._call_reply(request.messages)
 
     def _call_tool(self, tools: Mapping[str, Callable[..., Any]], name: str, arguments: Any) -> tuple[str, str]:
         """Return the result of a tool call as text, and the kind of its failure: "" if there was none."""
@@ -178,13 +177,13 @@ class EnvironmentRunner:
             inspect.signature(tools[name]).bind(**arguments)
         except TypeError as error:
             return str({"error": str(error)}), "arguments"
-        result, error = self._call_for_text(lambda: tools[name](**arguments))
+        result, error = self._call_user_code(lambda: tools[name](**arguments), _shorten_text)
         if error is None:
             return str(result), ""
         description = self._describe_error(error)
         if isinstance(error, _TimeLimitError):
             return str({"error": description}), "timeout"
-        text, failure = self._call_for_text(lambda: {"error": str(error)})  # the user's code again
+        text, failure = self._call_user_code(lambda: {"error": str(error)}, _shorten_text)  # the user's code again
         return str(text) if failure is None else str({"error": description}), "raised"
 
     def _call_reply(self, messages: Sequence[Message]) -> WorkerAnswer:
@@ -192,7 +191,7 @@ class EnvironmentRunner:
         reply = own if own is not None and is_reply_function(own) else self._reply_function
         if reply is None:
             return WorkerAnswer(is_over=True)
-        text, error = self._call_for_text(lambda: reply([dict(message) for message in messages]))
+        text, error = self._call_user_code(lambda: reply([dict(message) for message in messages]), _shorten_text)
         if error is not None:
             return WorkerAnswer(is_over=True, error=f"reply: {self._describe_error(error)}")
         return WorkerAnswer(is_over=True) if text is None else WorkerAnswer([("user", "", text)])
@@ -201,30 +200,24 @@ class EnvironmentRunner:
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is None or answer.error:
             return
-        value, error = self._call_user_code(get_reward)
-        if error is None and value is not None:
-            answer.reward, error = self._call_user_code(lambda: validate_number(value, "get_reward()"))
+        answer.reward, error = self._call_user_code(get_reward, lambda value: validate_number(value, "get_reward()"))
         if error is not None:
             answer.error = f"get_reward: {self._describe_error(error)}"
 
-    def _call_user_code(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        return call_user_code(lambda: self._call_with_time_limit(action))
+    def _call_user_code(
+        self, action: Callable[[], Any], convert: Callable[[Any], Any]
+    ) -> tuple[Any, BaseException | None]:
+        """Return the result of a call, awaited and converted if it is not None, and what it raises."""
 
-    def _call_for_text(self, action: Callable[[], Any]) -> tuple[str | None, BaseException | None]:
-        """Return the result of a call of the user's code as text, None for None, and what it raises."""
-        value, error = self._call_user_code(action)
-        if error is not None or value is None:
-            return None, error
-        return self._call_user_code(lambda: _shorten_text(value))
+        def call() -> Any:
+            with _limit_time(self._env_spec.timeout if self._has_time_limit else 0.0):
+                result = action()
+                if inspect.isawaitable(result):
+                    self._loop = self._loop or asyncio.new_event_loop()
+                    result = self._loop.run_until_complete(result)
+                return None if result is None else convert(result)
 
-    def _call_with_time_limit(self, action: Callable[[], Any]) -> Any:
-        """Return the result of a call, awaited if it is asynchronous. Raises TimeLimitError if it takes too long."""
-        with _limit_time(self._env_spec.timeout if self._has_time_limit else 0.0):
-            result = action()
-            if inspect.isawaitable(result):
-                self._loop = self._loop or asyncio.new_event_loop()
-                result = self._loop.run_until_complete(result)
-        return result
+        return call_user_code(call)
 
     def _describe_error(self, error: BaseException) -> str:
         if isinstance(error, _TimeLimitError):

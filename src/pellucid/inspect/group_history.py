@@ -109,8 +109,8 @@ class QuestionHistory:
 
 
 def _make_occurrence(step: int, group: _Summary) -> _QuestionOccurrence:
-    means = (compute_known_mean(group["rewards"]), compute_known_mean(group["lengths"]))
-    return _QuestionOccurrence(step, group["group"], *means, group["entropy"], group["recorded"])
+    reward, length = compute_known_mean(group["rewards"]), compute_known_mean(group["lengths"])
+    return _QuestionOccurrence(step, group["group"], reward, length, group["entropy"], group["recorded"])
 
 
 def _draw_question_charts(occurrences: Sequence[_QuestionOccurrence]) -> list[str]:

@@ -190,13 +190,6 @@ class RunReader:
         self.question_history.update(self.fingerprint_steps(self.list_steps()))
         return self.question_history
 
-    def prepare_questions(self, batch_size: int) -> Iterator[int]:
-        """Read the questions of all steps, `batch_size` steps at a time. Yield the number of steps read so far."""
-        fingerprints = list(self.fingerprint_steps(self.list_steps()).items())
-        for count in range(batch_size, len(fingerprints) + batch_size, batch_size):
-            self.question_history.update(dict(fingerprints[:count]))
-            yield min(count, len(fingerprints))
-
     def find_explanations(self) -> list[dict[str, Any]]:
         steps = self.list_steps()[-JUDGED_STEPS:]
         rollouts = (row for step in reversed(steps) for group in self.rollouts.read_groups(step) for row in group)
@@ -229,8 +222,6 @@ def parse_number(text: str, kind: str) -> int:
 
 
 _STEP_PATTERN = re.compile(rb' *\{"step": (\d+)[,}]')
-_READ_BLOCK_BYTES = 1 << 24
-"""The number of bytes that are read at a time."""
 
 
 class RolloutIndex:
@@ -246,8 +237,7 @@ class RolloutIndex:
         self.indexed_bytes = 0
 
     def locate_steps(self) -> Mapping[int, tuple[int, int]]:
-        """Return the bytes of the steps that are written by now. A file that became shorter, as after a resume, is read
-        from its beginning."""
+        """Return the bytes of the steps that are written by now. A file that a resume made shorter is read anew."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < self.indexed_bytes:
             self.byte_ranges, self.indexed_bytes = {}, 0
@@ -258,15 +248,14 @@ class RolloutIndex:
     def index_new_lines(self) -> None:
         with self.path.open("rb") as file:
             file.seek(self.indexed_bytes)
-            for lines in iter(lambda: file.readlines(_READ_BLOCK_BYTES), []):
-                for line in lines:
-                    if not line.endswith(b"\n"):
-                        return  # it is still being written, and is read the next time
-                    end = self.indexed_bytes + len(line)
-                    if found := _STEP_PATTERN.match(line):
-                        step = int(found[1])
-                        self.byte_ranges[step] = self.byte_ranges.get(step, (self.indexed_bytes, end))[0], end
-                    self.indexed_bytes = end
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # it is still being written, and is read the next time
+                end = self.indexed_bytes + len(line)
+                if found := _STEP_PATTERN.match(line):
+                    step = int(found[1])
+                    self.byte_ranges[step] = self.byte_ranges.get(step, (self.indexed_bytes, end))[0], end
+                self.indexed_bytes = end
 
     def read_groups(self, step: int) -> list[list[Record]]:
         """Return the groups of a step, each a list of the records of its completions; none if they were not written."""

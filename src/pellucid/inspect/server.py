@@ -74,11 +74,12 @@ class InspectServer(ThreadingHTTPServer):
         """Read the questions of long runs in advance; requests are answered between two batches of steps."""
         with suppress(OSError):  # if a folder goes away, the next request reports it
             for run in self.runs:
-                batches = run.prepare_questions(STEPS_PER_BATCH)
-                while True:
+                with self.lock:
+                    steps = run.list_steps()
+                for count in range(STEPS_PER_BATCH, len(steps) + STEPS_PER_BATCH, STEPS_PER_BATCH):
                     with self.lock:
-                        if next(batches, None) is None:
-                            break
+                        if len(run.question_history.fingerprints) < len(steps):  # else a request has read all of them
+                            run.question_history.update(run.fingerprint_steps(steps[:count]))
                     time.sleep(_BATCH_PAUSE_SECONDS)
 
 

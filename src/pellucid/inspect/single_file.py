@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -26,7 +26,7 @@ from pellucid.types import UserError
 MAX_PAGE_BYTES = 15_000_000
 """A page of this size can still be sent by mail."""
 SAMPLE_SIZE = 12
-"""The number of steps, and of questions, whose sizes predict the size of all."""
+"""The number of steps whose sizes predict the size of all."""
 _PLANNED_SHARE = 0.97
 """The share of the available bytes that is planned with, since steps differ in size."""
 _SUMMARY_SHARE, _QUESTION_SHARE = 0.25, 0.1
@@ -54,9 +54,10 @@ def write_page(runs: Sequence[RunReader], output: Path, limit: int = MAX_PAGE_BY
     for i, run in enumerate(runs):
         contents.blocks |= {f"{i}/overview": _encode_block(overviews[i]), f"{i}/why": _encode_block(run.answer("why"))}
     questions = _add_summaries(contents, runs, _SUMMARY_SHARE * available)
-    question_bytes = _estimate_question_bytes(questions, _QUESTION_SHARE * available)
-    packed_steps = add_tokens(contents, runs, available - question_bytes - _count_bytes(contents.blocks))
-    _add_questions(contents, questions, question_bytes, packed_steps)
+    names = _add_questions(contents, questions, _QUESTION_SHARE * available)
+    packed_steps = add_tokens(contents, runs, available - _count_bytes(contents.blocks))
+    for name in names:  # again, since its best answers are those of the steps that are packed
+        contents.blocks[f"0/question/{name}"] = _encode_block(questions.trace_question(name, packed_steps))
     for i, overview in enumerate(overviews):
         recorded = [step for step in overview["recorded"] if f"{i}/tokens/{step}" in contents.blocks]
         contents.blocks[f"{i}/overview"] = _encode_block({**overview, "recorded": recorded})
@@ -110,30 +111,20 @@ def _pack_summary_pages(blocks: Blocks, i: int, run: RunReader, steps: Sequence[
         yield from page
 
 
-def _estimate_question_bytes(questions: QuestionHistory, budget_bytes: float) -> float:
-    """Return how many bytes the questions will take, and at most the budget."""
-    listed = questions.list_repeated()
-    sample = sample_evenly([question["question"] for question in listed], SAMPLE_SIZE)
-    sample_bytes = _count_bytes({name: _encode_block(questions.trace_question(name)) for name in sample})
-    all_bytes = sample_bytes / max(1, len(sample)) * len(listed) + len(_encode_block(listed))
-    return min(budget_bytes, all_bytes / _PLANNED_SHARE)
-
-
-def _add_questions(
-    contents: _PageContents, questions: QuestionHistory, budget_bytes: float, packed_steps: Container[int]
-) -> None:
-    """Add the list of questions, and the curves of as many as fit: those that were asked most often."""
-    listed = questions.list_repeated()
+def _add_questions(contents: _PageContents, questions: QuestionHistory, budget_bytes: float) -> list[str]:
+    """Add the list of questions, and the curves of as many as fit: those that were asked most often. Return these."""
+    listed, names = questions.list_repeated(), []
     contents.blocks["0/questions"] = _encode_block(listed)
-    contents.counts["questions"] = 0, len(listed)
     budget_bytes -= len(contents.blocks["0/questions"])
-    for count, name in enumerate((question["question"] for question in listed), 1):
-        text = _encode_block(questions.trace_question(name, packed_steps))
+    for name in (question["question"] for question in listed):
+        text = _encode_block(questions.trace_question(name))
         budget_bytes -= len(text) + BLOCK_OVERHEAD_BYTES
         if budget_bytes < 0:
-            return
+            break
         contents.blocks[f"0/question/{name}"] = text
-        contents.counts["questions"] = count, len(listed)
+        names.append(name)
+    contents.counts["questions"] = len(names), len(listed)
+    return names
 
 
 # ---------------------------------------------------------------- tokens

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.inspect.run_reader import RunReader, open_recorded_run
+from pellucid.inspect.run_reader import open_recorded_run
 from pellucid.inspect.sentences import explain_token, format_sentence, format_significant
 from pellucid.inspect.steps import StepTokens
 from pellucid.reporting import token_files

@@ -79,8 +79,7 @@ class PromptText(NamedTuple):
 
     text: str
     has_special_tokens: bool
-    """Whether it has its special tokens already, as chat templates write them; else the tokenizer adds those that stand
-    before a text."""
+    """Whether it has its special tokens already, as chat templates write them."""
 
 
 def render_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PromptText:
@@ -283,8 +282,7 @@ You may call several, one behind the other. What they answer stands between <too
 def _convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages of system, user and assistant only, with tool calls and responses in their texts.
 
-    The responses to the calls of one message are one message of the user, since some templates require that roles
-    alternate.
+    Responses in a row are one message of the user, since some templates require that roles alternate.
     """
     out: list[dict[str, Any]] = []
     for are_responses, group in groupby(messages, lambda message: message["role"] == "tool"):
@@ -306,10 +304,7 @@ def _inline_calls(message: Message) -> dict[str, Any]:
 
 
 def _add_system_text(messages: Sequence[Message], text: str, has_system_role: bool) -> list[dict[str, Any]]:
-    """Append a text to the system message, or add one with it.
-
-    has_system_role: whether the template has system messages; else the text is put before the first message's.
-    """
+    """Append a text to the system message, or add one; without a system role, put it before the first message's."""
     first, *rest = map(dict, messages)
     if first["role"] == "system":
         return [first | {"content": f"{first['content']}\n\n{text}"}, *rest]

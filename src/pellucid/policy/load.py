@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
@@ -61,11 +61,7 @@ def load_pretrained(
 
     Args:
         name: a folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or a packaged model.
-        dtype: the dtype of the weights.
-        template: the chat template and its variables.
-        access: the revision, and whether code of the checkpoint may run.
-        device_for_4bit: quantize the matrices to 4 bits on this device, and return the model there; None leaves it on
-            the CPU.
+        device_for_4bit: quantize the matrices to 4 bits on this device; None leaves the model on the CPU.
 
     Raises:
         UserError: the model cannot be found or loaded, or is no causal language model.
@@ -123,22 +119,24 @@ def resolve_commit(name: str, access: ModelAccess) -> str:
 
 def explain_policy_errors(name: str, access: ModelAccess = DEFAULT_ACCESS) -> AbstractContextManager[None]:
     """Turn errors of loading policy.model into a UserError that says what to do."""
-    known = (
-        f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
-        f" {_MODELSCOPE_PREFIX}OWNER/NAME, or {', '.join(PACKAGED_MODELS)}"
-    )
-    hint = did_you_mean(name, PACKAGED_MODELS) or (suggest_path(Path(name)) if not Path(name).exists() else "")
-    return explain_load_errors(f"policy.model = {name!r}", access, hint or known)
+
+    def find_hint() -> str:
+        close = did_you_mean(name, PACKAGED_MODELS) or (suggest_path(Path(name)) if not Path(name).exists() else "")
+        return close or (
+            f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
+            f" {_MODELSCOPE_PREFIX}OWNER/NAME, or {', '.join(PACKAGED_MODELS)}"
+        )
+
+    return explain_load_errors(f"policy.model = {name!r}", access, find_hint)
 
 
 @contextmanager
-def explain_load_errors(model: str, access: ModelAccess, hint: str) -> Iterator[None]:
+def explain_load_errors(model: str, access: ModelAccess, find_hint: Callable[[], str]) -> Iterator[None]:
     """Turn errors of loading into a UserError.
 
     Args:
         model: the model as the user wrote it, with the name of its setting.
-        access: the revision, and whether code of the checkpoint may run.
-        hint: what to do if it cannot be loaded, after a semicolon.
+        find_hint: returns what else may be loaded, after a semicolon.
     """
     try:
         yield
@@ -149,7 +147,7 @@ def explain_load_errors(model: str, access: ModelAccess, hint: str) -> Iterator[
                 f" do: read it, then {access.trust_hint}"
             ) from error
         raise UserError(
-            f"{model}{_format_revision(access.revision)} cannot be loaded ({_get_first_line(error)}){hint}"
+            f"{model}{_format_revision(access.revision)} cannot be loaded ({_get_first_line(error)}){find_hint()}"
         ) from error
 
 

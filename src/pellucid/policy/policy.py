@@ -62,11 +62,9 @@ class Policy:
         masters: Mapping[str, Tensor] | None = None,
         load_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
     ) -> None:
-        """Create a policy.
+        """Create a policy, whose forward passes compute in `dtype`, with log-probs of softmax(logits / temperature).
 
         Args:
-            dtype: the dtype of forward passes.
-            temperature: log-probs are those of softmax(logits / temperature).
             entropy_grad: whether the entropy has a gradient.
             gradient_checkpointing: recompute activations in the backward pass.
             adapter: the peft model, if an adapter is trained.

@@ -240,34 +240,39 @@ _MAX_LOGGED_CHARTS = 8
 NON_TERM_METRICS = {"reward/mean", "reward/std", "reward/failed", "reward/no_term", "reward/after_kl"}
 
 
+def _draw_metrics(
+    rows: Sequence[Record], title: str, subtitle: str, labels: Mapping[str, str], include: Sequence[float] = (0,)
+) -> str:
+    return draw_chart(title, subtitle, make_series(rows, labels), include)
+
+
+def draw_reward_chart(metrics: Sequence[Record]) -> str:
+    return _draw_metrics(metrics, "Reward", "mean of a step", {"reward/mean": "reward"}, ())
+
+
 def draw_run_charts(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> list[str]:
     """Return the charts of a run for which it has records."""
-
-    def draw(title: str, subtitle: str, labels: Mapping[str, str], include: Sequence[float] = (0,)) -> str:
-        return draw_chart(title, subtitle, make_series(metrics, labels), include)
-
     lengths = {f"completion/length_{name}": name for name in ("mean", "right", "wrong")}
+    gaps = {"sampler/gap_mean": "mean", "sampler/gap_max": "max"}
     dead = {"all_right": "all right", "all_wrong": "all wrong", "equal": "equal rewards"}
     dead_layers = stack_series(make_series(metrics, {f"groups/dead_{name}": label for name, label in dead.items()}))
     stages = {f"time/{stage}": stage for stage in ("generate", "reward", "score", "update")}
     charts = [
         *(chart for key, rows in evals.items() for chart in draw_evaluation_charts(*key, rows)),
-        draw("Reward", "mean of a step", {"reward/mean": "reward"}, ()),
+        draw_reward_chart(metrics),
         draw_chart("Dead groups", "share of groups with equal rewards: no signal", dead_layers, (0, 1)),
-        draw("Length", "tokens of a completion", lengths),
+        _draw_metrics(metrics, "Length", "tokens of a completion", lengths),
         *draw_tool_charts(metrics),
-        draw("Terms of the reward", "means, before their weights", _list_reward_terms(metrics), ()),
+        _draw_metrics(metrics, "Terms of the reward", "means, before their weights", _list_reward_terms(metrics), ()),
         *(
-            draw(name.removeprefix("logged/"), "logged by rewards, mean of a step", {name: "mean"}, ())
+            _draw_metrics(
+                metrics, name.removeprefix("logged/"), "logged by rewards, mean of a step", {name: "mean"}, ()
+            )
             for name in _list_metrics(metrics, "logged/")[:_MAX_LOGGED_CHARTS]
         ),
-        draw("Entropy", "nats a token", {"entropy": "entropy"}),
-        draw("KL", "from the reference, nats a token", {"kl": "kl"}),
-        draw(
-            "Sampler gap",
-            "between sampler and scorer, nats a token",
-            {"sampler/gap_mean": "mean", "sampler/gap_max": "max"},
-        ),
+        _draw_metrics(metrics, "Entropy", "nats a token", {"entropy": "entropy"}),
+        _draw_metrics(metrics, "KL", "from the reference, nats a token", {"kl": "kl"}),
+        _draw_metrics(metrics, "Sampler gap", "between sampler and scorer, nats a token", gaps),
         draw_chart("Time", "seconds a step", stack_series(make_series(metrics, stages)), (0,)),
     ]
     return [chart for chart in charts if chart]
@@ -278,20 +283,12 @@ def draw_tool_charts(metrics: Sequence[Record]) -> list[str]:
     rows = [{"tools/calls": 0.0, **row} for row in metrics if "turns/mean" in row]
     calling = [row for row in rows if row["tools/calls"]]
     faults = {name: name.removeprefix("tools/") for name in _list_metrics(calling, "tools/") if name != "tools/calls"}
+    with_faults = [{**dict.fromkeys(faults, 0.0), **row} for row in calling]
+    calls = {"tools/calls": "calls"} if calling else {}
     return [
-        draw_chart("Turns", "of the policy, mean of a conversation", make_series(rows, {"turns/mean": "turns"}), (0,)),
-        draw_chart(
-            "Calls of tools",
-            "mean of a conversation",
-            make_series(rows if calling else [], {"tools/calls": "calls"}),
-            (0,),
-        ),
-        draw_chart(
-            "Calls that came to nothing",
-            "share of the calls of tools",
-            make_series([{**dict.fromkeys(faults, 0.0), **row} for row in calling], faults),
-            (0,),
-        ),
+        _draw_metrics(rows, "Turns", "of the policy, mean of a conversation", {"turns/mean": "turns"}),
+        _draw_metrics(rows, "Calls of tools", "mean of a conversation", calls),
+        _draw_metrics(with_faults, "Calls that came to nothing", "share of the calls of tools", faults),
     ]
 
 

@@ -26,12 +26,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.reporting.charts import (
-    draw_chart,
     draw_evaluation_charts,
+    draw_reward_chart,
     escape_text,
     format_count,
     join_charts,
-    make_series,
 )
 from pellucid.reporting.conversations import (
     count_turns,
@@ -343,7 +342,7 @@ def make_comparison_table(first: Evaluation, last: Evaluation) -> Table:
 def make_evaluation_table(model: str, evaluation: Evaluation) -> Table:
     """Return a table of one evaluation, for `pellucid eval`."""
     title = f"{model} on {evaluation.task}, {evaluation.split}: {describe_prompts(evaluation)}"
-    rewards = not evaluation.has_verdicts or any(name in REWARD_MEASURES for name in select_measures([evaluation]))
+    rewards = any(name in REWARD_MEASURES for name in select_measures([evaluation]))
     table = _make_titled_table(title, "", "mean" if rewards else "accuracy", "interval")
     for name, estimate in _label_measures(evaluation).items():
         table.add_row(name, f"{estimate.value:.3f}", format_interval(estimate))
@@ -450,9 +449,8 @@ class NotebookLogger(_ScreenLogger):
 
     def make_bundle(self) -> dict[str, str]:
         """Return the output as HTML, and as text for frontends without HTML."""
-        charts = [draw_chart("Reward", "mean of a step", make_series(self.rewards, {"reward/mean": "reward"}))]
-        charts += [chart for key, rows in self.evaluations.items() for chart in draw_evaluation_charts(*key, rows)]
-        charts = list(filter(None, charts))
+        evaluations = (chart for key, rows in self.evaluations.items() for chart in draw_evaluation_charts(*key, rows))
+        charts = list(filter(None, [draw_reward_chart(self.rewards), *evaluations]))
         text = "\n".join([self.status_line, *self.list_warnings()])
         html = f'<pre style="margin:0">{escape_text(text)}</pre>'
         if charts:  # as an image, so that the styles of the chart and of the notebook do not affect one another

@@ -113,10 +113,7 @@ def split_thought(text: str) -> tuple[str, str | None]:
 
 
 def strip_thought(text: str) -> str:
-    """Return what follows the last `</think>`: the whole text if there is no thought, nothing if it never ends.
-
-    Example: strip_thought("<think>Is it 3?</think> No, 4.") == " No, 4."
-    """
+    """Return what follows the last `</think>`: the whole text if there is no thought, nothing if it never ends."""
     return split_thought(text)[1] or ""
 
 
@@ -266,21 +263,16 @@ def _parse_decimal(digits: str) -> Fraction:
 
 
 def extract_tagged_answer(text: str) -> str | None:
-    """Return the answer of a text that is only `<think>...</think> <answer>...</answer>`, each tag once; else None.
-
-    Example: extract_tagged_answer("<think>3 + 4</think> <answer> 7 </answer>") == "7"
-    """
+    """Return the answer of a text that is only `<think>...</think> <answer>...</answer>`, each tag once; else None."""
     # If every tag is there once, the pattern has one way to match: no hostile text can make it backtrack.
     match = _TAGGED.fullmatch(text) if all(text.count(tag) == 1 for tag in _TAGS) else None
     return match[1].strip() if match else None
 
 
 def find_answer_tag(text: str) -> str | None:
-    """Return the content of the `<answer>` tag that ends the text and is the only one; None without such a tag.
+    """Return the content of the `<answer>` tag that ends the text and is the only one outside of a thought; else None.
 
-    Tags inside a thought do not count, and a text whose thought never ends has no answer.
-
-    Example: find_answer_tag("Let me see. <answer>7</answer>") == "7"
+    A text whose thought never ends has no answer.
     """
     if not text.rstrip().endswith("</answer>"):
         return None

@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import threading
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -203,8 +203,8 @@ def submit_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
 # ---------------------------------------------------------------- trainer_state of a reward function
 
 
-_TRL_METRIC_NAMES = {"reward": "reward/mean", "reward_std": "reward/std", "learning_rate": "lr"}
-"""Our metric names by the names of TRL's log."""
+_TRL_METRIC_NAMES = (("reward", "reward/mean"), ("reward_std", "reward/std"), ("learning_rate", "lr"))
+"""The names of metrics in TRL's log, and ours."""
 
 
 @dataclass(frozen=True)
@@ -229,10 +229,11 @@ class TrainerState:
             lines = Path(self.metrics_file).read_text(encoding="utf-8").splitlines() if self.metrics_file else []
         except OSError:
             return []
-        records = []
+        records: list[dict[str, Any]] = []
         for line in filter(str.strip, lines):
             with suppress(ValueError):  # a crash has cut it
-                records.append(_add_trl_names(json.loads(line)))
+                record = json.loads(line)
+                records.append(record | {theirs: record[ours] for theirs, ours in _TRL_METRIC_NAMES if ours in record})
         return records
 
     @property
@@ -249,7 +250,3 @@ def build_trainer_state(progress: Progress, question_count: int | None, metrics_
     per_step, total = (progress.prompts_per_step, question_count) if question_count else (1, progress.max_steps)
     epoch, last = (steps * per_step / total for steps in (progress.global_step, progress.max_steps))
     return TrainerState(progress.global_step, progress.max_steps, epoch, math.ceil(last), metrics_file)
-
-
-def _add_trl_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {**record, **{theirs: record[ours] for theirs, ours in _TRL_METRIC_NAMES.items() if ours in record}}

@@ -18,7 +18,7 @@ from pellucid.rewards.pool import RewardPool
 from pellucid.rewards.reward_model import RewardModel
 from pellucid.rewards.settings import RewardConfig, RewardModelSettings
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX, get_reward_terms, is_batch_term
-from pellucid.rewards.worker import RewardCall, TermAnswered, merge_answers, run_call
+from pellucid.rewards.worker import RewardCall, merge_answers, run_call
 from pellucid.sandbox.values import InvalidResultError
 from pellucid.sandbox.worker import ErrorLog
 from pellucid.types import Completion, Progress, Prompt, Reward, Task, has_batch_rewards, with_split
@@ -26,21 +26,14 @@ from pellucid.utils.endpoint import describe_destination
 
 
 class GradedTask:
-    """A task whose rewards are computed in worker processes, or with `in_process` in this one.
+    """A task whose rewards are computed in worker processes, or with `in_process` in this one, without time limits.
 
     A reward that raises, takes longer than `cfg.timeout` seconds, ends its process or is no finite number becomes
     Reward(nan, error="what happened"). If functions are terms of the reward, or the task has a method
     `rewards(prompts, completions)`, they are called once for all completions of a step, within `cfg.step_timeout`
-    seconds; if one raises, once for each group. A judge and a reward model work in threads of this process meanwhile.
-
-    Args:
-        task: The task.
-        cfg: The settings `[reward]`.
-        log: The file to which worker processes append what rewards print, and the tracebacks of errors, one for each
-            kind of error.
-        graders: Judges and reward models by the indices of their terms in `task.rewards`.
-        in_process: For rewards that exist in this process alone, as in a notebook. There is no time limit then: a
-            reward that hangs, hangs the run, and one that ends the process, ends it.
+    seconds; if one raises, once for each group. A judge and a reward model work in threads of this process meanwhile:
+    `graders`, by the indices of their terms in `task.rewards`. Worker processes append to the file `log` what rewards
+    print, and a traceback for each kind of error.
 
     Example: task = GradedTask(Dataset(data="train.jsonl"), RewardConfig(timeout=5.0)); test = task.with_split("test")
     """
@@ -105,7 +98,7 @@ class GradedTask:
         self._executor.close()
 
     def _get_time_limits(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the time limits of terms that grade one completion at a time, and of those that grade all at once."""
+        """Return the limits of terms that grade one completion at a time, and of those that grade all at once."""
         single, batch = self._cfg.timeout, self._cfg.step_timeout
         if not self._terms:
             return ({}, {TASK_REWARD: batch}) if has_batch_rewards(self._grading_task) else ({TASK_REWARD: single}, {})
@@ -139,8 +132,7 @@ class InProcessExecutor:
     def compute(self, calls: Sequence[RewardCall]) -> dict[int, dict[int, Answer]]:
         """Return the answers of each term of the calls, by the numbers of the completions."""
         unlimited = (call._replace(limits=dict.fromkeys(call.limits, math.inf)) for call in calls)
-        events = (event for call in unlimited for event in run_call(self._task, call, self._log_error))
-        return merge_answers(event for event in events if isinstance(event, TermAnswered))
+        return merge_answers(event for call in unlimited for event in run_call(self._task, call, self._log_error))
 
     def close(self) -> None:
         """Do nothing: there is no process to end."""

@@ -53,8 +53,9 @@ class _JudgeRequest:
     digest: str
     answer: JudgeAnswer | None = None
     value: float | None = None
-    """The reward that the answer states; None if it states none."""
+    """The reward that the answer states."""
     error: str = ""
+    """Why there is none."""
     faults: list[str] = field(default_factory=list)
     """What failed before it was answered or given up."""
     seconds: float = 0.0
@@ -62,16 +63,10 @@ class _JudgeRequest:
 
 
 class Judge:
-    """The judge of one term, for all completions of a step at once.
+    """The judge of one term, for all completions of a step at once. The folder `cache` keeps its answers.
 
-    The key is read from the environment variable when it is used, and stored nowhere.
-
-    Args:
-        settings: The endpoint, what it is asked, and how its answer is read.
-        cache: The folder of the answers; None keeps them for one step.
-
-    Raises:
-        UserError: if the key is missing, or nothing listens at an address of this machine.
+    The key is read from the environment variable when it is used, and stored nowhere. Raises UserError if it is
+    missing, or if nothing listens at an address of this machine.
     """
 
     def __init__(self, settings: JudgeSettings, cache: Path | None) -> None:
@@ -85,10 +80,9 @@ class Judge:
             check_reachable(settings.base_url, ENDPOINT_NAMES)
 
     def grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
-        """Return the grade of each completion as a reward, in their order, or a part with an error if there is none.
+        """Return the grade of each completion, in their order, or a part with an error. Equal requests are made once.
 
         `extra` has the judge's answer; `logged` has tokens, seconds, retries, and whether the answer was known already.
-        Equal requests are made once.
         """
         # In a thread of its own: that of the caller may have an event loop, as in a notebook.
         with ThreadPoolExecutor(1, "judge") as executor:
@@ -158,7 +152,7 @@ class Judge:
             if request.answer is None:
                 request.answer = await judge_client.request_answer(request.body, request.faults)
             request.value = await asyncio.to_thread(self.compute_reward, request.answer)  # other answers come meanwhile
-            if self._cache and not request.cached and request.value is not None:
+            if self._cache and not request.cached:
                 self._cache.store(request.digest, request.answer)
         except NoGradeError as error:
             request.error = str(error)
@@ -174,38 +168,27 @@ class Judge:
             "judge/cached": cached,
             "judge/retries": 0.0 if repeated else float(min(len(first.faults), self.settings.retries)),
         }
-        if answer is None or first.error:
-            return RewardPart(error=first.error, extra=_build_extra(first), logged=logged)
-        unreadable = self._describe_unreadable(answer) if first.value is None else ""
-        return RewardPart(first.value, unreadable, _build_extra(first), logged)
+        extra: dict[str, Any] = {"judge": answer.text[:_MAX_LOGGED_CHARACTERS]} if answer else {}
+        extra |= {"judge_failures": first.faults} if first.faults else {}
+        return RewardPart(first.value, first.error, extra, logged)
 
-    def compute_reward(self, answer: JudgeAnswer) -> float | None:
-        """Return the reward that an answer states, or None. Raises NoGradeError."""
-        s = self.settings
-        if s.json_field:
-            grade = parse_json_number(answer.text, s.json_field)
+    def compute_reward(self, answer: JudgeAnswer) -> float:
+        """Return the reward that an answer states. Raises NoGradeError if it states none."""
+        s, (low, high) = self.settings, self.settings.range
+        text = "" if s.json_field else extract_grade(answer.text, s.pattern, answer.cut) or ""
+        if s.words:
+            rewards = {word.casefold(): reward for word, reward in s.words.items()}
+            value = rewards.get(text.removesuffix(".").casefold())
         else:
-            text = extract_grade(answer.text, s.pattern, answer.cut) or ""
-            if s.words:
-                rewards = {word.casefold(): reward for word, reward in s.words.items()}
-                return rewards.get(text.removesuffix(".").casefold())
-            grade = parse_number(text)
-        low, high = s.range
-        return (grade - low) / (high - low) if grade is not None and low <= grade <= high else None
-
-    def _describe_unreadable(self, answer: JudgeAnswer) -> str:
-        s = self.settings
-        wanted = f"none of {', '.join(s.words)}" if s.words else f"no number from {s.range[0]:g} to {s.range[1]:g}"
+            grade = parse_json_number(answer.text, s.json_field) if s.json_field else parse_number(text)
+            value = (grade - low) / (high - low) if grade is not None and low <= grade <= high else None
+        if value is not None:
+            return value
+        wanted = f"none of {', '.join(s.words)}" if s.words else f"no number from {low:g} to {high:g}"
         line = " ".join(answer.text.split())
         quote = line if len(line) <= 60 else f"{line[:57]}..."
         cut = f", cut at max_tokens = {s.max_tokens}" if answer.cut else ""
-        return f'{wanted} in "{quote}"{cut}'
-
-
-def _build_extra(request: _JudgeRequest) -> dict[str, Any]:
-    """Return the columns of rollouts.jsonl: what the judge answered, and what failed before."""
-    answer = {"judge": request.answer.text[:_MAX_LOGGED_CHARACTERS]} if request.answer else {}
-    return answer | ({"judge_failures": request.faults} if request.faults else {})
+        raise NoGradeError(f'{wanted} in "{quote}"{cut}')
 
 
 # ---------------------------------------------------------------- requests and retries
@@ -356,7 +339,7 @@ class JudgeAnswer(NamedTuple):
 
 
 def _compute_request_digest(base_url: str, body: Mapping[str, Any]) -> str:
-    """Return the sha256 of a request, with all that decides its answer, as hexadecimal digits."""
+    """Return the sha256 of a request, with all that decides its answer."""
     return hashlib.sha256(json.dumps([base_url, body], sort_keys=True).encode()).hexdigest()
 
 

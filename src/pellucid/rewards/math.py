@@ -78,7 +78,10 @@ def states_formula(text: str, gold: str) -> bool | None:
     if is_words(gold):
         return _states_words(behind, marked, gold)
     expected = normalize_formula(gold)
-    if parse_plain_number(expected.body) is None and not _is_readable(expected.body):
+    body = expected.body
+    if parse_plain_number(body) is None and not (
+        "$" not in body.replace(r"\$", "") and is_computable(body, allowed=body) and parse_formula(body)
+    ):
         return None
     found = extract_conclusion(behind) if marked is None else marked
     found = strip_answer_sentence(found) if marked is not None and len(found) <= MAX_ANSWER_CHARACTERS else found
@@ -90,12 +93,6 @@ def strip_answer_sentence(gold: str) -> str:
     """Return the formula of a gold answer such as "The answer is 0.5"; any other text as it is."""
     match = _ANSWER_IS.search(gold) if "nswer" in gold or "NSWER" in gold else None
     return match["answer"] if match else gold
-
-
-def _is_readable(body: str) -> bool:
-    """Return whether math-verify can read the formula of a gold answer, within a bounded time."""
-    stray = "$" in body.replace(r"\$", "")
-    return not stray and is_computable(body, allowed=body) and bool(parse_formula(body))
 
 
 def _are_equal(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
@@ -182,19 +179,15 @@ def _verify_formula(found: str, expected: str) -> bool:
     one, other = parse_formula(found), parse_formula(expected)
     if not _are_comparable(one, other):
         return False
-    digits = _count_compared_digits(found, expected)
+    # So many digits tell constants apart that have these exponents.
+    exponents = [int(n) for n in re.findall(r"\^\s*\{?\s*-?(\d{1,5})", f"{found} {expected}")]
+    digits = min(_MAX_COMPARED_DIGITS, _MIN_COMPARED_DIGITS + 3 * max(exponents, default=0))
     constants = _compare_constants(found, one, expected, other, digits)
     if constants is not None:
         return constants
     _, verify = load_math_verify()
     # Its numeric comparison is absolute: a difference below 10^-digits counts as none.
     return bool(verify(other, one, numeric_precision=digits, timeout_seconds=None))
-
-
-def _count_compared_digits(*bodies: str) -> int:
-    """Return how many digits tell constants apart that have these exponents."""
-    exponents = [int(n) for body in bodies for n in re.findall(r"\^\s*\{?\s*-?(\d{1,5})", body)]
-    return min(_MAX_COMPARED_DIGITS, _MIN_COMPARED_DIGITS + 3 * max(exponents, default=0))
 
 
 def _compare_constants(found: str, one: Sequence[Any], expected: str, other: Sequence[Any], digits: int) -> bool | None:
@@ -251,12 +244,10 @@ def _compare_in_base(found: str, expected: str) -> bool | None:
         return "".join(found.split()).lower() == other[1].lower()
     value = parse_plain_number(expected)
     if one and value is not None and 2 <= int(one[2]) <= 36:
-        digits = re.fullmatch("-?[0-9a-z]+", one[1].lower())
-        return (
-            digits is not None
-            and all(int(c, 36) < int(one[2]) for c in one[1].lstrip("-"))
-            and value == int(one[1], int(one[2]))
-        )
+        try:
+            return value == int(one[1], int(one[2]))
+        except ValueError:  # the base has no such digit
+            return False
     return None
 
 
@@ -308,27 +299,29 @@ def _parse_intervals(body: str) -> str | None:
         return r"(-\infty,\infty)"
     if left_out := re.fullmatch(reals + r"\s*(?:\\setminus|\\backslash|-|\\)\s*\\\{([^{},]+)\\\}", inside):
         return rf"(-\infty,{left_out[1]})\cup({left_out[1]},\infty)"
-    pieces = _split_pieces(inside)
-    return inside if pieces and all(len(piece.parts) == 2 for piece in pieces[1]) and pieces[0] == "cup" else None
+    kind, pieces = _split_pieces(inside) or ("", ())
+    return inside if kind == "cup" and all(len(piece.parts) == 2 for piece in pieces) else None
 
 
 class _Piece(NamedTuple):
-    """A bracketed list, or a part of a list without brackets."""
+    """A bracketed list."""
 
     brackets: str
     parts: tuple[str, ...]
 
 
-def _split_pieces(body: str) -> tuple[str, list[_Piece]] | None:
-    """Return the pieces of a union of intervals, "cup", or of a list, "list"; None if it is neither."""
+def _split_pieces(body: str) -> tuple[str, Sequence[Any]] | None:
+    """Return the pieces of a union of intervals, "cup", or the elements of a set, "list"; None if it is neither."""
     body = body.strip()
     if r"\cup" in body or body.startswith(("(", "[", r"\{")):
         found = [_parse_bracketed(part.strip()) for part in re.split(r"\\cup(?![A-Za-z])", body)]
         pieces = [piece for piece in found if piece is not None]
-        if len(pieces) == len(found) and (len(pieces) > 1 or len(pieces[0].parts) > 1 or pieces[0].brackets == "{}"):
+        if len(pieces) == len(found) == 1 and pieces[0].brackets == "{}":
+            return "list", pieces[0].parts
+        if len(pieces) == len(found) and (len(pieces) > 1 or len(pieces[0].parts) > 1):
             return "cup", pieces
     parts = _split_at_commas(body)
-    return ("list", [_Piece("", (part,)) for part in parts]) if len(parts) > 1 else None
+    return ("list", parts) if len(parts) > 1 else None
 
 
 def _parse_bracketed(part: str) -> _Piece | None:
@@ -376,19 +369,11 @@ def _compare_pieces(found: str, expected: str) -> bool | None:
     if one is None or other is None:
         return None
     (kind, first), (other_kind, second) = one, other
-    lists = _get_elements(first), _get_elements(second)
     if "list" in (kind, other_kind):  # a list without brackets is a set
-        return None if lists[0] is None or lists[1] is None else _have_equal_elements(lists[0], lists[1])
+        return _have_equal_elements(first, second) if kind == other_kind else None
     if len(first) == len(second) == 1:
         return _are_equal_pieces(first[0], second[0])
     return len(first) == len(second) and _have_perfect_matching(first, second, _are_equal_pieces)
-
-
-def _get_elements(pieces: Sequence[_Piece]) -> tuple[str, ...] | None:
-    """Return the elements of a set or of a list without brackets; None for anything else."""
-    if len(pieces) == 1 and pieces[0].brackets == "{}":
-        return pieces[0].parts
-    return None if any(piece.brackets for piece in pieces) else tuple(piece.parts[0] for piece in pieces)
 
 
 def _are_equal_pieces(one: _Piece, other: _Piece) -> bool:
@@ -742,25 +727,17 @@ def _parse_simple_condition(text: str) -> _ConditionIntervals | None:
 
 
 def _parse_inequality(unknown: str, sign: str, limit: str) -> _ConditionIntervals | None:
-    """Return unknown and intervals of x < a, x != a or |x| < a; None for anything else."""
-    if not _is_unknown(unknown) or _contains_unknown(unknown.strip("|"), limit):
+    """Return unknown and intervals of x < a, x != a or |x| < a; None for anything else, as where -a may be above a."""
+    name, is_absolute = unknown.strip("| "), unknown.startswith("|")
+    is_limit = re.search(rf"(?<![A-Za-z\\]){re.escape(name)}(?![A-Za-z])", limit) is None
+    if not _is_unknown(unknown) or not is_limit or (is_absolute and (sign == "!=" or limit.startswith("-"))):
         return None
-    if unknown.startswith("|"):
-        return _parse_absolute_value(unknown.strip("| "), sign, limit)
-    if sign == "!=":
-        return unknown, [rf"(-\infty,{limit})", rf"({limit},\infty)"]
-    opening, closing = ("[", "]") if "=" in sign else ("(", ")")
-    return unknown, [rf"(-\infty,{limit}{closing}" if sign[0] == "<" else rf"{opening}{limit},\infty)"]
-
-
-def _parse_absolute_value(unknown: str, sign: str, limit: str) -> _ConditionIntervals | None:
-    """Return the intervals of |x| < a or |x| > a; None if a may be negative."""
-    if sign == "!=" or limit.startswith("-"):
-        return None
-    opening, closing = ("[", "]") if "=" in sign else ("(", ")")
+    opening, closing = ("[", "]") if sign in ("<=", ">=") else ("(", ")")
+    low = f"-{limit}" if is_absolute else limit
+    below, above = rf"(-\infty,{low}{closing}", rf"{opening}{limit},\infty)"
     if sign[0] == "<":
-        return unknown, [f"{opening}-{limit},{limit}{closing}"]
-    return unknown, [rf"(-\infty,-{limit}{closing}", rf"{opening}{limit},\infty)"]
+        return name, [f"{opening}{low},{limit}{closing}" if is_absolute else below]
+    return name, [below, above] if is_absolute or sign == "!=" else [above]
 
 
 def _intersect_bounds(bounds: list[_ConditionIntervals | None]) -> _ConditionIntervals | None:
@@ -776,10 +753,6 @@ def _intersect_bounds(bounds: list[_ConditionIntervals | None]) -> _ConditionInt
 
 def _is_unknown(side: str) -> bool:
     return _UNKNOWN.fullmatch(side.strip("| ") if side.startswith("|") and side.endswith("|") else side) is not None
-
-
-def _contains_unknown(unknown: str, text: str) -> bool:
-    return re.search(rf"(?<![A-Za-z\\]){re.escape(unknown)}(?![A-Za-z])", text) is not None
 
 
 def _strip_formatting(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pellucid.rewards.parts import Answer, make_failure
 from pellucid.rewards.settings import RewardConfig
-from pellucid.rewards.worker import RewardCall, TermsStarted, decode_event, load_task, merge_answers, split_into_groups
+from pellucid.rewards.worker import RewardCall, decode_event, load_task, merge_answers, split_into_groups
 from pellucid.sandbox.pool import (
     GRACE_SECONDS,
     Worker,
@@ -126,7 +126,7 @@ class RewardPool:
         except WorkerLostError as error:
             if worker not in self._workers:
                 raise PoolClosedError("rewards were still being computed when their processes were closed") from None
-            call.fail(worker.running_terms, str(error))
+            call.fail(worker.running_terms or list(call.remaining_call.limits)[:1], str(error))
             worker.call = None
             worker.terminate()
             self._workers.remove(worker)
@@ -179,7 +179,7 @@ class _RewardWorker(Worker):
     def send_call(self, call: _PendingCall) -> None:
         """Send the remaining terms of a call to the process."""
         self.call, remaining = call, call.remaining_call
-        self._start_terms(list(remaining.limits)[:1])
+        self._set_timeout(next(iter(remaining.limits.values())))
         # A process may not read, as when a thread that a reward left keeps its interpreter busy.
         with suppress(WorkerLostError):  # receive_answers reports it
             self.send(pickle.dumps((remaining, call.groups)))
@@ -188,19 +188,17 @@ class _RewardWorker(Worker):
         """Add the answers that have arrived to the call, and be idle if these are all. Raises WorkerLostError."""
         assert self.call
         while not self.call.is_done and (event := self.receive()):
-            if isinstance(event, TermsStarted):
-                self._start_terms(event.terms)
-            else:
-                self.call.answers[event.term] |= event.answers
+            self.call.answers[event.term] |= event.answers
+            if not event.answers:
+                open_terms = self.call.remaining_call.limits
+                self.running_terms = [*(term for term in self.running_terms if term in open_terms), event.term]
+                self._set_timeout(max(open_terms[term] for term in self.running_terms))
         if self.call.is_done:
             self.call, self.running_terms, self.deadline = None, (), math.inf
 
-    def _start_terms(self, terms: Sequence[int]) -> None:
-        assert self.call
-        self.running_terms = terms
-        timeout = max(self.call.limits[term] for term in terms)
+    def _set_timeout(self, seconds: float) -> None:
         # Only the asynchronous functions of a batch report by themselves what took too long.
-        self.set_timeout(timeout, grace=GRACE_SECONDS if self.is_batch else 0.0)
+        self.set_timeout(seconds, grace=GRACE_SECONDS if self.is_batch else 0.0)
 
     def _describe_end(self) -> str:
         if time.monotonic() >= self.deadline:

@@ -48,14 +48,9 @@ _NO_TEMPLATE_ERROR = (
 
 
 class RewardModel:
-    """A ModelGrader whose values are logits of a model, which is loaded when the object is made.
+    """A ModelGrader whose values are logits of a model, a folder or an id of the Hub.
 
-    Args:
-        source: A folder, or the id of a model on the Hub.
-        settings: Device, dtype, batch size and the like.
-
-    Raises:
-        UserError: if `source` is no classifier of sequences, or the settings do not fit it.
+    The constructor loads it. Raises UserError if it is no classifier of sequences, or the settings do not fit it.
 
     Example: RewardModel("some/reward-model", RewardModelSettings(batch=8)).grade([(prompt, completion)])
     """
@@ -236,10 +231,10 @@ def _locate_reward_model(source: str, settings: RewardModelSettings) -> str:
 
 
 def _explain_load_errors(source: str, settings: RewardModelSettings) -> AbstractContextManager[None]:
-    hint = (
-        suggest_path(Path(source)) or "; give a folder with config.json and safetensors, or a Hub id that is reachable"
+    known = "; give a folder with config.json and safetensors, or a Hub id that is reachable"
+    return explain_load_errors(
+        _format_term_name(source), _get_access(settings), lambda: suggest_path(Path(source)) or known
     )
-    return explain_load_errors(_format_term_name(source), _get_access(settings), hint)
 
 
 def _get_access(settings: RewardModelSettings) -> ModelAccess:

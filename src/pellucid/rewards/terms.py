@@ -144,8 +144,6 @@ BUILTIN_TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None
 
 def grade_best_gold(grade: Callable[[str, str], float | None], text: str, golds: Sequence[str]) -> float | None:
     """Return the highest grade of a text over several gold answers; None if none of them can be read."""
-    if len(golds) == 1:
-        return grade(text, golds[0])
     return max((value for gold in golds if (value := grade(text, gold)) is not None), default=None)
 
 
@@ -173,10 +171,9 @@ def grade_math(text: str, gold: str) -> float | None:
 
 @lru_cache(maxsize=256)
 def find_gold_fault(name: str, gold: str) -> str | None:
-    """Return why a term cannot grade by a gold answer, or None.
+    """Return why a term cannot grade by a gold answer, as a clause that follows "the answer ...", or None.
 
     The term must read the gold answer, credit it in a box, and refuse another number where the gold answer is a number.
-    The reason is a clause that follows "the answer ...".
 
     Example: find_gold_fault("numeric", "1,080") is None; find_gold_fault("numeric", "seven")[:15] == "holds no number"
     """
@@ -234,8 +231,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def label_terms(terms: Sequence[RewardTerm]) -> list[str]:
-    """Return the names under which terms are logged. Functions and models go by their own names, without a folder;
-    repeated names are numbered.
+    """Return the names under which terms are logged: of functions and models without a folder, repeated ones numbered.
 
     Example: the labels of regex, regex and rewards.py:brevity are ["regex", "regex-2", "brevity"]
     """

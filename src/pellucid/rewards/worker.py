@@ -39,20 +39,11 @@ class RewardCall(NamedTuple):
     """Whether the call is about many completions, which terms may compare."""
 
 
-class TermsStarted(NamedTuple):
-    """These terms are computed from now on."""
-
-    terms: list[int]
-
-
-class TermAnswered(NamedTuple):
-    """A term has answers, by the numbers of their completions."""
+class CallEvent(NamedTuple):
+    """A term has answers, by the numbers of their completions; without any, it is computed from now on."""
 
     term: int
     answers: Mapping[int, Answer]
-
-
-CallEvent = TermsStarted | TermAnswered
 
 
 # ---------------------------------------------------------------- the worker process
@@ -76,9 +67,9 @@ def _serve_calls(task: Any, connection: Connection) -> None:
         pairs, errors = _unpickle_groups(groups)
         for term in call.limits if errors else ():
             failures = {number: make_failure(term, error) for number, error in errors.items()}
-            connection.send_bytes(_encode_event(TermAnswered(term, failures)))
+            connection.send_bytes(_encode_event(CallEvent(term, failures)))
         for event in run_call(task, call._replace(pairs=pairs), log_error):
-            if isinstance(event, TermsStarted):
+            if not event.answers:
                 start_watchdog(max(call.limits.values()))
             connection.send_bytes(_encode_event(event))
         stop_watchdog()
@@ -99,8 +90,6 @@ def _unpickle_groups(groups: Sequence[tuple[bytes, list[int]]]) -> tuple[Numbere
 
 def _encode_event(event: CallEvent) -> bytes:
     """Return an event as JSON, which its receiver can read without running code of the user's."""
-    if isinstance(event, TermsStarted):
-        return json.dumps({"started": event.terms}).encode()
     answers = [
         (number, {field.name: getattr(answer, field.name) for field in fields(answer)})
         for number, answer in event.answers.items()
@@ -111,10 +100,8 @@ def _encode_event(event: CallEvent) -> bytes:
 def decode_event(data: bytes) -> CallEvent:
     """Return the event. Raises ValueError, TypeError, KeyError or RecursionError for anything else."""
     values = json.loads(data)
-    if "started" in values:
-        return TermsStarted(values["started"])
     kind = Reward if values["term"] == TASK_REWARD else RewardPart
-    return TermAnswered(values["term"], {number: kind(**answer) for number, answer in values["answers"]})
+    return CallEvent(values["term"], {number: kind(**answer) for number, answer in values["answers"]})
 
 
 # ---------------------------------------------------------------- the computation
@@ -131,14 +118,13 @@ def run_call(task: Any, call: RewardCall, log_error: ErrorLog) -> Iterator[CallE
     concurrent = [term for term in call.limits if term != TASK_REWARD and _is_async_term(task, term)]
     for term in call.limits:
         if term not in concurrent:
-            yield TermsStarted([term])
+            yield CallEvent(term, {})
             yield from _run_term(task, term, call, log_error)
-    if concurrent:
-        yield TermsStarted(concurrent)
-        yield from _run_async_terms(task, concurrent, call, log_error)
+    yield from (CallEvent(term, {}) for term in concurrent)
+    yield from _run_async_terms(task, concurrent, call, log_error)
 
 
-def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLog) -> Iterator[TermAnswered]:
+def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLog) -> Iterator[CallEvent]:
     deadline = time.monotonic() + call.limits[term]
     waiting = deque([call.pairs])
     while waiting:
@@ -152,7 +138,7 @@ def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLog) -> It
         if error is not None:
             answers = _make_failures(term, error, len(pairs), log_error)
         # Each group's answers count, even if the next group takes too long.
-        yield TermAnswered(term, dict(zip(pairs, answers, strict=True)))
+        yield CallEvent(term, dict(zip(pairs, answers, strict=True)))
 
 
 def _compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[Answer]:
@@ -167,7 +153,7 @@ def _compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], st
     return [validate_answer(reward) for reward in rewards]
 
 
-def _run_async_terms(task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLog) -> Iterator[TermAnswered]:
+def _run_async_terms(task: Any, terms: Sequence[int], call: RewardCall, log_error: ErrorLog) -> Iterator[CallEvent]:
     running = [
         functions.submit_coroutine(_run_async_term(term, task.rewards[term].name, call, log_error)) for term in terms
     ]
@@ -179,7 +165,7 @@ def _run_async_terms(task: Any, terms: Sequence[int], call: RewardCall, log_erro
             future.cancel()
 
 
-async def _run_async_term(term: int, spec: str, call: RewardCall, log_error: ErrorLog) -> TermAnswered:
+async def _run_async_term(term: int, spec: str, call: RewardCall, log_error: ErrorLog) -> CallEvent:
     """Return the answers of an asynchronous function as `_run_term` does, all of it within the term's time limit."""
     deadline = asyncio.get_running_loop().time() + call.limits[term]
 
@@ -200,7 +186,7 @@ async def _run_async_term(term: int, spec: str, call: RewardCall, log_error: Err
             return _make_failures(term, raised, len(pairs), log_error)
         return [answer for part in await asyncio.gather(*map(attempt, split_into_groups(pairs))) for answer in part]
 
-    return TermAnswered(term, dict(zip(call.pairs, await attempt(call.pairs, may_split=True), strict=True)))
+    return CallEvent(term, dict(zip(call.pairs, await attempt(call.pairs, may_split=True), strict=True)))
 
 
 def merge_answers(answered: Iterable[tuple[int, Mapping[int, Answer]]]) -> dict[int, dict[int, Answer]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -112,7 +112,13 @@ class Scheduler(Generic[RowT]):
 
     def admit(self) -> None:
         """Prefill waiting requests while there are free slots; those with as many rows are prefilled together."""
-        while joining := self._take_admissible():
+        while self.waiting:
+            size = len(self.waiting[0].rows)
+            fitting = self.waiting[: self.running.count_free_slots() // size]
+            joining = list(takewhile(lambda request: len(request.rows) == size, fitting))  # noqa: B023
+            if not joining:
+                return
+            self.waiting = self.waiting[len(joining) :]
             rows = [row for request in joining for row in request.rows]
             self.running.admit([request.prompt_ids for request in joining], rows)
             self.decoding.update(rows)
@@ -154,17 +160,6 @@ class Scheduler(Generic[RowT]):
             self.paused.pop(row, None)
             self.evicted.pop(row, None)
         self._drop_finished()
-
-    def _take_admissible(self) -> list[Request[RowT]]:
-        """Take from the queue the first requests, as many as fit into the free slots in one prefill."""
-        if not self.waiting:
-            return []
-        size, joining = len(self.waiting[0].rows), 0
-        free = self.running.count_free_slots() // size
-        while joining < min(free, len(self.waiting)) and len(self.waiting[joining].rows) == size:
-            joining += 1
-        taken, self.waiting = self.waiting[:joining], self.waiting[joining:] if joining else self.waiting
-        return taken
 
     def _decode(self, count: int) -> None:
         """Sample tokens, hand them out, and run the decode step behind the last of them."""
@@ -231,9 +226,7 @@ class Scheduler(Generic[RowT]):
             self.running.keep_rows_and_logits(self._list_unfinished_slots())
 
     def _list_unfinished_slots(self) -> Tensor:
-        """The slots of rows that decode or wait, ascending, on the CPU."""
-        rows = enumerate(self.running.requests)
-        return torch.tensor([i for i, row in rows if row in self.decoding or row in self.paused], dtype=torch.long)
+        return self._find_slots([row for row in self.running.requests if row in self.decoding or row in self.paused])
 
     def _should_compact(self, unfinished: int) -> bool:
         if self.compacts_at_once:

@@ -93,7 +93,7 @@ class VLLMSampler:
         self.policy, self.version = policy, version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Sample a group for each prompt, with the random numbers of each row. Truncation is not supported."""
+        """Sample a group for each prompt. Each row has its own random numbers. Truncation is not supported."""
         if sampling.truncates:
             raise UserError(TRUNCATION_ERROR)
         assert self.engine

@@ -38,15 +38,16 @@ _CONCLUSION_CSS_CLASSES = {"above": "above", "below": "below", "cannot tell": "u
 
 def compare_runs(folders: Sequence[Path], baseline: str, output: Path) -> int:
     """`pellucid compare`: print the table, write the page and its numbers. Return the exit status."""
-    if output.suffix == ".json" or output.stem == "study":
-        raise UserError(f"--output {output} is the name of something else: name a page such as compare.html")
+    numbers = output.with_suffix(".json")
+    if numbers in (output, output.with_name("study.json")):
+        raise UserError(f"--output {output}: its numbers would replace {numbers}: name a page such as compare.html")
     runs = gather_runs(folders, baseline)
     rows = summarize_variants(runs)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(_build_comparison_page(runs, rows), encoding="utf-8")
-    write_numbers(output.with_suffix(".json"), runs, rows)
+    write_numbers(numbers, runs, rows)
     print_table(runs, rows)
-    print(escape_controls(f"page {output}, numbers {output.with_suffix('.json')}"))
+    print(escape_controls(f"page {output}, numbers {numbers}"))
     return 0
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
+from threading import Lock
 from typing import Any
 
 from pellucid.types import Message, UserError
@@ -48,6 +49,7 @@ class _FileRows(Sequence[tuple[str, DataRow]]):
     def __init__(self, paths: Sequence[Path]) -> None:
         self._file = SpooledTemporaryFile(max_size=_MAX_BYTES_IN_MEMORY)  # noqa: SIM115 - as long as the rows
         weakref.finalize(self, self._file.close)
+        self._lock = Lock()
         self._units = [f"{path}, {'line' if path.suffix.lower() in _LINE_FORMATS else 'row'}" for path in paths]
         self._file_indices, self._numbers, self._starts = array("l"), array("q"), array("q")
         for file_index, path in enumerate(paths):
@@ -64,8 +66,10 @@ class _FileRows(Sequence[tuple[str, DataRow]]):
         return len(self._starts)
 
     def __getitem__(self, index: int) -> tuple[str, DataRow]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._file.seek(self._starts[index])
-        return f"{self._units[self._file_indices[index]]} {self._numbers[index]}", pickle.load(self._file)
+        with self._lock:  # rollouts may be generated in a thread while another evaluates
+            self._file.seek(self._starts[index])
+            row = pickle.load(self._file)
+        return f"{self._units[self._file_indices[index]]} {self._numbers[index]}", row
 
 
 class _HubRows(Sequence[tuple[str, DataRow]]):

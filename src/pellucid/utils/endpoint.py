@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pellucid.types import UserError
 
@@ -53,14 +53,20 @@ class SettingNames:
     key: str
 
 
+def split_address(url: str) -> SplitResult | None:
+    """Return the parts of an address of HTTP; None if it is no complete one."""
+    try:
+        parts = urlsplit(url)
+        is_complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        return parts if is_complete else None
+    except ValueError:
+        return None
+
+
 def find_address_mistake(base_url: str, names: SettingNames) -> str:
     """Return what is wrong with an address, in one line without passwords; empty if it is right."""
-    try:
-        parts = urlsplit(base_url)
-        is_complete = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-    except ValueError:
-        parts, is_complete = None, False
-    if parts is None or not is_complete:
+    parts = split_address(base_url)
+    if parts is None:
         shown = "" if "@" in base_url else f" {base_url!r}"  # with "@" it may contain a password
         return f"{names.base_url}{shown} is no address: write http://HOST:PORT/v1 or https://HOST/v1"
     if parts.username or parts.password or parts.query:
