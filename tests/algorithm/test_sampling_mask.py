@@ -296,4 +296,5 @@ def test_what_cuts_off_nothing_that_can_be_said_is_refused(recipe, capsys, secti
     recipe.write_text(recipe.read_text().replace(f"[{section}]", f"[{section}]\n{name} = {value}"))
     assert train(recipe) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"{name} = {value}" in line
+    assert f"{section}.{name}: " in line
+    assert f"(got {value})" in line

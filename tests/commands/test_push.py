@@ -233,7 +233,7 @@ def test_nobody_is_logged_in(trained, online, monkeypatch, tmp_path):
 
 def test_a_token_that_the_hub_does_not_know(trained, online, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
-    with pytest.raises(UserError, match="answers 401: .*; hf auth login") as refused:
+    with pytest.raises(UserError, match=r"answers 401: .*; hf auth login") as refused:
         push_to_hub(trained, "me/tiny")
     assert "hf_of_yesterday" not in str(refused.value)
 

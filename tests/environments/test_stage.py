@@ -375,7 +375,7 @@ def test_a_fork_server_that_ends_just_now_is_replaced(stage, monkeypatch):
     monkeypatch.setattr(sandbox.Worker, "is_alive", True)
     stage.send_turn(0, call("wait", seconds=60))
     stage.start_conversation(1, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
-    assert replies(stage, 1)[1].prompt
+    assert replies(stage, 2)[1].prompt
     assert stage._factory._server is not server
 
 

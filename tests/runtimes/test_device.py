@@ -180,9 +180,9 @@ def served(run_dir, device):
     )
     told, engine = [], service.engine
     engine.submit(GenerationRequest([1, 2, 3], told.append, n=2, max_tokens=8, seed=7))
-    engine._admit()
+    engine.step()
     while engine.running.requests:
-        engine._decode_step()
+        engine.step()
     return told
 
 

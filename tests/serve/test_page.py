@@ -133,5 +133,5 @@ def test_an_answer_that_could_not_be_graded_is_a_card_that_says_so(browser):
     with running(task=Failing()) as (_, url):
         browser.get(url)
         found(browser, "#draw")[0].click()
-        eventually(browser, lambda: found(browser, "#draw")[0].is_enabled())
+        eventually(browser, found(browser, "#draw")[0].is_enabled)
         assert [card.text.splitlines()[0] for card in found(browser, ".card")] == ["not graded"] * 8

@@ -51,7 +51,9 @@ class ChatTemplate(NamedTuple):
             return
         text = _read_template(self.file) if self.file else tokenizer.chat_template
         if not isinstance(text, str):
-            raise UserError("policy.template_kwargs: this tokenizer has no chat template: give policy.template")
+            raise UserError(
+                "policy.template_kwargs: this tokenizer has no chat template of its own: give policy.template"
+            )
         for name in self.variables:
             if not re.search(rf"\b{re.escape(name)}\b", text):
                 raise UserError(f"policy.template_kwargs: the chat template reads no {name}")

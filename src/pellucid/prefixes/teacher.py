@@ -95,7 +95,10 @@ class Teacher:
                     return text
                 complaint = "the answer is empty"
             except self.openai.APIStatusError as error:
-                raise UnansweredError(self.explain_status_error(error)) from None
+                address = self.options.base_url, self.options.teacher, self.options.key_env
+                if refusal := endpoints.find_permanent_refusal(error, *address, TEACHER_SETTING_NAMES):
+                    raise UserError(refusal) from None
+                raise UnansweredError(endpoints.describe_error(error, self.key)) from None
             except self.openai.APIConnectionError as error:
                 raise self.make_connection_error(error) from None
             except RecursionError:
@@ -115,13 +118,6 @@ class Teacher:
             return endpoints.remove_key(endpoints.extract_message_text(answer.choices[0].message.content), self.key)
         except (AttributeError, IndexError, KeyError, TypeError):  # the client returns any JSON that it received
             return ""
-
-    def explain_status_error(self, error: Any) -> str:
-        """Return why a request failed, without the key, which endpoints quote. UserError if all requests would fail."""
-        address = self.options.base_url, self.options.teacher, self.options.key_env
-        if refusal := endpoints.find_permanent_refusal(error, *address, TEACHER_SETTING_NAMES):
-            raise UserError(refusal)
-        return endpoints.describe_error(error, self.key)
 
     def make_connection_error(self, error: Exception) -> Exception:
         if isinstance(error, self.openai.APITimeoutError):

@@ -311,13 +311,13 @@ class _Piece(NamedTuple):
 
 
 def _split_pieces(body: str) -> tuple[str, Sequence[Any]] | None:
-    """Return the pieces of a union of intervals, "cup", or the elements of a set, "list"; None if it is neither."""
+    """Return the pieces of a union of intervals, "cup", or the elements of a "set" or "list"; None for another kind."""
     body = body.strip()
     if r"\cup" in body or body.startswith(("(", "[", r"\{")):
         found = [_parse_bracketed(part.strip()) for part in re.split(r"\\cup(?![A-Za-z])", body)]
         pieces = [piece for piece in found if piece is not None]
         if len(pieces) == len(found) == 1 and pieces[0].brackets == "{}":
-            return "list", pieces[0].parts
+            return "set", pieces[0].parts
         if len(pieces) == len(found) and (len(pieces) > 1 or len(pieces[0].parts) > 1):
             return "cup", pieces
     parts = _split_at_commas(body)
@@ -369,8 +369,10 @@ def _compare_pieces(found: str, expected: str) -> bool | None:
     if one is None or other is None:
         return None
     (kind, first), (other_kind, second) = one, other
-    if "list" in (kind, other_kind):  # a list without brackets is a set
-        return _have_equal_elements(first, second) if kind == other_kind else None
+    if "cup" not in (kind, other_kind):  # a list without brackets is a set
+        return _have_equal_elements(first, second)
+    if kind != other_kind:
+        return None if "list" in (kind, other_kind) else False
     if len(first) == len(second) == 1:
         return _are_equal_pieces(first[0], second[0])
     return len(first) == len(second) and _have_perfect_matching(first, second, _are_equal_pieces)

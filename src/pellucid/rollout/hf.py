@@ -50,11 +50,7 @@ class HuggingFaceSampler:
         rows = [ids for ids in contexts for _ in range(sampling.n)]
         check_prompt_lengths(rows, self.policy.context_length - sampling.max_tokens)
         sampled = self._sample_rows(rows, sampling, compute_row_seed(sampling.seed, prompts[0], 0))
-        lengths = [self._find_length(ids) for ids, _, _ in sampled]
-        columns = (
-            [values[:n] for values, n in zip(column, lengths, strict=True)] for column in zip(*sampled, strict=True)
-        )
-        return build_groups(self.policy, self.version, prompts, contexts, *columns)
+        return build_groups(self.policy, self.version, prompts, contexts, *zip(*sampled, strict=True))
 
     def _generate_conversations(self, conversations: ConversationBatch) -> list[Group]:
         """Sample a turn of all rows, then the next turn of those that have a reply. Each turn is prefilled anew."""
@@ -78,7 +74,7 @@ class HuggingFaceSampler:
     def _sample_rows(
         self, contexts: Sequence[Sequence[int]], sampling: Sampling, seed: int
     ) -> list[tuple[list[int], list[float], Sequence[Tensor]]]:
-        """Return for each row its tokens, their log-probs, and sampling masks if there is a truncation."""
+        """Return the tokens of each row up to the first EOS token, their log-probs, and masks of a truncation."""
         # Seed the global random numbers, and restore their state. A process has one GPU.
         with torch.random.fork_rng([self.model.device] if self.model.device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -86,7 +82,10 @@ class HuggingFaceSampler:
         # Scores are at the temperature, -inf where cut off.
         logprobs = scores.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
         masks = [pack_masks(row.isfinite()) if sampling.truncates else () for row in scores]
-        return list(zip(tokens.tolist(), logprobs.tolist(), masks, strict=True))
+        eos_ids = self.policy.eos_ids  # behind the first of them, `generate()` pads
+        ids = [row[: next((t for t, id in enumerate(row, 1) if id in eos_ids), len(row))] for row in tokens.tolist()]
+        columns = zip(ids, logprobs.tolist(), masks, strict=True)
+        return [(row, row_logprobs[: len(row)], row_masks[: len(row)]) for row, row_logprobs, row_masks in columns]
 
     def _build_config(self, sampling: Sampling) -> GenerationConfig:
         return GenerationConfig(
@@ -100,11 +99,6 @@ class HuggingFaceSampler:
             eos_token_id=list(self.policy.eos_ids),
             pad_token_id=self.policy.eos_ids[0],
         )
-
-    def _find_length(self, row: list[int]) -> int:
-        """Return the length up to the first EOS token and with it; `generate()` pads behind it."""
-        ends = [t for t, token in enumerate(row) if token in self.policy.eos_ids]
-        return ends[0] + 1 if ends else len(row)
 
 
 def run_generate(model: Any, rows: Sequence[Sequence[int]], config: GenerationConfig) -> tuple[Tensor, Tensor]:

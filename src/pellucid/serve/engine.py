@@ -368,7 +368,7 @@ class GenerationRequest:
     """
 
     prompt_ids: Sequence[int]
-    notify: Callable[[CompletionChunk | Exception | None], None]
+    notify: Callable[[CompletionChunk | Exception | None], object]
     n: int = 1
     max_tokens: int = 256
     temperature: float = 1.0

@@ -29,13 +29,9 @@ def estimate_interval(table: Table, same_questions: bool = False, seed: int = 0)
     """
     rng = np.random.default_rng(seed)
     means = resample_shared_questions(table, rng) if same_questions else resample_means(table, rng)
-    ends = np.quantile(means, (0.025, 0.975))
-    return Estimate(*(_round_mean(float(value)) for value in (np.mean([np.mean(row) for row in table]), *ends)))
-
-
-def _round_mean(mean: float) -> float:
-    """Return a mean without the rounding errors of its sum: an interval that ends at 0 contains 0."""
-    return round(mean, 12) + 0.0  # -0.0 becomes 0.0
+    measures = [np.mean([np.mean(row) for row in table]), *np.quantile(means, (0.025, 0.975))]
+    # Without the rounding errors of sums, and without -0.0: an interval that ends at 0 contains 0.
+    return Estimate(*(round(float(value), 12) + 0.0 for value in measures))
 
 
 def compute_false_positive_odds(seeds: int) -> int:
@@ -64,17 +60,11 @@ def resample_means(table: Table, rng: np.random.Generator) -> np.ndarray:
     seeds = rng.integers(len(table), size=(RESAMPLE_COUNT, len(table)))
     means = np.empty(seeds.shape)
     for i, row in enumerate(table):
-        means[seeds == i] = _resample_row_means(row, int((seeds == i).sum()), rng)
+        # A mean depends only on how often each value is sampled, so that one multinomial sample is enough.
+        values, counts = np.unique(np.asarray(row, dtype=float), return_counts=True)
+        samples = rng.multinomial(len(row), counts / len(row), size=int((seeds == i).sum()))
+        means[seeds == i] = samples @ values / len(row)
     return means.mean(axis=1)
-
-
-def _resample_row_means(row: Sequence[float], times: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the means [times] of samples of as many questions as the row has.
-
-    A mean depends only on how often each value is sampled, so that one multinomial sample is enough.
-    """
-    values, counts = np.unique(np.asarray(row, dtype=float), return_counts=True)
-    return rng.multinomial(len(row), counts / len(row), size=times) @ values / len(row)
 
 
 def classify_difference(difference: Estimate) -> str:

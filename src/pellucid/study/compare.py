@@ -220,20 +220,14 @@ def print_table(comparison: Comparison, rows: Sequence[VariantSummary]) -> None:
     for name in ("runs", "accuracy" if comparison.measure == "greedy" else "reward", "difference", "conclusion"):
         table.add_column(name, justify="left" if name == "conclusion" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(escape(escape_controls(cell)) for cell in _format_row(row)))
+        cells = [row.variant, str(len(row.seeds)), "", "", ""]
+        if row.seeds:
+            estimate = format_estimate(row.compared_estimate, "", row.measure)
+            cells[2:] = estimate, format_estimate(row.difference, "+", row.measure), row.conclusion
+        table.add_row(*(escape(escape_controls(cell)) for cell in cells))
     rich.print(table)
     for line in list_notes(comparison, rows):
         print(escape_controls(line))
-
-
-def _format_row(row: VariantSummary) -> list[str]:
-    if not row.seeds:
-        return [row.variant, "0", "", "", ""]
-    estimates = (
-        format_estimate(row.compared_estimate, "", row.measure),
-        format_estimate(row.difference, "+", row.measure),
-    )
-    return [row.variant, str(len(row.seeds)), *estimates, row.conclusion]
 
 
 def format_estimate(estimate: Estimate | None, sign: str, measure: str) -> str:

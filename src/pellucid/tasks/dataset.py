@@ -46,8 +46,8 @@ _MAX_LISTED_BAD_ROWS = 5
 
 
 @dataclass(frozen=True)
-class DataSettings:
-    """The settings of every task whose prompts are made from rows of data."""
+class DatasetTask:
+    """A task whose prompts and rewards are those of a Dataset with the same settings."""
 
     name: str = ""
     """This task."""
@@ -80,9 +80,25 @@ class DataSettings:
     """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first; where that is a
     function of your own which gives other numbers than 0 and 1, evaluation speaks of the mean reward instead."""
 
+    def build_dataset(self) -> Dataset:
+        return build_dataset(self)
+
+    @property
+    def question_count(self) -> int | None:
+        return self.build_dataset().question_count
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        return self.build_dataset().sample(step, n)
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        return self.build_dataset().reward(prompt, completion)
+
+    def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
+        return self.build_dataset().combine_parts(parts)
+
 
 @dataclass(frozen=True)
-class Dataset(DataSettings):
+class Dataset(DatasetTask):
     """Prompts made from data rows; the reward is the weighted sum of the reward terms that apply to the row.
 
     Example: Dataset(data="openai/gsm8k", subset="main", test_data="test", answer_pattern="#### (.+)")
@@ -197,27 +213,6 @@ class Dataset(DataSettings):
             extra={column: value for part in parts for column, value in part.extra.items()},
             logged=_average_by_name([part.logged for part in parts]),
         )
-
-
-@dataclass(frozen=True)
-class DatasetTask(DataSettings):
-    """A task whose prompts and rewards are those of a Dataset with the same settings."""
-
-    def build_dataset(self) -> Dataset:
-        return build_dataset(self)
-
-    @property
-    def question_count(self) -> int | None:
-        return self.build_dataset().question_count
-
-    def sample(self, step: int, n: int) -> list[Prompt]:
-        return self.build_dataset().sample(step, n)
-
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return self.build_dataset().reward(prompt, completion)
-
-    def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
-        return self.build_dataset().combine_parts(parts)
 
 
 def build_dataset(task: Any, **settings: Any) -> Dataset:

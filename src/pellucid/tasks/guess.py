@@ -53,11 +53,14 @@ class Guess(GeneratedTask):
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return n prompts. Among every `largest` prompts in a row, each number is hidden once."""
         text = ({"role": "user", "content": self.template.replace("{largest}", str(self.largest))},)
-        numbers = [self._get_hidden_number(step * n + i) for i in range(n)]
-        return [
-            Prompt(f"{self.split}/{step}/{i}", text, str(number), {"number": number, "guesses": self.guesses})
-            for i, number in enumerate(numbers)
-        ]
+        prompts = list[Prompt]()
+        for i in range(n):
+            epoch, position = divmod(step * n + i, self.largest)
+            rng = Random(f"guess/{self.seed}/{self.split}/{epoch}")
+            number = rng.sample(range(1, self.largest + 1), self.largest)[position]
+            columns = {"number": number, "guesses": self.guesses}
+            prompts.append(Prompt(f"{self.split}/{step}/{i}", text, str(number), columns))
+        return prompts
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         guesses = _extract_guesses(completion.messages)[: self.guesses]
@@ -67,11 +70,6 @@ class Guess(GeneratedTask):
         value = (1 - self.format_reward) * found + self.format_reward * number_share
         logged = {"guesses": float(len(guesses))} if found else {}
         return Reward(value, {"found": float(found), "alone": number_share}, correct=found, logged=logged)
-
-    def _get_hidden_number(self, index: int) -> int:
-        epoch, i = divmod(index, self.largest)
-        order = Random(f"guess/{self.seed}/{self.split}/{epoch}").sample(range(1, self.largest + 1), self.largest)
-        return order[i]
 
 
 class Game:

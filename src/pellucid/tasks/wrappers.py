@@ -80,14 +80,13 @@ def with_seed(task: Any, seed: int) -> Any:
 
 def is_process_bound(task: Task) -> bool:
     """Whether no other process could load the task, because its class or one of its rewards has no file."""
-    return any(is_local_class(type(layer)) or _has_reward_objects(layer) for layer in list_task_layers(task))
+    for layer in list_task_layers(task):
+        terms = getattr(layer, "rewards", ())  # a task of the user's own can have anything here
+        names = [str(getattr(term, "name", "")) for term in terms] if isinstance(terms, list | tuple) else []
+        if is_local_class(type(layer)) or any(name.startswith(IN_PROCESS_PREFIX) for name in names):
+            return True
+    return False
 
 
 def is_local_class(cls: type) -> bool:
     return cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
-
-
-def _has_reward_objects(task: Any) -> bool:
-    terms = getattr(task, "rewards", ())  # a task of the user's own can have anything here
-    names = [getattr(term, "name", "") for term in terms] if isinstance(terms, list | tuple) else []
-    return any(str(name).startswith(IN_PROCESS_PREFIX) for name in names)
