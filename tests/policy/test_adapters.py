@@ -141,7 +141,10 @@ def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
             "no linear layer is called q_prj; there are down_proj",
         ),
         (["--policy.lora", "2", "--policy.lora-targets", "q_proj", "lm_head"], "lm_head is the output layer"),
-        (["--policy.lora", "2", "--policy.lora-alpha", "-1"], "policy.lora_alpha: Input should be greater than or equal to 0"),
+        (
+            ["--policy.lora", "2", "--policy.lora-alpha", "-1"],
+            "policy.lora_alpha: Input should be greater than or equal to 0",
+        ),
         (["--policy.lora-alpha", "4"], "give lora, its rank, too"),
         (
             ["--policy.lora", "2", "--policy.lora-dropout", "0.1"],
