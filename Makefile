@@ -42,7 +42,7 @@ test-all: setup
 # today's TRL. torch brings gigabytes of CUDA there.
 test-lowest: .venv-lowest/ready
 	$(subst $(BIN),.venv-lowest/bin,$(PYTEST)) -m "not slow" -p no:cacheprovider \
-	    $(patsubst %,--ignore tests/test_%.py,structure docs notebook wheel bench gpu_benchmark renames examples systems) $(ARGS)
+	    $(patsubst %,--ignore tests/test_%.py,structure docs notebook wheel bench gpu_benchmark trl_hints examples systems) $(ARGS)
 
 .venv-lowest/ready: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv .venv-lowest

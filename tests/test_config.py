@@ -153,7 +153,7 @@ def test_settings_of_the_optimizer_are_in_their_ranges(tmp_path, text):
 
 def test_a_list_is_no_settings(tmp_path):
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"list.json: no object of settings"):
+    with pytest.raises(UserError, match=r"list.json is not a JSON object of settings"):
         config.load_config(tmp_path / "list.json")
 
 
@@ -251,7 +251,7 @@ def test_rewards_are_named_on_the_command_line(tmp_path):
     assert [(term.name, term.weight) for term in terms] == [("exact", 1.0), ("tagged", 1.0)]
     [term] = config.load_config(path, ["--task.rewards.0.weight", "0.5"]).task.rewards
     assert (term.name, term.weight) == ("math", 0.5)
-    with pytest.raises(UserError, match=r"the command line: rewards.1: the last there is is rewards.0"):
+    with pytest.raises(UserError, match=r"the command line: rewards.1: the last one is rewards.0"):
         config.load_config(path, ["--task.rewards.1.name", "exact"])
 
 

@@ -58,7 +58,7 @@ def test_a_name_of_several_is_theirs_to_complete(elsewhere, monkeypatch):
     folder = Path(shutil.copytree(SHIPPED, elsewhere / "installed"))
     (folder / "study" / "dapo.toml").write_text("")
     monkeypatch.setattr(config, "PACKAGED_RECIPES_FOLDER", folder)
-    with pytest.raises(UserError, match=r"^dapo may be study/dapo and variants/dapo: write one of them$"):
+    with pytest.raises(UserError, match=r"^dapo may be study/dapo or variants/dapo: write one of them$"):
         config.find_recipe("dapo")
     assert config.find_recipe("variants/dapo") == folder / "variants/dapo.toml"
 

@@ -1,4 +1,4 @@
-"""The entry point of the process. Its output may be closed, and a signal may come before all is imported."""
+"""The entry point. It tolerates a closed output, and handles signals that arrive during the imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
         here = os.getcwd()
     except OSError:  # it was removed, which cli.py reports
         here = ""
-    # `python -m` puts the working directory first: a user's file called tomllib.py would be imported for Python's.
+    # `python -m` puts the working directory first: a user's file called tomllib.py would replace Python's.
     if sys.path[0] == here:
         del sys.path[0]
 

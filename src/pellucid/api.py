@@ -434,8 +434,8 @@ class Run:
                 yield
             except KeyboardInterrupt:
                 begun = (self.folder / "config.json").is_file()
-                how = f"go on with: {self._resume_hint}" if begun else "the same call starts again"
-                print(escape_controls(f"stopped at once; nothing that was saved is lost, {how}"), flush=True)
+                how = f"continue with: {self._resume_hint}" if begun else "the same call starts again"
+                print(escape_controls(f"stopped at once; saved files are kept; {how}"), flush=True)
                 raise
 
     @property
@@ -698,7 +698,7 @@ _ARGUMENT_NAMES = {
     "task.rewards": "reward",
     "sampler.name": "sampler_name",
 }
-"""Settings whose keyword is not their key: arguments of `train`, and a key that says too little."""
+"""Settings whose keyword is not their key: arguments of `train`, and sampler.name, since `name` alone is too vague."""
 
 
 def group_settings_by_section(settings: Mapping[str, Any], task: type | None) -> dict[str, dict[str, Any]]:

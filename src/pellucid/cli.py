@@ -1,4 +1,4 @@
-"""`pellucid COMMAND ...`. Exit status: 0 when done, 2 for what the user must mend, 130 after Ctrl-C."""
+"""`pellucid COMMAND ...`. Exit status: 0 if done, 2 for user errors, 1 for others, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with handle_stop_signals(raise_keyboard_interrupt):
             sys.exit(_run_command_line(words))
-    except (UserError, StrandedError) as error:
-        status = _print_error(str(error))
-        sys.exit(status if isinstance(error, UserError) else 1)
+    except UserError as error:
+        sys.exit(_print_error(str(error)))
+    except StrandedError as error:
+        sys.exit(_print_error(str(error), status=1))
     except OSError as error:
         if is_working_directory_gone():
             sys.exit(_print_error(WORKING_DIRECTORY_GONE))
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if error.errno in _BAD_PATH_ERRNOS:
             sys.exit(_print_error(f"{path}: {error.strerror}: choose another path"))
         if error.errno in _CANNOT_WRITE_ERRNOS:
-            sys.exit(_print_error(f"{path}: {error.strerror}; what was saved before is whole"))
+            sys.exit(_print_error(f"{path}: {error.strerror}; files saved earlier are intact"))
         raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_STATUS)
@@ -93,9 +94,10 @@ def _run_command_line(words: Sequence[str]) -> int:
     return parse_command_line(words)()
 
 
-def _print_error(message: str) -> int:
+def _print_error(message: str, status: int = 2) -> int:
+    """Print an error, and return the exit status."""
     print(f"pellucid: {escape_controls(message)}", file=sys.stderr)
-    return 2
+    return status
 
 
 def quiet_libraries() -> None:
@@ -111,14 +113,14 @@ def quiet_libraries() -> None:
 
 _PROGRAM_DESCRIPTION = """Group Relative Policy Optimization, clear enough to see through.
 
-Settings are given as --section.key VALUE. `pellucid COMMAND --help` shows those that people change, --help-all has all
-of them, with the values of a recipe or of a task that is named: pellucid train RECIPE --help-all."""
+Settings are given as --section.key VALUE. `pellucid COMMAND --help` shows the common settings, --help-all shows all.
+Name a recipe or a task to see its values: pellucid train RECIPE --help-all."""
 _BOX_CHARACTERS = "│|╭╮╰╯─-+ "
 """The characters of the boxes that tyro draws around errors, with and without Unicode."""
 
 
 def parse_command_line(args: Sequence[str]) -> Callable[[], int]:
-    """Return the command that the words describe; to call it is to run it. Raises UserError if there is none."""
+    """Return the command that the words describe; calling it runs it. Raises UserError if there is none."""
     command = _check_command_name(args[0])
     own, settings = config.split_setting_flags(args[1:])
     options = collect_option_types(command)
@@ -178,20 +180,20 @@ def _suggest_option(word: str, command: str) -> str:
 
 def _run_tyro(args: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
     """Return the command that tyro builds from words. Raises UserError with the first lines of tyro's error."""
-    box = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with redirect_stderr(box):
+        with redirect_stderr(stderr):
             return tyro.extras.subcommand_cli_from_dict(
                 dict(commands), args=args, prog="pellucid", description=_PROGRAM_DESCRIPTION
             )
     except SystemExit as end:
         if not end.code:
             raise
-        raise UserError(f"{_summarize_error_box(box.getvalue())}; see pellucid {args[0]} --help") from None
+        raise UserError(f"{_summarize_error_box(stderr.getvalue())}; see pellucid {args[0]} --help") from None
 
 
 def _summarize_error_box(box: str) -> str:
-    """Return the error in a box of tyro's, which has a heading above it, and advice below it after a rule."""
+    """Return the message in an error box of tyro: the text between the heading and the advice."""
     rows = [row.strip(_BOX_CHARACTERS) for row in box.splitlines()[1:]]
     message = takewhile(bool, dropwhile(lambda row: not row, rows))
     return " ".join(" ".join(message).split()).rstrip(".")
@@ -236,7 +238,7 @@ _TaskNameArgument = Annotated[
 def _add_settings_field(command: type[Any], recipe: Path | None, args: Sequence[str], all_settings: bool) -> type[Any]:
     """Add the settings to the class of a command, as a field from which tyro makes help and completion.
 
-    Help does not run the code that a stranger's recipe names: it prints a note, and shows the defaults of the task.
+    Help does not run code that a recipe names, maybe a stranger's: it prints a note and the defaults of the task.
 
     Args:
         command: A dataclass with a field `settings`.
@@ -275,7 +277,7 @@ def _make_task_settings_class(section: Any, task: Any, may_import: bool) -> type
     name = section.get("name", Config.task_names[0]) if isinstance(section, Mapping) else None
     if not may_import and isinstance(name, str) and name not in TASKS:
         field = ("name", _TaskNameArgument, dataclasses.field(default=name))
-        return dataclasses.make_dataclass("Task", [field], namespace={"__doc__": "A task of its own."})
+        return dataclasses.make_dataclass("Task", [field], namespace={"__doc__": "A user-defined task."})
     name, cls = config.find_named_task_class(section, ["task"])
     fields = [field for field in _make_fields(cls, task) if field[0] not in ("name", "task")]
     if is_task_wrapper(cls):
@@ -326,15 +328,16 @@ class TrainCommand:
     """Teach a model with a reward function."""
 
     recipe: Positional[_RecipeArgument] = ""
-    """A recipe.toml, or the name of one that comes with Pellucid; none is the defaults."""
+    """A recipe.toml, or the name of one that comes with Pellucid. Default: no recipe, only the default settings."""
     run: Annotated[Path | None, arg(metavar="DIR")] = None
-    """The run folder; none is runs/RECIPE-TIME."""
+    """The run folder. Default: runs/RECIPE-TIME."""
     resume: Annotated[Path | None, arg(metavar="RUN")] = None
-    """A run to go on with, from its last whole checkpoint."""
+    """The run to resume, from its last complete checkpoint."""
     profile: bool = False
     """Also write where the time and the memory of the third step go."""
     dry_run: bool = False
-    """Only say what the run would be: all settings, the numbers that follow, and a prompt as the model reads it."""
+    """Print what would run, and do not train: all settings, the numbers that follow, and a prompt as the model reads
+    it."""
     settings: Suppress[tuple[str, ...]] = ()
 
     def __call__(self) -> int:
@@ -347,7 +350,10 @@ class TrainCommand:
         name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
         run_dir = self.resume or self.run or Path("runs") / name
         if is_first_process():
-            (check_resumable_run_dir if self.resume else check_new_run_dir)(run_dir)
+            if self.resume:
+                check_resumable_run_dir(run_dir)
+            else:
+                check_new_run_dir(run_dir)
         source = run_dir / "config.json" if self.resume else recipe
         if source:
             _check_recipe_trust(source, self.settings, self.dry_run)
@@ -372,8 +378,8 @@ class TrainCommand:
             return run.train_run(cfg, run_dir, resumed, self.profile)
         except KeyboardInterrupt:
             begun = (run_dir / "config.json").is_file()
-            how = f"go on with: pellucid train --resume {run_dir}" if begun else "the same command starts again"
-            print(escape_controls(f"pellucid: stopped at once; nothing that was saved is lost, {how}"), file=sys.stderr)
+            how = f"continue with: pellucid train --resume {run_dir}" if begun else "the same command starts again"
+            print(escape_controls(f"pellucid: stopped at once; saved files are kept; {how}"), file=sys.stderr)
             return INTERRUPTED_EXIT_STATUS
 
 
@@ -392,7 +398,7 @@ class EvalCommand:
     model: Positional[Annotated[str, arg(metavar="MODEL_OR_RUN")]]
     """A run folder, or what --policy.model takes."""
     task: _RecipeArgument = ""
-    """The recipe whose task is asked; none is that of the run."""
+    """The recipe whose task is asked. Default: the task of the run."""
     show: int = 3
     """How many questions are shown, with answers and verdicts."""
     output: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
@@ -425,7 +431,7 @@ class EvalCommand:
         return status
 
     def resolve_access(self, cfg: Config, run_dir: Path | None) -> ModelAccess:
-        """Return how the model may be read: as its run or a recipe with this model says, else as the flags say."""
+        """Return how the model may be read, as stated by its run or a recipe with this model, else by the flags."""
         if self.model == cfg.policy.model or (run_dir and not self.task):
             return cfg.policy.access
         stated = config.parse_setting_flags(self.settings).get("policy", {})
@@ -436,12 +442,12 @@ class EvalCommand:
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Save the model of a run's last checkpoint, as of a run that was stopped or that its data ended."""
+    """Save the model of a run's last checkpoint, e.g. of a run that was stopped or ran out of data."""
 
     run: Positional[Annotated[Path, arg(metavar="RUN")]]
     """The run folder."""
     output: Annotated[Path | None, arg(metavar="DIR")] = None
-    """The new folder of the model; none is RUN/exported."""
+    """The new folder of the model. Default: RUN/exported."""
 
     def __call__(self) -> int:
         from pellucid.training import export  # noqa: PLC0415 - torch takes seconds
@@ -454,7 +460,7 @@ def _check_answers_path(path: Path) -> None:
     if path.suffix != ".jsonl":
         raise UserError(f"--output {path} must end in .jsonl: it gets a line of JSON for each answer")
     if path.exists():
-        raise UserError(f"--output {path} is there already: name another file, or remove it")
+        raise UserError(f"--output {path} already exists: name another file, or remove it")
     check_writable(path.parent)
 
 
@@ -517,11 +523,11 @@ class ShowCommand:
     run: Positional[Annotated[Path, arg(metavar="RUN")]]
     """A run folder with recorded tokens."""
     step: Annotated[int | None, arg(metavar="K")] = None
-    """Which step; none is the last one that is recorded."""
+    """Which step. Default: the last recorded one."""
     group: Annotated[int | None, arg(metavar="J")] = None
-    """Which group of the step; none is the one that taught most."""
+    """Which group of the step. Default: the one that taught most."""
     by: Literal["change", "push", "advantage", "gap", "drift", "entropy", "gradient"] = "change"
-    """What the colours tell."""
+    """What the colors show."""
 
     def __call__(self) -> int:
         config.refuse_recipe_as_run(self.run, _RECORD_TOKENS_HINT)
@@ -540,11 +546,11 @@ class StudyCommand:
     study: Positional[Annotated[str, arg(metavar="STUDY")]]
     """A study.toml, or the name of one that comes with Pellucid."""
     into: Annotated[Path | None, arg(metavar="DIR")] = None
-    """The folder of its runs; none is runs/STUDY."""
+    """The folder of its runs. Default: runs/STUDY."""
     jobs: int = 1
     """Runs that train side by side."""
     only: Annotated[tuple[str, ...], arg(metavar="VARIANT ...")] = ()
-    """Some of the variants; none are all."""
+    """Some of the variants. Default: all."""
     keep_models: bool = False
     """Leave the models in the run folders."""
 
@@ -561,7 +567,7 @@ class CompareCommand:
     folders: Positional[Annotated[tuple[Path, ...], arg(metavar="RUN_OR_STUDY ...")]]
     """Runs, or the folder of a study."""
     baseline: Annotated[str, arg(metavar="VARIANT")] = ""
-    """The variant that the others are compared with; none is the first."""
+    """The variant that the others are compared with. Default: the first."""
     output: Annotated[Path, arg(metavar="PAGE.html")] = Path("compare.html")
     """The page; its numbers are written beside it as PAGE.json."""
 
@@ -597,10 +603,10 @@ STARTER_FILES = {
 
 
 def write_starter(folder: Path) -> int:
-    """Write the starter files into a folder, unless one is there, and print them with the command to run next."""
+    """Write the starter files into a folder that has none of them. Print them and the command to run next."""
     for name in STARTER_FILES:
         if os.path.lexists(folder / name):
-            raise UserError(f"{folder / name} is there already, and nothing was written: name another folder")
+            raise UserError(f"{folder / name} already exists; nothing was written: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     width = max(len(str(folder / name)) for name in STARTER_FILES)
     for name, purpose in STARTER_FILES.items():
@@ -666,7 +672,7 @@ def print_kind(kind: str) -> int:
 
 @dataclass(frozen=True)
 class ListCommand:
-    """List what a recipe may name, a line each."""
+    """List the names that a recipe can use, one per line."""
 
     kind: Positional[Annotated[str, arg(metavar="|".join(LISTABLE_KINDS))]] = ""
     """The kind of thing to list; all kinds without it."""
@@ -689,7 +695,7 @@ class PushCommand:
     repository: Positional[Annotated[str, arg(metavar="USER/NAME")]]
     """The repository, which is made where it is missing."""
     private: bool = False
-    """Nobody else sees it."""
+    """Make the repository private."""
     dry_run: bool = False
     """Only print the card, and which files would be uploaded."""
 
@@ -720,7 +726,8 @@ class CompletionCommand:
 
 @dataclass(frozen=True)
 class SamplerCommand:
-    """Sample by vLLM on this machine for a run on another, which brings the model and its weights, until Ctrl-C."""
+    """Serve a vLLM sampler on this machine for a run on another, which sends the model and its weights. Stop it with
+    Ctrl-C."""
 
     host: str = "127.0.0.1"
     """0.0.0.0 for whoever reaches this machine and has the secret in PELLUCID_SAMPLER_TOKEN. On the loopback a server
@@ -728,7 +735,7 @@ class SamplerCommand:
     port: int = 8001
     """Where it listens; 0 is any free port."""
     allowed_hosts: Annotated[str, arg(metavar="NAME,...")] = ""
-    """Names that it is reached by, besides its addresses."""
+    """Host names under which the server is reached, besides its addresses."""
     rows: int = 256
     """Completions decoded at once."""
     cache_gb: float = 4.0

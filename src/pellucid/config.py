@@ -57,8 +57,8 @@ _KeyPath = Sequence[str]
 # ---------------------------------------------------------------- sections
 
 
-_Share = Annotated[float, Field(ge=0, le=1)]
-_PositiveShare = Annotated[float, Field(gt=0, le=1)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -68,31 +68,33 @@ class PolicyConfig:
     model: str = "smollm2-135m"
     """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or smollm2-135m (embedded in a wheel)."""
     revision: str = ""
-    """Branch, tag or commit of a model of the Hub or of ModelScope; empty is its default branch. A run records which
-    commit of the Hub it was."""
+    """Branch, tag or commit of a model of the Hub or of ModelScope; empty is its default branch. A run records the
+    Hub commit."""
     trust_remote_code: bool = False
-    """Run the Python code that lies in the model's own folder, as you, with all that you may do: read it before."""
+    """Run Python code from the model's folder with your permissions; read it first."""
     template: str = ""
     """A file with a chat template in Jinja, instead of the checkpoint's; it is saved with the model."""
     template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Values of variables of the chat template, such as enable_thinking; they are saved with the model, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of computing; master weights are fp32. auto: bfloat16 where this machine is faster in it, else float32.
-    float16, for GPUs without bfloat16, trains with loss scaling; some models are too large for its range."""
+    float16, for GPUs without bfloat16, trains with loss scaling; the activations of some models
+    overflow it."""
     save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the weights in the saved model. The others take half the disk, and round: a merged LoRA update is
-    mostly smaller than what bfloat16 rounds away."""
+    usually smaller than bfloat16 rounding."""
     device: str = "auto"
     deterministic: bool = False
-    """On a GPU: the same run has the same bits, more slowly. A CPU repeats itself anyway."""
+    """On a GPU: bit-identical reruns, more slowly. CPU runs always are."""
     lora: NonNegativeInt = 0
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
     lora_alpha: NonNegativeFloat = 0.0
-    """The adapter is weighed by lora_alpha / lora; 0 is twice the rank."""
+    """The adapter is scaled by lora_alpha / lora; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
-    """Names of the linear layers that have an adapter, such as q_proj v_proj; none are all of them."""
+    """Names of the linear layers that have an adapter, such as q_proj v_proj; empty means all."""
     load_in_4bit: bool = False
-    """Keep the frozen base of an adapter in 4-bit numbers, NF4 by bitsandbytes, without runtime.engine or offload."""
+    """Keep the frozen base of an adapter in 4-bit numbers, NF4 by bitsandbytes; not with runtime.engine fsdp2 or
+    deepspeed, optimizer.offload or vLLM."""
     reference: str = "auto"
     """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
     engine: Literal["auto", "transformers"] = "auto"
@@ -103,9 +105,9 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         if not self.lora and (self.lora_alpha or self.lora_targets):
-            raise ValueError("lora_alpha and lora_targets are of an adapter: give lora, its rank, too")
+            raise ValueError("lora_alpha and lora_targets need an adapter: set lora, its rank")
         if self.load_in_4bit and not self.lora:
-            raise ValueError("load_in_4bit is for the frozen base of an adapter: give lora, its rank, too")
+            raise ValueError("load_in_4bit needs an adapter: set lora, its rank")
 
     @property
     def access(self) -> ModelAccess:
@@ -113,7 +115,7 @@ class PolicyConfig:
         return ModelAccess(self.revision, self.trust_remote_code)
 
     def get_access(self, name: str) -> ModelAccess:
-        """The same where `name` is the model; another has not been trusted."""
+        """Return `access` if `name` is the model; no other is trusted."""
         return self.access if name == self.model else DEFAULT_ACCESS
 
 
@@ -122,40 +124,43 @@ class SamplerConfig:
     """`[sampler]`: how completions are sampled."""
 
     name: Literal["native", "hf", "vllm"] = "native"
-    """native: our decoder. hf: transformers, slow. vllm: vLLM in this process or, with urls, on other machines, in an
-    arithmetic of its own, for which algorithm.correction is "token" where nothing else is stated."""
+    """native: our decoder. hf: transformers, slow. vllm: vLLM in this process or, with urls, on other machines; its
+    log-probs differ slightly, so algorithm.correction defaults to "token"."""
     temperature: float = 1.0
     """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: PositiveInt = 64
-    """Longest completion, in tokens; of a conversation all that follows the question, of either side."""
+    """Longest completion, in tokens; in a conversation, everything after the question counts."""
     turns: PositiveInt = 8
     """How many times the policy may speak in a conversation."""
     turn_tokens: NonNegativeInt = 0
-    """The most tokens that it samples at a time there; 0 is as many as max_tokens leaves."""
+    """The most tokens per turn; 0 is as many as max_tokens leaves."""
     rows: PositiveInt = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
     top_k: NonNegativeInt = 0
-    """Sample from the k likeliest tokens only, and train on the policy so truncated (sampling masks); 0 is off."""
-    top_p: _PositiveShare = 1.0
-    """Sample from the likeliest tokens that together have this probability, and train on that; 1 is off."""
-    min_p: _Share = 0.0
-    """Sample from tokens at least this many times as likely as the likeliest, and train on that; 0 is off."""
+    """Sample from the k likeliest tokens only; train on the truncated policy (sampling masks); 0 is off."""
+    top_p: _PositiveFraction = 1.0
+    """Sample from the likeliest tokens that together have this probability; train on the truncated policy; 1 is off."""
+    min_p: _Fraction = 0.0
+    """Sample from tokens at least this many times as likely as the likeliest; train on the truncated policy; 0 is
+    off."""
     ahead: Literal[0, 1] = 0
     """With 1 and vllm, the next step is sampled while this one is trained, from weights one step old."""
     cache_gb: PositiveFloat = 4.0
     """Memory of the keys and values of vLLM, in GB."""
     adapter: Literal["merged", "request"] = "merged"
     """How vLLM is given a LoRA adapter: merged into its base, as whole weights; request: the base once and then the
-    adapter alone, which it adds to each product. Where it does not take one so, it is merged."""
+    adapter alone, which it adds to each product. If vLLM cannot do that for an adapter, it is merged."""
     urls: tuple[str, ...] = ()
     """Addresses of servers that sample by vLLM in place of this process; `pellucid sampler` starts one, with its own
     rows and cache_gb. Example: http://gpu2:8001"""
     timeout: PositiveFloat = 120.0
-    """Seconds without an answer after which a server hangs, and its rows go to the others."""
+    """Seconds without an answer after which a server counts as hung and its rows go to others."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
+            raise ValueError(
+                f"temperature = {self.temperature} must be positive: all completions of a greedy group are equal"
+            )
         for url in self.urls:
             _check_server_url(url)
         if self.urls and self.name != "vllm":
@@ -178,9 +183,9 @@ class EvaluateConfig:
     """How many samples of each prompt mean@k and pass@k are estimated from; 0 means k."""
     top_k: NonNegativeInt = 0
     """Sample from the k likeliest tokens only; 0 is off. Greedy answers do not change."""
-    top_p: _PositiveShare = 1.0
+    top_p: _PositiveFraction = 1.0
     """Sample from the likeliest tokens that together have this probability; 1 is off."""
-    min_p: _Share = 0.0
+    min_p: _Fraction = 0.0
     """Sample from tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
@@ -193,12 +198,12 @@ class CheckpointConfig:
     """`[checkpoint]`: which states of the run are kept."""
 
     every: NonNegativeInt = 10
-    """Steps between checkpoints, besides the one behind the last step; 0 is none, except where Ctrl-C asks for one."""
+    """Steps between checkpoints, besides the one after the last step; 0 is none, except where Ctrl-C asks for one."""
     keep_last: PositiveInt = 2
-    """Checkpoints that are kept: where something damages the newest, --resume takes the one before."""
+    """How many checkpoints to keep; if the newest is damaged, --resume uses the one before."""
     keep_finished: Literal["newest", "all", "none"] = "newest"
-    """Which of them are left when the run is finished and its model saved. The newest, with the optimizer's state, is
-    what --resume with more steps goes on from; none leaves the model alone."""
+    """Which of them are kept when the run is finished and its model saved. The newest, with the optimizer's state, lets
+    --resume train more steps; none keeps only the model."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +219,8 @@ class LogConfig:
     rollouts: NonNegativeInt = 1
     """Steps between those whose completions go into rollouts.jsonl, besides step 1; 0 is none at all."""
     tokens: NonNegativeInt = 0
-    """Groups of each step of which tokens/ says, token by token, what the update did: those that taught something
-    first. It costs a forward pass of their completions; 0 costs nothing."""
+    """How many groups per step have their tokens recorded in tokens/, with what the update did to each token; groups
+    that taught something come first. It costs a forward pass of their completions; 0 records none."""
     token_steps: PositiveInt = 1
     """Steps between those whose tokens are recorded, besides step 1."""
     traces: Literal["extremes", "by_length"] = "extremes"
@@ -246,7 +251,7 @@ class Config:
         return self.task_names[-1]
 
 
-SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if name != "task_names"}
+SECTIONS = {name: cls for name, cls in get_type_hints(Config).items() if name != "task_names"}
 """The class of each section by its name. The class of `task` depends on the name of the task."""
 
 
@@ -255,7 +260,7 @@ def _check_server_url(url: str) -> None:
     if parts is None or parts.query or parts.username or parts.password:
         shown = "" if "@" in url else f" {url!r}"  # with "@" it may hold a password
         raise ValueError(
-            f"urls:{shown} is no address: write http://HOST:PORT, and a secret into PELLUCID_SAMPLER_TOKEN"
+            f"urls:{shown} is not an address: write http://HOST:PORT, and put the secret into PELLUCID_SAMPLER_TOKEN"
         )
 
 
@@ -276,7 +281,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
     set_recipe_folder(None)
     values = read_settings(recipe) if recipe else {}
     if "variants" in values and "base" in values:
-        raise UserError(f"{recipe} is a study, and no recipe: pellucid study {recipe} trains its variants")
+        raise UserError(f"{recipe} is a study, not a recipe: pellucid study {recipe} trains its variants")
     try:
         return build_config(values, str(recipe or "the default recipe"), flags)
     except MissingFileError as error:
@@ -303,9 +308,9 @@ def build_config(values: SettingsTable, source: str, overrides: SettingsTable | 
     ]
     sections = dict[str, Any]()
     for name, cls in SECTIONS.items():
-        values = merged.get(name, {})
+        section = merged.get(name, {})
         try:
-            sections[name] = _build_task(values, [name]) if name == "task" else _build_section(cls, values, [name])
+            sections[name] = _build_task(section, [name]) if name == "task" else _build_section(cls, section, [name])
         except SettingError as error:
             mistakes += error.mistakes
     if mistakes:
@@ -356,7 +361,7 @@ def _drop_none(value: Any) -> Any:
 def read_settings(path: Path) -> dict[str, Any]:
     """Read the sections of a TOML file or of a run's config.json, unchecked. Raises UserError for another format.
 
-    Relative paths of a TOML file that exist from its folder become paths from the working directory.
+    Paths in a TOML file that exist relative to its folder become relative to the working directory.
     """
     text = ""
     try:
@@ -364,7 +369,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             record = json.loads(text)
             if not isinstance(record, dict):
-                raise UserError(f"{path}: no object of settings, as in the config.json of a run")
+                raise UserError(f"{path} is not a JSON object of settings, as config.json of a run is")
             return {key: value for key, value in record.items() if key in SECTIONS}
         set_recipe_folder(path.parent)
         return _resolve_relative_paths(tomllib.loads(text), path.parent)
@@ -378,7 +383,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _resolve_relative_paths(values: Any, folder: Path, key_path: _KeyPath = ()) -> Any:
-    """Make paths that lead to files from the folder of a recipe relative to the working directory."""
+    """Make paths relative to the working directory if they exist from the folder of a recipe."""
     if folder.resolve() == Path().resolve():
         return values
     if isinstance(values, Mapping):
@@ -391,7 +396,7 @@ def _resolve_relative_paths(values: Any, folder: Path, key_path: _KeyPath = ()) 
 def _resolve_relative_path(value: str, folder: Path, key_path: _KeyPath) -> str:
     prefix = REWARD_MODEL_PREFIX if value.startswith(REWARD_MODEL_PREFIX) else ""
     path = value.removeprefix(prefix)
-    is_study_base = key_path == ("base",)  # a recipe, which is searched beside the study
+    is_study_base = key_path == ("base",)  # a recipe, which is looked up beside the study
     if is_study_base or not path or "\n" in path or os.path.isabs(os.path.expanduser(path)):
         return value
     joined = os.path.join(folder, path)
@@ -420,7 +425,7 @@ def _is_setting_flag(word: str) -> bool:
 
 
 def split_setting_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into those of the command itself, and the flags of settings with the words after them."""
+    """Split words into those of the command itself, and flags of settings with their values."""
     own: list[str] = []
     settings: list[str] = []
     target = own
@@ -428,13 +433,13 @@ def split_setting_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]
         if word.startswith("--"):
             target = settings if _is_setting_flag(word) else own
         target.append(word)
-        if "=" in word and _is_setting_flag(word):  # it has its value
+        if "=" in word and _is_setting_flag(word):  # it holds its value
             target = own
     return own, settings
 
 
 def parse_setting_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Return flags as nested sections, whose values are _FlagWords. The last flag of a setting counts.
+    """Return flags as nested sections, whose values are _FlagWords. The last flag of a setting wins.
 
     Example: parse_setting_flags(["--task.task.seed", "3"]) == {"task": {"task": {"seed": _FlagWords(["3"])}}}
     """
@@ -456,64 +461,67 @@ def parse_setting_flags(flags: Sequence[str]) -> dict[str, Any]:
     return nested
 
 
-def _convert_flag_words(value: Any, kind: Any, key: str) -> Any:
-    """Replace _FlagWords at any depth by values that pydantic accepts for the type `kind`. `key` names it in errors."""
+def _convert_flag_words(value: Any, field_type: Any, key: str) -> Any:
+    """Replace _FlagWords at any depth by values that pydantic accepts for the type. `key` names it in errors."""
     if isinstance(value, _FlagWords):
-        return _parse_flag_value(value, kind, key)
+        return _parse_flag_value(value, field_type, key)
     if isinstance(value, Mapping):
-        kinds = get_field_types(kind)
+        field_types, item_type = get_field_types(field_type), get_item_type(field_type)
         return {
-            name: _convert_flag_words(item, kinds.get(name, get_item_type(kind)), f"{key}.{name}")
-            for name, item in _expand_negated_flags(value, kinds)
+            name: _convert_flag_words(item, field_types.get(name, item_type), f"{key}.{name}")
+            for name, item in _expand_negated_flags(value, field_types)
         }
     if isinstance(value, list):
-        return [_convert_flag_words(item, get_item_type(kind), f"{key}.{i}") for i, item in enumerate(value)]
+        return [_convert_flag_words(item, get_item_type(field_type), f"{key}.{i}") for i, item in enumerate(value)]
     return value
 
 
-def _expand_negated_flags(values: SettingsTable, kinds: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _expand_negated_flags(values: SettingsTable, field_types: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a section, with `--section.no-key` as key = false."""
     for name, value in values.items():
         plain = name.removeprefix("no_")
-        is_flag = isinstance(value, _FlagWords) and not value and name not in kinds
-        yield (plain, False) if is_flag and bool in list_type_alternatives(kinds.get(plain)) else (name, value)
+        is_flag = isinstance(value, _FlagWords) and not value and name not in field_types
+        is_negated = is_flag and bool in list_type_alternatives(field_types.get(plain))
+        yield (plain, False) if is_negated else (name, value)
 
 
-def _parse_flag_value(words: _FlagWords, kind: Any, key: str) -> Any:
-    kinds = list_type_alternatives(kind)
-    if any(_get_type_origin(each) is dict for each in kinds):
+def _parse_flag_value(words: _FlagWords, field_type: Any, key: str) -> Any:
+    alternatives = list_type_alternatives(field_type)
+    if any(_get_type_origin(each) is dict for each in alternatives):
         if len(words) % 2:
             raise UserError(f"{_COMMAND_LINE}: {key} takes names with their values, got {' '.join(words)}")
-        item = get_item_type(kind)
-        return {name: _parse_word(word, item) for name, word in zip(words[::2], words[1::2], strict=True)}
-    sequence = next((each for each in kinds if _get_type_origin(each) in (tuple, list)), None)
-    if sequence is not None and (len(words) != 1 or str not in kinds):
+        item_type = get_item_type(field_type)
+        return {name: _parse_word(word, item_type) for name, word in zip(words[::2], words[1::2], strict=True)}
+    sequence = next((each for each in alternatives if _get_type_origin(each) in (tuple, list)), None)
+    if sequence is not None and (len(words) != 1 or str not in alternatives):
         return [_parse_word(word, get_item_type(sequence)) for word in words]
-    if not words and bool in kinds:
+    if not words and bool in alternatives:
         return True
     if len(words) != 1:
         got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
         raise UserError(f"{_COMMAND_LINE}: {key} takes one value, {got}")
-    return _parse_word(words[0], kind)
+    return _parse_word(words[0], field_type)
 
 
-def _parse_word(word: str, kind: Any) -> Any:
+def _parse_word(word: str, field_type: Any) -> Any:
     """Return a word as a value that pydantic accepts for the type.
 
-    Pydantic turns texts into numbers and truth values, but not into a number of a Literal or of a union with texts.
+    Pydantic converts strings to numbers and booleans, but not to a number of a Literal or of a union with str.
     """
-    kinds = list_type_alternatives(kind)
-    if any("name" in get_field_types(each) for each in kinds):  # such as a reward term
+    alternatives = list_type_alternatives(field_type)
+    if any("name" in get_field_types(each) for each in alternatives):  # such as a reward term
         return {"name": word}
-    literals = {str(value): value for each in kinds if _get_type_origin(each) is Literal for value in get_args(each)}
-    if word in literals or str not in kinds:
+    literal_types = [each for each in alternatives if _get_type_origin(each) is Literal]
+    literals = {str(value): value for each in literal_types for value in get_args(each)}
+    if word in literals or str not in alternatives:
         return literals.get(word, word)
     try:
         value = json.loads(word.lower())  # many write True, as in Python
     except ValueError:
         return word
     is_number = isinstance(value, bool | int | float)
-    return value if is_number and (type(value) in kinds or (type(value) is int and float in kinds)) else word
+    is_accepted = type(value) in alternatives or (type(value) is int and float in alternatives)
+    return value if is_number and is_accepted else word
 
 
 # ---------------------------------------------------------------- merging
@@ -527,7 +535,7 @@ def merge_settings(base: SettingsTable, overrides: SettingsTable) -> dict[str, A
 def _merge_value(key: str, base: Any, override: Any) -> Any:
     if isinstance(base, list) and isinstance(override, Mapping) and all(index.isdecimal() for index in override):
         if beyond := [index for index in override if int(index) >= len(base)]:
-            raise UserError(f"{_COMMAND_LINE}: {key}.{beyond[0]}: the last there is is {key}.{len(base) - 1}")
+            raise UserError(f"{_COMMAND_LINE}: {key}.{beyond[0]}: the last one is {key}.{len(base) - 1}")
         return list(merge_settings(dict(zip(map(str, range(len(base))), base, strict=True)), override).values())
     if not isinstance(base, Mapping) or not isinstance(override, Mapping):
         return override
@@ -535,12 +543,12 @@ def _merge_value(key: str, base: Any, override: Any) -> Any:
 
 
 def _merge_task(base: SettingsTable, override: SettingsTable) -> Any:
-    """Merge the sections of two tasks. One of another name replaces that of the base; a wrapper goes around it."""
+    """Merge the sections of two tasks. A task of another name replaces the base; a wrapper wraps it."""
     base_name = _get_task_name(base)
     name = _get_task_name(override, base_name)
     if name == base_name:
         return merge_settings(base, override)
-    is_wrapper = isinstance(name, str) and is_task_wrapper(load_task_class(name))  # others are refused later
+    is_wrapper = isinstance(name, str) and is_task_wrapper(load_task_class(name))  # other types are refused later
     return {**override, "task": _merge_value("task", base, override.get("task", {}))} if is_wrapper else override
 
 
@@ -581,7 +589,7 @@ def find_named_task_class(section: Any, key_path: _KeyPath) -> tuple[str, type[A
     cls = load_task_class(name)
     if not dataclasses.is_dataclass(cls):
         advice = "put @dataclass(frozen=True) above it"
-        raise SettingError(_Mistake([*key_path, "name"], f"{name!r} is no dataclass: {advice}"))
+        raise SettingError(_Mistake([*key_path, "name"], f"{name!r} is not a dataclass: {advice}"))
     return name, cls
 
 
@@ -616,7 +624,7 @@ def _get_type_adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def _describe_error(error: ErrorDetails, key_path: _KeyPath) -> _Mistake:
-    """Return an error of pydantic in a section in our words."""
+    """Convert pydantic's error in a section to our words."""
     setting = [*key_path, *map(str, error["loc"][1:])]
     message = f"{error['msg']} (got {reprlib.repr(error['input'])})"
     if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], Mapping):
@@ -661,17 +669,17 @@ def _list_keys(cls: Any, key_path: Sequence[int | str]) -> list[str]:
 
 
 @cache
-def get_field_types(kind: Any) -> Mapping[str, Any]:
+def get_field_types(field_type: Any) -> Mapping[str, Any]:
     """Return the types of the fields of a dataclass, or of all dataclasses in a union; empty for another type."""
-    kinds = dict[str, Any]()
-    for cls in list_type_alternatives(kind):
+    field_types = dict[str, Any]()
+    for cls in list_type_alternatives(field_type):
         if isinstance(cls, type) and dataclasses.is_dataclass(cls):
             try:
                 hints = get_type_hints(cls)
             except (NameError, TypeError, SyntaxError) as error:
                 raise UserError(f"the types of the fields of {cls.__name__} cannot be read: {error}") from error
-            kinds |= {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
-    return kinds
+            field_types |= {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    return field_types
 
 
 def get_field_default(field: dataclasses.Field[Any], missing: Any = None) -> Any:
@@ -681,21 +689,21 @@ def get_field_default(field: dataclasses.Field[Any], missing: Any = None) -> Any
     return missing if field.default is dataclasses.MISSING else field.default
 
 
-def list_type_alternatives(kind: Any) -> list[Any]:
-    """Return the alternatives of a union; a list of one for another type."""
-    return list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
+def list_type_alternatives(field_type: Any) -> list[Any]:
+    """Return the alternatives of a union, or else a list of the type alone."""
+    return list(get_args(field_type)) if get_origin(field_type) in (Union, types.UnionType) else [field_type]
 
 
-def get_item_type(kind: Any) -> Any:
+def get_item_type(field_type: Any) -> Any:
     """Return the type of the items of a tuple or a list, or of the values of a dict; Any if it is not known."""
-    for each in list_type_alternatives(kind):
+    for each in list_type_alternatives(field_type):
         if _get_type_origin(each) in (tuple, list, dict) and get_args(each):
             return get_args(each)[1 if _get_type_origin(each) is dict else 0]
     return Any
 
 
-def _get_type_origin(kind: Any) -> Any:
-    return get_origin(kind) or kind
+def _get_type_origin(field_type: Any) -> Any:
+    return get_origin(field_type) or field_type
 
 
 # ---------------------------------------------------------------- code and secrets that a file names
@@ -713,7 +721,7 @@ def list_user_code(values: SettingsTable) -> list[str]:
 
 
 def check_key_variables(values: SettingsTable, overrides: Sequence[str], source: Any, advice: str = "") -> None:
-    """Raise UserError if a file has a judge send an environment variable that is not named for keys.
+    """Raise UserError if a file makes a judge send an environment variable not named like a key.
 
     The command line may name any variable. The message does not show the name, which may be the key itself; it ends
     with `advice`, or says which flag names the variable.
@@ -725,10 +733,11 @@ def check_key_variables(values: SettingsTable, overrides: Sequence[str], source:
             key = judge.get("key") if isinstance(judge, Mapping) else None
             if isinstance(key, str) and not is_key_variable(key):
                 setting = f"rewards.{i}.judge.key"
-                advice = advice or f"if you mean another, say so on the command line: --task.{setting} NAME"
+                command_line = f"if you mean another, say so on the command line: --task.{setting} NAME"
                 raise UserError(
-                    f"{source}: {setting} is sent to an address of this file, and by itself it may only name a variable"
-                    f" that is named for keys, *_KEY or *_TOKEN, without SECRET, PRIVATE or PASSWORD; {advice}"
+                    f"{source}: {setting} is sent to an address in this file, so the file may only name a variable that"
+                    " looks like a key, *_KEY or *_TOKEN, without SECRET, PRIVATE or PASSWORD;"
+                    f" {advice or command_line}"
                 )
 
 
@@ -774,28 +783,28 @@ def find_recipe(name: str, folder: Path = Path()) -> Path:
     path = folder / Path(name).expanduser()
     if path.suffix == ".py":
         raise UserError(
-            f"{path} is Python, and no recipe: name a function of it as a reward, --task.name dataset --task.data"
+            f"{path} is Python, not a recipe: name a function of it as a reward, --task.name dataset --task.data"
             f" DATA.jsonl --task.rewards {name}:FUNCTION, or a class as a task, --task.name {name}:CLASS"
         )
     if path.is_file() and path.suffix.lower() in _DATA_SUFFIXES:
-        raise UserError(f"{path} is data, and no recipe: --task.name dataset --task.data {name}")
+        raise UserError(f"{path} is data, not a recipe: --task.name dataset --task.data {name}")
     if path.exists() and not path.is_dir():
         return path
     wanted, known = name.removeprefix("recipes/").removesuffix(_RECIPE_SUFFIX), find_packaged_recipes()
-    close = [each for each in known if each == wanted] or [each for each in known if _get_recipe_stem(each) == wanted]
-    if len(close) == 1:
-        return known[close[0]]
-    if close:
-        raise UserError(f"{path} may be {' and '.join(close)}: write one of them")
+    matches = [each for each in known if each == wanted] or [each for each in known if _get_recipe_stem(each) == wanted]
+    if len(matches) == 1:
+        return known[matches[0]]
+    if matches:
+        raise UserError(f"{path} may be {' or '.join(matches)}: write one of them")
     problem = "is a folder, and no" if path.is_dir() else "there is no such file, and no"
     raise UserError(f"{path}: {problem} recipe of this name{_suggest_recipes(path, wanted, known)}")
 
 
 def refuse_recipe_as_run(path: str | Path, advice: str) -> None:
-    """Raise UserError if a recipe or a study is given for a run. {} in `advice` stands for its path."""
+    """Raise UserError if a recipe or a study is given as a run. {} in `advice` stands for its path."""
     name = str(path)
     if name.lower().endswith(_RECIPE_SUFFIX):
-        raise UserError(f"{name} is a recipe or a study, and no run: {advice.format(name)}")
+        raise UserError(f"{name} is a recipe or a study, not a run: {advice.format(name)}")
 
 
 def describe_recipes() -> dict[str, str]:

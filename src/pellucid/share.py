@@ -16,7 +16,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResul
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - that of the HTTP library which this version has
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - that of the HTTP library in use
 )
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment
@@ -76,11 +76,11 @@ def push_to_hub(run_dir: Path, repo_id: str, private: bool = False, dry_run: boo
         print(escape_controls(f"{readme}\nwould upload README.md, {', '.join(files)}: {size}"))
         return 0
     if get_token() is None:
-        raise UserError(f"push needs to be logged in at the Hugging Face Hub: {_LOGIN_HINT}")
+        raise UserError(f"push needs a login to the Hugging Face Hub: {_LOGIN_HINT}")
     print(f"uploads {size}", flush=True)
     try:
         _upload_files(repo_id, {"README.md": readme.encode(), **files, **_make_adapter_config(files)}, private)
-    except (HTTPError, RuntimeError, ValueError, OSError) as error:  # RuntimeError: of hf_xet
+    except (HTTPError, RuntimeError, ValueError, OSError) as error:  # hf_xet raises RuntimeError
         raise UserError(f"push to {repo_id}: {text.format_one_line(_describe_hub_error(error))}") from error
     return 0
 
@@ -94,10 +94,10 @@ def _check_push(run_dir: Path, repo_id: str) -> None:
     except HFValidationError as error:
         raise UserError(f'push to "{repo_id}": {error}') from error
     if not run_files.find_run_dir(str(run_dir)):
-        raise UserError(f"{run_dir} is no run folder (config.json and metrics.jsonl){suggest_path(run_dir)}")
+        raise UserError(f"{run_dir} is not a run folder: it needs config.json and metrics.jsonl{suggest_path(run_dir)}")
     run_files.get_model_dir(run_dir)
     if not run_files.is_run_finished(run_dir):
-        raise UserError(f"{run_dir} has not come to its end: finish it with pellucid train --resume {run_dir}")
+        raise UserError(f"{run_dir} is not finished: finish it with pellucid train --resume {run_dir}")
 
 
 def _collect_model_files(run_dir: Path) -> dict[str, Path]:
@@ -123,9 +123,9 @@ def _make_adapter_config(files: Mapping[str, Path]) -> dict[str, bytes]:
 def _upload_files(repo_id: str, files: Mapping[str, Path | bytes], private: bool) -> None:
     """Commit these files, and remove the weights and adapters of an earlier model, in one commit."""
     api = HfApi(library_name="pellucid")
-    api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: public, or as an organization has it
+    api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: the organization's default, or public
     if private and not api.model_info(repo_id).private:
-        raise UserError(f"{repo_id} is there already, and public: name another, or make it private in its settings")
+        raise UserError(f"{repo_id} already exists and is public: name another, or make it private in its settings")
     stale = [name for name in api.list_repo_files(repo_id) if _MODEL_FILE_PATTERN.fullmatch(name) and name not in files]
     operations = [
         *(CommitOperationAdd(name, content) for name, content in files.items()),
@@ -153,7 +153,7 @@ def _describe_hub_error(error: Exception) -> str:
 def make_recipe(run_dir: Path) -> str:
     """Return a recipe with the settings of a run that are not defaults, without secrets and folders of this machine.
 
-    The user's code is not imported: all settings of a task of their own are given.
+    The user's code is not imported, so a user's own task keeps all its settings.
     """
     settings = _make_shareable_config(run_dir)
     changed = {name: _drop_defaults(settings[name], cls) for name, cls in SECTIONS.items() if name != "task"}
@@ -223,7 +223,7 @@ def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
         eval_results=list(_make_eval_results(evaluations[-1], datasets)) if evaluations else None,
     )
     steps = list(read_records(run_dir / "metrics.jsonl"))
-    files = [(key, _look_up_setting(settings, key), digest) for key, digest in settings["digests"].items()]
+    files = [(key, _look_up_setting(settings, key), digest) for key, digest in settings.get("digests", {}).items()]
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     return environment.from_string(_CARD_TEMPLATE.read_text(encoding="utf-8")).render(
         metadata=metadata.to_yaml(),
@@ -335,16 +335,16 @@ def _format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 _HIDDEN_VALUE = "..."
-"""Replaces the value of a setting that is called like a secret."""
+"""Replaces the value of a setting whose name is like a secret's."""
 _JUDGE_KEY_SUFFIX = ".judge.key"
-"""This setting is called like a secret and is none: it holds the name of an environment variable."""
+"""Not a secret, although its name looks like one: it holds the name of an environment variable."""
 _SINGLE_WORD = re.compile(r"[^\s{}()<>]+")
 
 
 def _make_shareable_config(run_dir: Path) -> Record:
     """Return config.json without secrets, and with the names of files in place of their absolute paths."""
     record = read_config(run_dir)
-    files = {"policy.model", *record["digests"]}
+    files = {"policy.model", *record.get("digests", ())}
     return {name: value if name == "digests" else redact_value(value, files, name) for name, value in record.items()}
 
 
@@ -361,10 +361,10 @@ def redact_value(value: Any, files: Container[str], key: str) -> Any:
 
 
 def shorten_path(value: str, is_file: bool = False) -> str:
-    """Return an absolute path without its folders, and other texts unchanged. The model of a run keeps the run's name.
+    """Return an absolute path without its folders, and other texts unchanged. RUN/model keeps the name of the run.
 
-    A text that is not known to be a path, such as a prompt with a slash, counts as one if it has folders, and exists
-    or is one word.
+    Unless `is_file`, a text counts as a path if it has folders, and exists or is a single word: a prompt may contain
+    slashes, too.
 
     Example: shorten_path("/home/me/rewards.py:brevity") == "rewards.py:brevity"
     """

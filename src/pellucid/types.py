@@ -132,7 +132,7 @@ class Completion:
     """The ranges [start, end) of token_ids that were given, in ascending order: the prompt's prefix, observations and
     bridge tokens."""
     version: int = 0
-    """The number of training steps after which the sampler received the weights that it used here."""
+    """The number of training steps that the weights which sampled this completion had taken."""
     messages: tuple[Message, ...] = ()
     """The messages of a conversation after the question; empty if there is only one answer."""
     outcome: ConversationOutcome | None = None
@@ -456,7 +456,8 @@ class AsyncEnvironments(Protocol):
 class Sampler(Protocol):
     """Generates completions with the weights that it received last.
 
-    One that takes any number of prompts at once, and admits them as others finish, has `batches_continuously` = True.
+    A sampler whose `batches_continuously` is True takes any number of prompts in one call, and starts the next ones as
+    others finish.
     """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:

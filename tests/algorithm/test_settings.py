@@ -1,4 +1,5 @@
-"""What settings come to; what they refuse is in test_grpo.py, test_runtime.py and test_config.py."""
+"""Values that follow from the settings of the algorithm. What settings refuse is mostly tested in test_grpo.py, in
+tests/runtimes/test_runtime.py and in tests/test_config.py."""
 
 from __future__ import annotations
 

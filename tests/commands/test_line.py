@@ -192,12 +192,12 @@ def test_a_recipe_by_itself_sends_only_variables_that_are_named_for_keys(variabl
     sent = "! judge: prompts and completions go to https://judge.example/v1, with the key in the environment variable"
     note = f"{sent} {variable}\n"
     status, out, err = said("train", "mine.toml", *rest)
-    assert (status, note in out, "named for keys, *_KEY or *_TOKEN" in err) == (2, taken, not taken)
+    assert (status, note in out, "looks like a key, *_KEY or *_TOKEN" in err) == (2, taken, not taken)
     assert "value-of-it" not in out + err
     if not taken:
         assert err.endswith("say so on the command line: --task.rewards.0.judge.key NAME\n")
         status, out, err = said("train", "mine.toml", *rest, "--task.rewards.0.judge.key", variable)
-        assert (note in out, "named for keys" in err) == (True, False)
+        assert (note in out, "looks like a key" in err) == (True, False)
 
 
 @pytest.mark.parametrize(

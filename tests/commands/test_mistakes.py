@@ -94,7 +94,7 @@ MISTAKES = {
     "eval runs/frist": 'runs/frist.*did you mean "?(runs/)?first',
     "eval runs/first --show -1": "show.*-1",
     "eval runs/first --show three": "show.*three",
-    "eval runs/first --output answers.jsonl": "answers.jsonl is there already",
+    "eval runs/first --output answers.jsonl": "answers.jsonl already exists",
     "eval runs/first --output answers.csv": "answers.csv must end in .jsonl",
     "eval runs/half": "runs/half has no model yet: finish it with pellucid train --resume runs/half",
     "compare runs/frist": 'runs/frist.*did you mean "?(runs/)?first',
@@ -111,7 +111,7 @@ MISTAKES = {
     "study stduy.toml": 'stduy.toml.*did you mean "study.toml"',
     "study study.toml --only plian": 'no variant "plian"; did you mean "plain"',
     "study study.toml --jobs 0": "jobs.*0",
-    "init .": "recipe.toml is there already",
+    "init .": "recipe.toml already exists",
     "list rewrads": 'rewrads.*did you mean "rewards"',
 }
 """A command line, and a pattern of what its one line says."""

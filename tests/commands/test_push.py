@@ -206,7 +206,7 @@ def test_a_name_that_no_repository_can_have(name, trained, online):
 
 
 def test_what_is_no_run_and_the_one_that_was_meant(trained, online):
-    with pytest.raises(UserError, match=r'rnu is no run folder .*did you mean ".*run"\?'):
+    with pytest.raises(UserError, match=r'rnu is not a run folder: .*did you mean ".*run"\?'):
         push_to_hub(trained.parent / "rnu", "me/tiny")
     assert not online.requests
 

@@ -69,6 +69,6 @@ def test_it_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize("name", cli.STARTER_FILES)
 def test_nothing_is_overwritten_and_then_nothing_written(name, tmp_path):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=f"^{tmp_path / name} is there already, and nothing was written"):
+    with pytest.raises(UserError, match=f"^{tmp_path / name} already exists; nothing was written"):
         cli.write_starter(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}

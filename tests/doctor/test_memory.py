@@ -272,7 +272,10 @@ def test_vllm_beside_the_trainer_is_counted(folder, capsys):
     recipe.write_text(f'[policy]\nmodel = "{folder}"\n[sampler]\nname = "vllm"\ncache_gb = 2.5\n')
     for words, says in (
         ([], "2.5 GB of keys and values (sampler.cache_gb) beside the trainer"),
-        (["--sampler.urls", "http://a:1"], "by servers, each of which keeps 0.0 GB of weights and its own --cache-gb"),
+        (
+            ["--sampler.urls", "http://a:1"],
+            "Servers sample; each of them needs 0.0 GB of weights and its own --cache-gb",
+        ),
     ):
         with pytest.raises(SystemExit):
             cli.main(["doctor", "--plan", str(recipe), *words])
@@ -328,7 +331,7 @@ def test_what_cannot_be_estimated_is_said_to_be_unknown(name, tmp_path, capsys):
     activations = rows[0].index("activations")
     assert {row[activations] for row in rows[2:]} == {"unknown"}
     assert all("at least" in row[-1] for row in rows[2:])
-    assert f"what {name} needs that depends on its layers ({reason})" in printed
+    assert f"The part of {name}'s memory that depends on its layers is unknown ({reason})" in printed
     assert "Sampling keeps unknown GB" in printed
 
 

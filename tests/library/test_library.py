@@ -348,7 +348,7 @@ def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(run.grpo, "update_policy", twice)
     with pytest.raises(KeyboardInterrupt):
         pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
-    assert "stopped at once; nothing that was saved is lost, go on with: pellucid.train(" in capsys.readouterr().out
+    assert "stopped at once; saved files are kept; continue with: pellucid.train(" in capsys.readouterr().out
     run_dir.refuse_locked_run_dir(tmp_path / "run")
 
 
@@ -356,7 +356,7 @@ def test_an_interrupt_before_there_is_a_run_does_not_say_how_to_go_on_with_it(re
     monkeypatch.setattr(run, "build_components", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
-    assert "nothing that was saved is lost, the same call starts again\n" in capsys.readouterr().out
+    assert "saved files are kept; the same call starts again\n" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
@@ -907,9 +907,7 @@ def test_what_is_no_table_in_a_recipe_is_told_at_the_call(text, told, arguments,
 def test_a_reward_with_another_signature_is_told_before_the_model_is_loaded(small, monkeypatch):
     monkeypatch.setattr(policy, "load_policy", None)
     mine = pellucid.train(data=ROWS, reward=lambda completions, answers: [0.0 for _ in completions], **small)
-    with pytest.raises(
-        UserError, match=r"reward lambda .*end its arguments with \*\*kwargs; it is given question, ans"
-    ):
+    with pytest.raises(UserError, match=r"reward lambda .*accept \*\*kwargs as well; it is called with question, ans"):
         mine.finish()
 
 

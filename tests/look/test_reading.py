@@ -330,7 +330,7 @@ def test_the_error_of_a_reward_that_fails_is_told(tmp_path):
 
 
 def test_no_run_and_no_tokens_are_one_line_each(tmp_path):
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run"):
         open_recorded_run(tmp_path)
     with pytest.raises(UserError, match=r"\[log\]"):
         open_recorded_run(run_folder(tmp_path / "bare"))

@@ -154,5 +154,5 @@ def test_questions_are_read_before_they_are_asked_for_and_answers_come_in_betwee
 
 
 def test_a_port_in_use_is_one_line(server):
-    with pytest.raises(UserError, match=f"{server.server_port} cannot be listened on .*--port"):
+    with pytest.raises(UserError, match=f"cannot listen on .*:{server.server_port} .*--port"):
         InspectServer([], server.server_port)

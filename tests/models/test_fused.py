@@ -322,7 +322,7 @@ def test_new_weights_are_laid_out_for_the_next_batch():
 
 
 def test_no_memory_is_an_error_of_the_call():
-    model, tokens = ModelStruct(1, 96, 6, 2, 64, 160, 99, 1e-5), TokensStruct(n=2**44, asked=1)
+    model, tokens = ModelStruct(1, 96, 6, 2, 64, 160, 99, 1e-5), TokensStruct(n=2**44, logit_count=1)
     assert (
         call_kernel(
             fused_check.load_fused_kernel()[0].library.step,

@@ -145,7 +145,7 @@ def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
             ["--policy.lora", "2", "--policy.lora-alpha", "-1"],
             "policy.lora_alpha: Input should be greater than or equal to 0",
         ),
-        (["--policy.lora-alpha", "4"], "give lora, its rank, too"),
+        (["--policy.lora-alpha", "4"], "need an adapter: set lora, its rank"),
         (
             ["--policy.lora", "2", "--policy.lora-dropout", "0.1"],
             "dropout would make the policy that is updated differ",

@@ -272,7 +272,7 @@ def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(
     with proxied(service, fault) as proxy:
         assert status(command(recipe, output, proxy.url, retries=0, workers=1)) == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert "4 prefixes are missing (HTTP 400" in line and "the same command asks for those alone" in line
+        assert "4 prefixes are missing (HTTP 400" in line and "the same command asks only for the missing ones" in line
     held = rows_of(output)
     assert {len(row["teacher"]) for row in held} == {2, 3}
     assert len(held) == 5
@@ -424,7 +424,7 @@ def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, servic
         out, err = process.communicate()
         assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
         assert err == ""
-        assert ("nothing is lost" in out) == (how == signal.SIGINT)
+        assert ("run the same command to continue" in out) == (how == signal.SIGINT)
         kept, asked = entries(output), seen_by(proxy)
         assert 7 <= len(kept) < 30
         assert not header(output)["complete"]
@@ -477,7 +477,7 @@ def test_a_whole_output_asks_nothing_and_a_smaller_one_what_it_lacks(service, re
         capsys.readouterr()
         assert status(command(recipe, output, proxy.url, n=4, per_question=2)) == 0
         assert status(command(recipe, output, proxy.url, n=3, per_question=1)) == 0
-        assert capsys.readouterr().out.count("is complete: nothing is asked") == 2
+        assert capsys.readouterr().out.count("is complete: nothing to do") == 2
         assert len(proxy.seen) == 8
         assert status(command(recipe, output, proxy.url, n=6, per_question=3, student=wide_dir)) == 0
         assert len(proxy.seen) == 18

@@ -123,6 +123,14 @@ def test_a_file_behind_a_secret_is_not_named(written):
     assert "| `task.api_key.main` | `...` | `1f` |" in text and "| `task.judge_token` | `...` | `2f` |" in text
 
 
+def test_a_config_without_digests_names_no_files(written, tmp_path):
+    whole, path = written(SUMS, digests={}).text, tmp_path / "run" / "config.json"
+    settings = json.loads(path.read_text())
+    del settings["digests"]
+    path.write_text(json.dumps(settings))
+    assert ModelCard(make_model_card(tmp_path / "run", "me/sums", "steps = 2\n")).text == whole
+
+
 def test_around_a_task_are_others_and_the_questions_are_the_inner_ones(written):
     text = written('[task]\nname = "curriculum"\n[task.task]\nname = "sorting"\n', evaluation(0.5, 0.5)).text
     assert "Task: `sorting`. Sort a few numbers" in text

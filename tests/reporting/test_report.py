@@ -450,4 +450,4 @@ def test_spaces_where_a_bad_line_was_do_not_part_a_step(run):
 def test_a_run_without_rollouts_has_a_report(run):
     (run / "rollouts.jsonl").unlink()
     page = write_report(run).read_text(encoding="utf-8")
-    assert "What it said" not in page
+    assert "<h2>Completions</h2>" not in page

@@ -217,8 +217,8 @@ def test_the_page_tells_message_by_message_who_said_it(tmp_path):
     items = re.findall(r'<li class="(\w+)"><p>(.*?)</p><pre[^>]*>(.*?)</pre></li>', html, re.DOTALL)
     assert [(kind, re.sub("<.*?>", "", about)) for kind, about, _ in items] == [
         ("sampled", "policy, sampled"),
-        ("given", "tool multiply, given, the call came to nothing"),
-        ("given", "tool unknown, given, the call came to nothing"),
+        ("given", "tool multiply, given, the call failed"),
+        ("given", "tool unknown, given, the call failed"),
         ("sampled", "policy, sampled"),
         ("given", "environment, given"),
         ("sampled", "policy, sampled"),
@@ -297,6 +297,6 @@ def test_steps_without_calls_or_faults_are_drawn_as_such():
 @pytest.mark.parametrize("kind", ["turns/mean", "tools/calls"])
 def test_the_page_has_the_charts_of_conversations(tmp_path, kind):
     logged(tmp_path, group(completion()))
-    titles = {"turns/mean": ["Turns"], "tools/calls": ["Calls of tools", "Calls that came to nothing"]}
+    titles = {"turns/mean": ["Turns"], "tools/calls": ["Calls of tools", "Failed calls"]}
     drawn_titles = re.findall(r'class="title"[^>]*>([^<]*)<', page_of(tmp_path)[0])
     assert set(titles[kind]) <= set(drawn_titles)

@@ -10,9 +10,9 @@ from math_pairs import is_right, rows
 from pellucid.rewards import math
 from pellucid.rewards.math import (
     MAX_BRACKET_DEPTH,
-    MAX_FORMULA_SIGNS,
+    MAX_FORMULA_SYMBOLS,
     NormalizedFormula,
-    count_signs,
+    count_symbols,
     extract_conclusion,
     is_computable,
     is_words,
@@ -124,7 +124,7 @@ def test_letters_that_are_factors_are_no_word(gold):
         "[1, 2",
         "3)(",
         "(" * (MAX_BRACKET_DEPTH + 1) + "7" + ")" * (MAX_BRACKET_DEPTH + 1),
-        "1+" * MAX_FORMULA_SIGNS,
+        "1+" * MAX_FORMULA_SYMBOLS,
     ],
 )
 def test_what_has_no_bound_is_refused_before_it_is_computed(monkeypatch, body):
@@ -144,11 +144,11 @@ def test_what_has_a_bound_is_computed(body):
 
 
 def test_what_the_gold_answer_has_another_may_have_too():
-    deep, long = "{" * 6 + "7" + "}" * 6, "+".join(["x"] * MAX_FORMULA_SIGNS)
+    deep, long = "{" * 6 + "7" + "}" * 6, "+".join(["x"] * MAX_FORMULA_SYMBOLS)
     for gold in (deep, long, "(x+1)^{99}", r"\sum_{i=1}^{9} i"):
         assert is_computable(gold, gold)
         assert not is_computable(gold, "7")
-    assert (measure_bracket_depth("(a)(b(c))"), count_signs(r"\frac{1}{23}")) == (2, 7)
+    assert (measure_bracket_depth("(a)(b(c))"), count_symbols(r"\frac{1}{23}")) == (2, 7)
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_a_row_that_cannot_be_sent_costs_its_own_reward(task):
     ("name", "error"),
     [
         ("one_too_many", "one_too_many returned 9 rewards for 8 completions: it must return one for each"),
-        ("no_list", "no_list returned 1.0, where a list with a number for each is needed"),
+        ("no_list", "no_list returned 1.0, where a list with a number for each completion is needed"),
         ("takes_less", "takes_less got an unexpected keyword argument '"),
         ("wrong_extra", 'log_extra("short") has 1 values for 8 completions'),
     ],

@@ -76,7 +76,9 @@ def test_its_error_costs_a_group(graded):
 
 def test_a_wrong_number_of_rewards_is_an_error(graded):
     rewards = graded(Siblings(text="short")).reward_all(pairs("a", "b"))
-    assert {reward.error for reward in rewards} == {"the task returned 1 rewards for 2 completions: one for each"}
+    assert {reward.error for reward in rewards} == {
+        "the task returned 1 rewards for 2 completions: return one reward per completion"
+    }
 
 
 def test_an_object_that_grades_so_needs_no_other_reward():

@@ -240,8 +240,8 @@ def test_a_text_of_no_token_and_a_token_without_weights_are_named(tmp_path):
     folder = classifier("llama", tmp_path, tokenizer=character_tokenizer(CHARACTERS + "n"))
     pairs = [(Prompt("p", ""), completion(text)) for text in ("", "!", "7n")]
     nothing, beyond, read = graded(folder, pairs)
-    assert nothing.error == "there is nothing to read"
-    assert beyond.error == f"its tokenizer has a token {VOCAB}, and its weights have {VOCAB}"
+    assert nothing.error == "the text has no tokens"
+    assert beyond.error == f"its tokenizer produced token id {VOCAB}, but its embedding has {VOCAB} entries"
     close(values([read]), alone(folder, pairs[2:])[:, 0])
 
 

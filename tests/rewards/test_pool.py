@@ -268,7 +268,7 @@ def test_rewards_are_computed_in_one_other_process(sandbox):
         ("correct text", r"correct is 'no', where True, False or None is needed"),
         ("correct array", r"correct is array\(.*\), where True, False or None is needed"),
         ("correct half", r"correct is 0\.5, where True, False or None is needed"),
-        ("error number", r"the error is 5, where a text is needed"),
+        ("error number", r"the error is 5, where a string is needed"),
         ("weights none", r"the weights are None, where names with their numbers are needed"),
         ("weight huge", r'the weight "a" is beyond 3\.4e\+38, .*'),
         ("weight nan", r'the weight "a" is nan'),

@@ -35,9 +35,9 @@ def test_settings_reach_the_sampler():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--sampler.urls", "gpu2:8001"], "'gpu2:8001' is no address: write http://HOST:PORT"),
-        (["--sampler.urls", "http://a:8001", "ftp://b"], "'ftp://b' is no address"),
-        (["--sampler.urls", "http://a:80x1"], "no address"),
+        (["--sampler.urls", "gpu2:8001"], "'gpu2:8001' is not an address: write http://HOST:PORT"),
+        (["--sampler.urls", "http://a:8001", "ftp://b"], "'ftp://b' is not an address"),
+        (["--sampler.urls", "http://a:80x1"], "not an address"),
         (["--sampler.urls", "http://me:secret@a"], "PELLUCID_SAMPLER_TOKEN"),
         (["--sampler.urls", "http://a", "--sampler.name", "native"], 'urls are for name = "vllm"'),
         (["--sampler.timeout", "0"], "sampler.timeout: Input should be greater than 0"),
@@ -110,4 +110,4 @@ def test_a_port_that_is_taken_is_told(capsys):
         with pytest.raises(SystemExit) as ended:
             cli.main(["sampler", "--port", str(taken.getsockname()[1])])
     assert ended.value.code == 2
-    assert "cannot be listened on" in capsys.readouterr().err
+    assert "cannot listen on" in capsys.readouterr().err

@@ -327,10 +327,8 @@ def test_a_port_that_is_taken_is_said_by_the_service_itself(started, model_dir, 
         where = ["--port", str(port), "--folder", str(tmp_path / "here")]
         assert serve("start", str(model_dir), *where) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert (
-        f"the service ended at once: pellucid: 127.0.0.1:{port} cannot be listened on (Address already in use)" in line
-    )
-    assert "name another --port" in line
+    assert f"the service ended at once: pellucid: cannot listen on 127.0.0.1:{port} (Address already in use)" in line
+    assert "choose another --port" in line
 
 
 @pytest.mark.slow
@@ -436,7 +434,7 @@ def test_an_address_as_a_url(host, port, url):
 def test_a_port_that_there_is_not_is_one_line(model_dir, port, capsys):
     assert serve(str(model_dir), "--port", port) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "cannot be listened on" in line
+    assert "cannot listen on" in line
 
 
 def test_a_service_in_the_background_needs_a_port_that_is_known(tmp_path, capsys):

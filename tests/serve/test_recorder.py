@@ -121,7 +121,7 @@ FAULTS = {
     "dies": "its process has ended",
     "is_silent": agent_endpoint.NO_REQUEST_ERROR,
     "returns_words": "what the agent returned is 'good', where a number is needed",
-    "returns_none": "the agent has said no reward, and the task has no rewards",
+    "returns_none": "the agent returned no reward, and the task defines none",
     "goes_on": f"BadRequestError: Error code: 400 - {{'error': {{'message': '{agent_endpoint.CONVERSATION_OVER_ERROR}'",
     "never_gives_up": agent_endpoint.AGENT_NOT_ENDED_ERROR,
 }
@@ -219,7 +219,7 @@ def test_a_command_is_an_agent(policy, world_of):
             sum(len(m["content"]) for m in completion.messages if m["role"] == "assistant") + completion.length / 100
         )
     assert {c.outcome.error for c in broken.completions} == {f"{COMMAND}: exit status 3"}
-    assert {c.outcome.error for c in words.completions} == {"the agent has said no reward, and the task has no rewards"}
+    assert {c.outcome.error for c in words.completions} == {"the agent returned no reward, and the task defines none"}
 
 
 def driven(world, row, says, pause=0.0):

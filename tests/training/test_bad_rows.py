@@ -151,7 +151,7 @@ def test_a_run_that_its_data_ends_is_saved_and_goes_on_with_the_data_mended(tmp_
     assert answered("export", folder, "--output", exported) == 0
     assert AutoModelForCausalLM.from_pretrained(exported, dtype="auto").dtype == torch.float32
     assert answered("export", folder, "--output", exported) == 2
-    assert "is there already" in error_of(capsys)
+    assert "already exists" in error_of(capsys)
 
     assert train("--resume", folder) == 2
     assert "saved after step 3" in error_of(capsys), "the data is as it was"

@@ -96,7 +96,7 @@ def test_every_answer_of_an_evaluation_goes_into_a_file(degrees, model_dir, tmp_
         assert row["question"].startswith("say ")
     before = path.read_text()
     assert ended(*command) == 2
-    assert "is there already: name another file" in capsys.readouterr().err
+    assert "already exists: name another file" in capsys.readouterr().err
     assert path.read_text() == before
     assert ended(*command[:-1], tmp_path / "answers.txt") == 2
     assert "must end in .jsonl" in capsys.readouterr().err

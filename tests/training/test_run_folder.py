@@ -634,7 +634,7 @@ def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, 
         patched.setattr(checkpoint, "save_file", signalled)
         assert train(recipe, "--run", stopped) == 130
     assert [path.name for path in list_checkpoints(stopped)] == ["step-000002"]
-    assert f"go on with: pellucid train --resume {stopped}" in capsys.readouterr().err
+    assert f"continue with: pellucid train --resume {stopped}" in capsys.readouterr().err
     assert train("--resume", stopped) == 0
     same_run(whole, stopped)
     assert [path.name for path in (stopped / "checkpoints").iterdir() if path.suffix] == []
@@ -655,8 +655,8 @@ def test_a_request_before_step_1_is_one_line_and_leaves_nothing_running(recipe, 
         process.send_signal(number)
         assert process.wait() == 130
         said = errors.seek(0) or errors.read()
-    how = f"go on with: pellucid train --resume {tmp_path / 'run'}"
-    assert said.splitlines() == [f"pellucid: stopped at once; nothing that was saved is lost, {how}"]
+    how = f"continue with: pellucid train --resume {tmp_path / 'run'}"
+    assert said.splitlines() == [f"pellucid: stopped at once; saved files are kept; {how}"]
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not records(tmp_path / "run" / "metrics.jsonl")
 
 

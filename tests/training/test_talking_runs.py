@@ -135,7 +135,7 @@ def test_a_task_with_a_tool_is_trained_by_a_model_that_knows_no_tools(recipe, tm
         ),
         "no turn": (["--sampler.turns", 0], "sampler.turns: Input should be greater than 0"),
         "no time": (["--task.timeout", 0], "timeout = 0.0 must be a positive number of seconds"),
-        "a text": (["--task.environment", "tests/worlds.py:CHAT"], "it is a str: name a class"),
+        "a text": (["--task.environment", "tests/worlds.py:CHAT"], "must be a class or a function, got str"),
     }.values(),
 )
 def test_a_mistake_is_one_line(recipe, tmp_path, capsys, words, told):

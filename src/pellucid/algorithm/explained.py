@@ -51,7 +51,7 @@ class LossExplanation(NamedTuple):
 
 
 def explain_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> LossExplanation:
-    """Explain the loss of a micro-batch, with advantages and token_weights, that was computed from these scores."""
+    """Explain the loss that these scores gave for a micro-batch, which has advantages and token_weights."""
     tokens = make_objective_inputs(scores.logprobs.detach(), batch)
     with torch.no_grad(), preserve_random_state(tokens.logprobs):
         output = get_objective_function(cfg.objective)(tokens, cfg)

@@ -70,7 +70,7 @@ def compute_kl_metrics(
 
 
 def sum_kl_per_response(kl: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Sum the KL [B, T], or [B, 1] where it is summed already, where a mask of its shape is true.
+    """Sum the KL [B, T] over the tokens of a mask; a KL that is already summed is [B, 1], and so is its mask.
 
     Returns [P, G] float64 on the CPU, as rewards are.
     """
@@ -88,10 +88,10 @@ def subtract_kl_from_rewards(rewards: Tensor, kl: Tensor | None, mask: Tensor, c
 
 
 def compute_kl_penalty(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor | float:
-    """kl_coef (K - mean K of the siblings) for kl_in = "reward", to be subtracted from the advantages; else 0.0. [P, G]
+    """kl_coef (K - mean K of the siblings) for kl_in = "reward"; else 0.0. [P, G]
 
-    In expectation this equals the reward R - kl_coef K. It is not divided by the group's std, so kl_coef means the same
-    in every group, including zero-variance groups.
+    It is subtracted from the advantages. In expectation this equals the reward R - kl_coef K. It is not divided by the
+    group's std, so kl_coef means the same in every group, including zero-variance groups.
     """
     if kl is None or cfg.kl_in != "reward":
         return 0.0

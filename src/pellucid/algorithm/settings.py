@@ -66,7 +66,7 @@ class GRPOConfig:
     """Dynamic sampling: groups whose task rewards are equal are replaced by those of other prompts, in at most this
     many rounds. If a task rewards brevity, rewards are never equal: set min_reward_range."""
     max_staleness: int = 1
-    """Replay: rollouts are trained on in this many steps, with old log-probs of their own step; 1 is on-policy."""
+    """Replay: how many steps train on a rollout, with the old log-probs of the step that sampled it; 1 is on-policy."""
     epochs: int = 1
     """Passes over the rollouts of a step; more than one needs an objective with a ratio."""
     minibatches: int = 1
@@ -90,8 +90,9 @@ class GRPOConfig:
     """The objective to maximize; or your own, "path/to/file.py:function"."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dcpo, only
-    above for cispo. reinforce, importance_weighted and sapo do not clip."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. gmpo clips its logarithm to [-clip_low, clip_high]. dcpo
+    widens the bounds for rare tokens. cispo has the upper bound only. reinforce, importance_weighted and sapo do not
+    clip."""
     clip_cap: float = 10.0
     """objective = "dcpo": the highest upper bound of the ratio."""
     clip_difficulty: float = 0.0

@@ -59,15 +59,16 @@ class _ShardedParameters:
         if missing := [p for p in self.parameters if p.ds_status.name == "NOT_AVAILABLE"]:
             missing[0].all_gather(missing)
 
-    def reshard(self, persistent: bool = False) -> None:
-        """Keep only the shards of this process; with `persistent` also of parameters that stage 3 leaves unsharded."""
-        gathered = [p for p in self.parameters if p.ds_status.name == "AVAILABLE" and (persistent or not p.ds_persist)]
+    def reshard(self, include_persistent: bool = False) -> None:
+        """Keep only this process's shards, if `include_persistent` also of parameters that stage 3 leaves unsharded."""
+        chosen = [p for p in self.parameters if include_persistent or not p.ds_persist]
+        gathered = [p for p in chosen if p.ds_status.name == "AVAILABLE"]
         if gathered:
             gathered[0].partition(gathered)
 
 
 class ZeroEngine:
-    """A training engine like `TorchEngine`, whose optimizer steps DeepSpeed takes."""
+    """A training engine like `TorchEngine`: DeepSpeed takes its optimizer steps."""
 
     is_lockstep = True
 
@@ -79,8 +80,8 @@ class ZeroEngine:
         unrounded = {name: copy_to_cpu(p) for name, p in policy.trainable().items()} if will_round else {}
         external_parameters = policy.list_external_parameters() if stage == 3 else []
         self.deepspeed_config = _build_deepspeed_config(policy.dtype, cfg, stage)
-        facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
-        self.optimizer = _SkipZeroGradientAdamW(list(policy.trainable().values()), **facts, fused=True)
+        options = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+        self.optimizer = _SkipZeroGradientAdamW(list(policy.trainable().values()), **options, fused=True)
         self.optimizer.get_grad_norm = self.get_grad_norm
         self.zero_optimizer: Any = None
         self.module = self.wrap_policy(policy, external_parameters, self.optimizer)
@@ -143,7 +144,7 @@ class ZeroEngine:
             self.zero_optimizer._lazy_init_hp_params_optimizer_state()
 
     def get_flat_masters(self) -> list[Tensor]:
-        """Return the shard of the masters of this process, one flat tensor for each parameter group."""
+        """Return this process's shard of the masters: one flat tensor for each parameter group."""
         return (
             self.zero_optimizer.fp32_partitioned_groups_flat
             if self.stage == 3
@@ -176,7 +177,7 @@ class ZeroEngine:
             raise UserError(POLICY_MISMATCH)
         if self.stage == 3:
             # Gathered parameters would keep their old values.
-            _ShardedParameters(self.parameters.values()).reshard(persistent=True)
+            _ShardedParameters(self.parameters.values()).reshard(include_persistent=True)
         for name, p in self.parameters.items():  # in the same order in all processes
             self.write_local_shard(p, gather_full_tensor(masters[name]))
         if self.stage == 2:
@@ -194,7 +195,7 @@ class ZeroEngine:
                 self.write_local_shard(p, gather_full_tensor(moments[moment][name]), moment)
 
     def write_local_shard(self, p: Any, value: Tensor, moment: str | None = None) -> None:
-        """Set the shard of this process of a master, or of one of its moments, from the full tensor."""
+        """Set this process's shard of a master, or of one of its moments, from the full tensor."""
         tools, value = self.deepspeed.utils, value.to(p.device, torch.float32)
         if self.stage == 2:
             if moment:

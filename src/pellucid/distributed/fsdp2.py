@@ -1,4 +1,4 @@
-"""FSDP2: each process holds a shard of every parameter, gradient and moment, and gathers a layer while it computes.
+"""FSDP2: each process holds a shard of every parameter, gradient and moment, and gathers each layer to compute it.
 
 This is `torch.distributed.fsdp.fully_shard` on our decoder and on transformers' models. Masters are in fp32. Layers of
 our decoder are gathered in the compute dtype, and gradients are summed in fp32. A mesh of two dimensions shards within
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def make_device_mesh(device: torch.device, world_size: int, shard_count: int) -> DeviceMesh:
-    """Return the mesh of all processes, in groups of `shard_count` that share the parameters; 0 is a single group.
+    """Return the mesh of all processes, in groups of `shard_count` that share the parameters; 0 makes one group.
 
     Raises UserError if `shard_count` does not divide the number of processes.
     """
@@ -38,7 +38,7 @@ def make_device_mesh(device: torch.device, world_size: int, shard_count: int) ->
 
 
 def shard_policy(policy: Policy, mesh: DeviceMesh, offload: bool) -> None:
-    """Shard a policy in place. Each block is gathered by itself, and the rest of the module at once."""
+    """Shard a policy in place. Each block is gathered alone, and the rest of the module as one unit."""
     mixed_precision = MixedPrecisionPolicy(policy.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offloading = CPUOffloadPolicy() if offload and policy.device.type != "cpu" else OffloadPolicy()
     policy.sharded_modules = [

@@ -1,6 +1,6 @@
 """Two AdamW optimizers: one with its state on the CPU, and one that makes a single pass over memory on the CPU.
 
-Offloading saves 12 bytes of device memory for each weight, for a copy in both directions in each step.
+Offloading saves 12 bytes of device memory per weight; it costs a copy in both directions per step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class OffloadedAdamW(Optimizer):
     """AdamW (arXiv 1711.05101) with fp32 masters and moments on the CPU.
 
     Weights and gradients stay on their device and in their dtype. bf16 weights are the rounded masters, so that updates
-    too small for bf16 are not lost. With a GPU, pinned memory makes the copies asynchronous. Without `masters`, in the
-    order of `params`, the weights are copied.
+    too small for bf16 are not lost. With a GPU, pinned memory makes the copies asynchronous. `masters` has the
+    order of `params`; without it, the weights are copied.
     """
 
     def __init__(
@@ -82,29 +82,29 @@ def _get_state(optimizer: Optimizer, p: Tensor, master: Tensor) -> dict[str, Ten
 
 # ---------------------------------------------------------------- AdamW in one pass
 # AdamW in one pass over memory on the CPU, in C++ (models/cpp/optimizer.cpp). PyTorch needs another pass to clip
-# gradients, and one to cast weights that are computed with in bf16.
+# gradients, and one to cast weights to bf16.
 
 
 class _ParameterStruct(ctypes.Structure):
-    """As in cpp/optimizer.cpp."""
+    """`Parameter` in cpp/optimizer.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "grad", "mean", "square", "cast")),
         ("size", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("rate", "root")),
+        *((name, ctypes.c_float) for name in ("step_size", "bias_correction2_sqrt")),
     )
 
 
 class _RatesStruct(ctypes.Structure):
-    """As in cpp/optimizer.cpp."""
+    """`Rates` in cpp/optimizer.cpp."""
 
     _fields_ = tuple(
-        (name, ctypes.c_float) for name in ("clip", "decayed", "of_mean", "kept_square", "of_square", "eps")
+        (name, ctypes.c_float) for name in ("clip", "decayed", "one_minus_beta1", "beta2", "one_minus_beta2", "eps")
     )
 
 
 class OnePassAdamW(Optimizer):
-    """AdamW of parameters that `supports_one_pass` accepts, with the state of PyTorch's AdamW.
+    """AdamW for parameters that `supports_one_pass` accepts. Its state is that of PyTorch's AdamW.
 
     The bf16 copies of `cast_weights` are updated in the same pass.
     """
@@ -123,7 +123,7 @@ class OnePassAdamW(Optimizer):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Return the norm of all gradients. The next step scales them as torch's clip_grad_norm_ does."""
+        """Return the norm of all gradients. The next step clips them like torch's clip_grad_norm_."""
         live = self._list_gradients()
         norms = torch.empty(len(live))
         _run_optimizer_kernel(
@@ -178,7 +178,7 @@ def _run_optimizer_kernel(name: str, parameters: Sequence[_ParameterStruct], out
 
 
 def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
-    """Return whether OnePassAdamW takes these parameters, with torch's bits: unsharded ones in fp32 on the CPU."""
+    """Return whether OnePassAdamW can take these parameters with torch's bits: whole, contiguous fp32 on the CPU."""
     found = {
         (p.device.type, p.dtype, p.is_contiguous(), p.numel() % VECTOR_WIDTH, isinstance(p, DTensor))
         for p in parameters
@@ -187,7 +187,7 @@ def supports_one_pass(parameters: Iterable[Tensor]) -> bool:
 
 
 def compare_optimizers(optimizer: type[OnePassAdamW]) -> Iterable[tuple[str, Any, Any]]:
-    """Take two steps, the first of which is clipped; see `add_self_check`."""
+    """Yield results of two steps, the first one clipped; see `add_self_check`."""
     module, expected = _make_self_check_module(), _make_self_check_module()
     casts = CastWeights([(module, "matrix")], torch.bfloat16)
     ours = optimizer(module.parameters(), 0.1, weight_decay=0.1, cast_weights=[casts])

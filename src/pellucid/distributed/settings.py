@@ -19,10 +19,10 @@ class RuntimeConfig:
     zero_stage: Literal[2, 3] = 2
     """With deepspeed. 2: gradients and optimizer state are sharded among all processes. 3: weights, too."""
     shards: int = 0
-    """With fsdp2, among how many processes the parameters are sharded, such as those of one machine; across such groups
-    they are replicated. 0: among all."""
+    """fsdp2: the number of processes that share one copy of the parameters, such as those of one machine. Each group
+    holds a replica. 0: all processes."""
     timeout: float = 10.0
-    """Minutes that processes wait for one that does not answer before they end."""
+    """Minutes that processes wait for one that does not answer; then they exit."""
 
     def __post_init__(self) -> None:
         if self.shards < 0:

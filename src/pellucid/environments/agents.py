@@ -1,6 +1,6 @@
-"""An agent of the user's own in a worker process: a function of a data row and a client, or a command.
+"""Runs the user's agent in a worker process: a function of a data row and a client, or a command.
 
-It asks the policy as any OpenAI-compatible service; each rollout has an address of its own.
+It calls the policy like any OpenAI-compatible service, at a separate address for each rollout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pellucid.sandbox.worker import call_user_code, log_error, receive_request, 
 from pellucid.utils.plugins import import_extra, load_function
 
 _PLACEHOLDER_API_KEY = "rollout"
-"""The key of clients, which insist on one: a rollout is protected by its address, which nobody can guess."""
+"""Clients insist on an API key. The address protects a rollout instead, since nobody can guess it."""
 LOOPBACK_HOST = "127.0.0.1"
 _FUNCTION_SPEC = re.compile(r"\S+:[^\W\d]\w*")
 
@@ -73,7 +73,7 @@ class AgentRunner:
         self._openai: Any = None
         if self._function:
             self._openai = import_extra("openai", "agents", f'run = "{agent_spec.run}"')
-            # Before processes are forked: each of them would need half a second.
+            # Before the fork: the import would take half a second in each process.
             import_extra("openai.resources", "agents", "an agent")
             _load_certificates()
 
@@ -90,7 +90,7 @@ class AgentRunner:
         spec = self._agent_spec
         value = self._call_function(request) if self._function else _run_command(str(spec.run), request.row)
         if value is None and not spec.has_rewards:
-            raise InvalidResultError("the agent has said no reward, and the task has no rewards")
+            raise InvalidResultError("the agent returned no reward, and the task defines none")
         return None if value is None else validate_number(value, "what the agent returned")
 
     def _call_function(self, request: SolveRequest) -> Any:
@@ -118,7 +118,7 @@ def _load_certificates() -> Any:
 def _run_command(command: str, row: Mapping[str, Any]) -> float | None:
     """Run a command with the row as JSON in its standard input. Return the number in the last line that it prints.
 
-    Raises InvalidResultError if it cannot be run, or ends with another status than 0.
+    Raises InvalidResultError if it cannot be run, or its exit status is not 0.
     """
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:
@@ -137,10 +137,10 @@ def _run_command(command: str, row: Mapping[str, Any]) -> float | None:
 
 
 def serve_request(agent_spec: AgentSpec, connection: Connection) -> None:
-    """Answer one request. The process ends with its parent's end of the connection, whatever the agent does."""
+    """Answer one request. The process ends when its parent closes the connection, whatever the agent does."""
     request: SolveRequest
     request, _ = receive_request(connection)
-    parent = threading.Thread(target=receive_request, args=(connection,), daemon=True)  # there is no other
-    parent.start()
+    parent_watch = threading.Thread(target=receive_request, args=(connection,), daemon=True)  # waits for the end
+    parent_watch.start()
     send_answer(connection, encode_worker_answer(AgentRunner(agent_spec).run(request)))
-    parent.join()
+    parent_watch.join()

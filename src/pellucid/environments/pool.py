@@ -1,7 +1,7 @@
 """Runs many conversations at once, each in its own worker process, without waiting for any single one.
 
-What hangs, ends or fills the memory of its process costs its own conversation. In a notebook, environments that other
-processes cannot load work in this one.
+Code that hangs, exits or fills its memory loses its own conversation alone. In a notebook, environments that other
+processes cannot load run in this one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ConversationWorker(Worker):
     decode = staticmethod(decode_worker_answer)
 
     def send_request(self, request: BeginRequest | TurnRequest | SolveRequest, timeout: float) -> None:
-        """Send a request, to be answered within so many seconds. Raises WorkerLostError if it is not taken."""
+        """Send a request, to be answered within `timeout` seconds. Raises WorkerLostError if it is not taken."""
         self.set_timeout(timeout)
         self.send(pickle.dumps((request, timeout)))
 
@@ -123,7 +123,7 @@ class WorkerFactory(ForkServer):
 
 
 def _load_spec(pickled: bytes) -> Callable[[Connection], None]:
-    """Return what serves the requests of conversations, with the user's code imported."""
+    """Import the user's code. Return the function that serves conversations."""
     spec: EnvironmentSpec | AgentSpec = pickle.loads(pickled)
     if isinstance(spec, AgentSpec):
         AgentRunner(spec)
@@ -134,7 +134,7 @@ def _load_spec(pickled: bytes) -> Callable[[Connection], None]:
 
 @dataclass
 class _Conversation:
-    """A conversation under way: its prompt, the messages so far, and how many tool calls went which way."""
+    """A conversation under way: its prompt, the messages so far, and counts of tool calls by result."""
 
     prompt: Prompt
     messages: list[Message] = field(default_factory=list)
@@ -166,7 +166,7 @@ class _Conversation:
 class EnvironmentPool:
     """Environments and tools in worker processes, which print into the file `log`. Implements AsyncEnvironments.
 
-    `seed` is that of the environments' random numbers.
+    `seed` seeds the environments' random numbers.
     """
 
     def __init__(self, env_spec: EnvironmentSpec, cfg: WorkerLimits, log: Path | None = None, seed: int = 0) -> None:
@@ -248,9 +248,9 @@ class EnvironmentPool:
         return reply
 
     def _handle_lost_worker(self, number: int, error: str) -> EnvironmentReply:
-        """Return what follows when the process of a conversation is lost.
+        """Return the reply for a conversation whose process is lost.
 
-        Without state between calls only the calls have failed, and the conversation goes on in another process.
+        If tools keep no state between calls, only the calls fail: the conversation goes on in another process.
         """
         self.busy.pop(number).terminate()
         conversation = self._conversations[number]
@@ -309,18 +309,18 @@ def create_environments(
 
 
 def _build_tool_schemas(env_spec: EnvironmentSpec, name: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the schemas of functions and of the methods of the environment of this name, if there are several."""
+    """Return the schemas of the tools and of the environment's methods. `name` selects among environments."""
     tools = [load_function(spec, "tool") for spec in env_spec.tools]
     factories = load_environment_factories(env_spec)
     if factory := factories.get("") or factories.get(name):
-        # Its methods are only inspected, so one of a class is not initialized.
+        # The methods are only inspected, so a class is not initialized.
         environment = object.__new__(factory) if isinstance(factory, type) else factory()
         tools += get_environment_tools(environment).values()
     return tuple(map(_build_tool_schema, tools))
 
 
 def _build_tool_schema(tool: Callable[..., Any]) -> Mapping[str, Any]:
-    from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - where there are tools, and not before
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - only tools need it
         DocstringParsingException,
         TypeHintParsingException,
         get_json_schema,
@@ -329,8 +329,8 @@ def _build_tool_schema(tool: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return get_json_schema(tool)
     except (DocstringParsingException, TypeHintParsingException) as error:
-        first = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise UserError(
-            f"tool {getattr(tool, '__name__', tool)}: {first}: give its arguments types, and its docstring a line for"
+            f"tool {getattr(tool, '__name__', tool)}: {message}: give its arguments types, and its docstring a line for"
             " each under `Args:`"
         ) from error

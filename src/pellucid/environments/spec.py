@@ -23,7 +23,7 @@ class EnvironmentSpec:
     """
 
     environment: str = ""
-    """A class, a function that makes an environment, a mapping of names to such, or a function `reply(messages)`."""
+    """A class, a function that makes an environment, a mapping of names to these, or a function `reply(messages)`."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call."""
     timeout: float = 10.0
@@ -45,22 +45,21 @@ def is_reply_function(value: Any) -> bool:
 
 
 def load_environment_factories(env_spec: EnvironmentSpec) -> dict[str, Callable[[], Any]]:
-    """Return the factories of environments by name, "" for a single one. Raises UserError for what is no factory."""
+    """Return environment factories by name; a single one has the name "". Raises UserError if one is not callable."""
     found = load_object(env_spec.environment) if env_spec.environment else None
     if found is None or is_reply_function(found):
         return {}
     factories = dict(found) if isinstance(found, Mapping) else {"": found}
     for name, factory in factories.items():
         if not callable(factory):
-            what = f'"{name}" in it' if name else "it"
-            raise UserError(
-                f'environment = "{env_spec.environment}": {what} is a {type(factory).__name__}: name a class'
-            )
+            entry = f'"{name}" in it ' if name else ""
+            got = type(factory).__name__
+            raise UserError(f'environment = "{env_spec.environment}": {entry}must be a class or a function, got {got}')
     return factories
 
 
 def get_environment_tools(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of an environment that the policy may call, by their names. (TRL 1.16, GRPOTrainer.)"""
+    """Return the public methods that the policy may call, by name, as in TRL (1.16, GRPOTrainer)."""
     methods = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
     tools = {name: getattr(environment, name) for name in methods if not name.startswith("_")}
     return {

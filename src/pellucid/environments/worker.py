@@ -1,8 +1,8 @@
-"""What runs in the process of a conversation: it calls the environment and the tools, and computes the reward.
+"""The process of a conversation calls the environment and the tools, and computes the reward.
 
-A class of the user's own is an environment as in TRL (1.16, GRPOTrainer): `reset(**row)` returns what is added to the
-question, or None; its public methods are tools; `get_reward()` returns the reward of a conversation. In place of tools,
-or besides, `reply(messages)` returns what the environment says next, or None if it says nothing more.
+A user's class is an environment as in TRL (1.16, GRPOTrainer): `reset(**row)` returns text to add to the question, or
+None; its public methods are tools; `get_reward()` returns the reward of a conversation. With or without tools,
+`reply(messages)` returns the environment's next message, or None to end the conversation.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from pellucid.types import Message, PolicyTurn
 from pellucid.utils.plugins import load_function, load_object
 
 _MAX_OBSERVATION_CHARACTERS = 20_000
-"""The most characters of an observation; what is beyond is left out."""
+"""The most characters of an observation; the rest is left out."""
 
 
 @dataclass(frozen=True)
 class BeginRequest:
-    """A conversation begins: the data row of its prompt, and two seeds, that of its group and its own."""
+    """The start of a conversation: the data row of its prompt, the seed of its group, and its own seed."""
 
     columns: Mapping[str, Any]
     seeds: tuple[str, str]
@@ -55,7 +55,7 @@ class BeginRequest:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """The policy has spoken; `messages` are all so far. With `is_last` it says nothing more."""
+    """A turn of the policy; `messages` are all so far. If `is_last`, no turn follows."""
 
     turn: PolicyTurn
     messages: Sequence[Message]
@@ -84,7 +84,7 @@ def encode_worker_answer(answer: WorkerAnswer) -> bytes:
 
 
 def decode_worker_answer(data: bytes) -> WorkerAnswer:
-    """Return the answer. Raises ValueError, TypeError or RecursionError for anything else."""
+    """Decode an answer. Raises ValueError, TypeError or RecursionError for other bytes."""
     values, _, environment = data.partition(b"\n")
     return WorkerAnswer(**json.loads(values), environment=environment)
 
@@ -95,14 +95,14 @@ def serve_requests(env_spec: EnvironmentSpec, connection: Connection) -> None:
     while True:
         request: BeginRequest | TurnRequest
         request, seconds = receive_request(connection)
-        start_watchdog(seconds)  # of all calls of the request together
+        start_watchdog(seconds)  # for all calls of the request together
         answer = runner.handle(request)
         stop_watchdog()
         send_answer(connection, encode_worker_answer(answer))
 
 
 class _TimeLimitError(BaseException):
-    """A call has taken too long. It is no Exception, which the user's code might catch."""
+    """A call has taken too long. It is not an Exception, which user code might catch."""
 
 
 class EnvironmentRunner:
@@ -133,10 +133,10 @@ class EnvironmentRunner:
     def _begin(self, request: BeginRequest) -> WorkerAnswer:
         shared, own = request.seeds
         seed_generators(shared)
-        observation, error = self._call_user_code(lambda: self._reset(request.columns), _shorten_text)
+        observation, exception = self._call_user_code(lambda: self._reset(request.columns), _shorten_text)
         seed_generators(own)
-        if error is not None:
-            return WorkerAnswer(is_over=True, error=f"reset: {self._describe_error(error)}")
+        if exception is not None:
+            return WorkerAnswer(is_over=True, error=f"reset: {self._log_and_describe(exception)}")
         return WorkerAnswer([("user", "", observation)] if observation is not None else [])
 
     def _reset(self, columns: Mapping[str, Any]) -> Any:
@@ -160,13 +160,14 @@ class EnvironmentRunner:
             ("tool", "unknown", str({"error": f"The call cannot be read: {reason}"}))
             for reason in request.turn.unreadable_calls
         ]
-        events = Counter(unreadable=len(texts))
+        events = Counter({"unreadable": len(texts)})
         for call in calls:
             name = str(call["function"]["name"])
             content, kind = self._call_tool(tools, name, call["function"]["arguments"])
             texts.append(("tool", name, content))
-            events[kind] += bool(kind)
-        events["calls"] += len(texts)
+            if kind:
+                events[kind] += 1
+        events["calls"] = len(texts)
         return WorkerAnswer(texts, dict(+events)) if texts else self._call_reply(request.messages)
 
     def _call_tool(self, tools: Mapping[str, Callable[..., Any]], name: str, arguments: Any) -> tuple[str, str]:
@@ -175,15 +176,15 @@ class EnvironmentRunner:
             return str({"error": f"Tool {name} not found."}), "unknown"
         try:
             inspect.signature(tools[name]).bind(**arguments)
-        except TypeError as error:
-            return str({"error": str(error)}), "arguments"
-        result, error = self._call_user_code(lambda: tools[name](**arguments), _shorten_text)
-        if error is None:
+        except TypeError as mismatch:
+            return str({"error": str(mismatch)}), "arguments"
+        result, exception = self._call_user_code(lambda: tools[name](**arguments), _shorten_text)
+        if exception is None:
             return str(result), ""
-        description = self._describe_error(error)
-        if isinstance(error, _TimeLimitError):
+        description = self._log_and_describe(exception)
+        if isinstance(exception, _TimeLimitError):
             return str({"error": description}), "timeout"
-        text, failure = self._call_user_code(lambda: {"error": str(error)}, _shorten_text)  # the user's code again
+        text, failure = self._call_user_code(lambda: {"error": str(exception)}, _shorten_text)  # str() runs user code
         return str(text) if failure is None else str({"error": description}), "raised"
 
     def _call_reply(self, messages: Sequence[Message]) -> WorkerAnswer:
@@ -191,23 +192,25 @@ class EnvironmentRunner:
         reply = own if own is not None and is_reply_function(own) else self._reply_function
         if reply is None:
             return WorkerAnswer(is_over=True)
-        text, error = self._call_user_code(lambda: reply([dict(message) for message in messages]), _shorten_text)
-        if error is not None:
-            return WorkerAnswer(is_over=True, error=f"reply: {self._describe_error(error)}")
+        text, exception = self._call_user_code(lambda: reply([dict(message) for message in messages]), _shorten_text)
+        if exception is not None:
+            return WorkerAnswer(is_over=True, error=f"reply: {self._log_and_describe(exception)}")
         return WorkerAnswer(is_over=True) if text is None else WorkerAnswer([("user", "", text)])
 
     def _compute_reward(self, answer: WorkerAnswer) -> None:
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is None or answer.error:
             return
-        answer.reward, error = self._call_user_code(get_reward, lambda value: validate_number(value, "get_reward()"))
-        if error is not None:
-            answer.error = f"get_reward: {self._describe_error(error)}"
+        answer.reward, exception = self._call_user_code(
+            get_reward, lambda value: validate_number(value, "get_reward()")
+        )
+        if exception is not None:
+            answer.error = f"get_reward: {self._log_and_describe(exception)}"
 
     def _call_user_code(
         self, action: Callable[[], Any], convert: Callable[[Any], Any]
     ) -> tuple[Any, BaseException | None]:
-        """Return the result of a call, awaited and converted if it is not None, and what it raises."""
+        """Return the result of a call, awaited and converted unless it is None, and its exception."""
 
         def call() -> Any:
             with _limit_time(self._env_spec.timeout if self._has_time_limit else 0.0):
@@ -219,15 +222,16 @@ class EnvironmentRunner:
 
         return call_user_code(call)
 
-    def _describe_error(self, error: BaseException) -> str:
-        if isinstance(error, _TimeLimitError):
+    def _log_and_describe(self, exception: BaseException) -> str:
+        """Log an exception, unless a call took too long, and return its description."""
+        if isinstance(exception, _TimeLimitError):
             return f"no answer within {self._env_spec.timeout:g} s"
-        return self._log_error(error)
+        return self._log_error(exception)
 
 
 @contextmanager
 def _limit_time(timeout: float) -> Iterator[None]:
-    """Raise TimeLimitError in the block after so many seconds; 0 is never. C code is not interrupted."""
+    """Raise _TimeLimitError in the block after `timeout` seconds; 0 is never. C code is not interrupted."""
     if not timeout or not hasattr(signal, "setitimer"):
         yield
         return

@@ -20,7 +20,7 @@ _ALL_FAILED_SHARE = 0.95
 _NO_SIGNAL_SHARE = 0.8
 """With this share of groups without a signal, or more, a run has little to learn from."""
 _CUT_OFF_NOTE_SHARE, _CUT_OFF_TROUBLE_SHARE = 0.1, 0.5
-"""With these shares of cut-off answers, or more, they are noted, or hold the run back."""
+"""With these shares of cut-off answers, or more, the finding is a note, or trouble."""
 _CLIPPED_TROUBLE_SHARE = 0.5
 """With this share of clipped tokens, or more, the clip holds the run back."""
 _ZERO_LOSS_TOLERANCE = 1e-3
@@ -32,9 +32,9 @@ _Finding = dict[str, Any]
 def diagnose_run(
     config: Record, metrics: Sequence[Record], summaries: Sequence[Record], error: str = ""
 ) -> list[_Finding]:
-    """Return what explains a run that does not learn, then what looks wrong and is right.
+    """Return the reasons why a run does not learn, then numbers that only look wrong.
 
-    Each finding has a `key`, whose sentence is `why.KEY` of page/words.json, a `level`, the `step` that shows it best,
+    Each finding has a `key`, for the sentence `why.KEY` in page/words.json, a `level`, the `step` that shows it best,
     and the `values` of the sentence.
 
     Args:
@@ -85,7 +85,7 @@ def _find_reward_failures(config: Record, rows: Sequence[Record], error: str) ->
 
 
 def _find_missing_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Iterator[_Finding]:
-    """Find groups of equal rewards, and if the groups themselves are known, which reward it is."""
+    """Find groups of equal rewards, and from the summaries which partial reward most have."""
     right, wrong, equal = (_average_metric(rows, f"groups/dead_{name}") for name in (ALL_RIGHT, ALL_WRONG, EQUAL))
     if right + wrong + equal < _NO_SIGNAL_SHARE:
         return
@@ -144,7 +144,7 @@ def _find_skipped_updates(rows: Sequence[Record]) -> Iterator[_Finding]:
 
 
 def _find_zero_loss(config: Record, rows: Sequence[Record]) -> Iterator[_Finding]:
-    """Find a loss of 0 with a gradient: with one optimizer step on each set of rollouts every ratio is 1."""
+    """Find a loss near 0 with a gradient, which is normal: advantages sum to 0, and ratios are near 1."""
     names = {"loss": "loss", "norm": "grad_norm", "ratio": "ratio/mean"}
     means = {key: compute_known_mean(row.get(name) for row in rows) for key, name in names.items()}
     if means["loss"] is not None and means["norm"] and abs(means["loss"]) < _ZERO_LOSS_TOLERANCE:

@@ -32,19 +32,19 @@ _Summary = Mapping[str, Any]
 
 
 class _QuestionOccurrence(NamedTuple):
-    """A group of a step that was asked a question."""
+    """A group that a step sampled for a question."""
 
     step: int
     group: int
     reward: float | None
-    """The mean over the completions that have a reward, as for the other numbers."""
+    """The mean over the completions that have one; None if none has."""
     length: float | None
     entropy: float | None
     recorded: bool
 
 
 class QuestionHistory:
-    """The groups that were asked each question. A step is read once, and again only when its files have changed.
+    """The groups of each question. A step is read once, and again only when its files have changed.
 
     Six numbers of each group are in memory, and the beginning of each question's text.
     """
@@ -56,7 +56,7 @@ class QuestionHistory:
         self.by_step: dict[int, list[tuple[str, _QuestionOccurrence]]] = {}
         self.prompts: dict[str, str] = {}
         self.occurrences: defaultdict[str, list[_QuestionOccurrence]] = defaultdict(list)
-        """The groups that were asked each question, ordered by step."""
+        """The groups of each question, ordered by step."""
 
     def update(self, fingerprints: Mapping[int, object]) -> None:
         """Read the steps whose fingerprints have changed, and forget those that are gone."""
@@ -90,10 +90,10 @@ class QuestionHistory:
         ]
 
     def trace_question(self, name: str, shown_steps: Container[int] | None = None) -> dict[str, Any]:
-        """Return the curves of a question, and the groups whose best answers are shown, of `shown_steps` or of all.
+        """Return the curves of a question, and the groups in `shown_steps`, or all, whose best answers are shown.
 
         Raises:
-            UserError: No step asked the question of this hash.
+            UserError: No step asked the question with this name.
         """
         if name not in self.occurrences:
             raise UserError(f"no step asked the question {name}")
@@ -114,7 +114,7 @@ def _make_occurrence(step: int, group: _Summary) -> _QuestionOccurrence:
 
 
 def _draw_question_charts(occurrences: Sequence[_QuestionOccurrence]) -> list[str]:
-    """Return the curves of a question. If several groups of a step were asked it, each of them is a point."""
+    """Return the curves of a question. Each of its groups is a point, even several of one step."""
     charts = []
     for name, (title, about) in _CURVE_TITLES.items():
         points = [Point(each.step, value) for each in occurrences if (value := getattr(each, name)) is not None]
@@ -143,7 +143,7 @@ def classify_signal(
 ) -> str:
     """Return "signal" if the rewards of a group differ, else the reason why there is nothing to compare.
 
-    This is "all_right"; "all_wrong" if all rewards are equal and 0 or less; "partial" if all have the same reward above
+    It is "all_right"; "all_wrong" if all rewards are equal and 0 or less; "partial" if all have the same reward above
     0 and not all are right; "equal" if all have the same reward and nothing tells which are right; "all_failed" if no
     reward could be computed. Rewards within `min_reward_range` count as equal.
     """
@@ -163,7 +163,7 @@ def classify_signal(
 def summarize_step(
     step: int, groups: Sequence[Sequence[Record]], table: pa.Table | None, min_reward_range: float = 0.0
 ) -> dict[str, Any]:
-    """Return the groups of a step in their order, as in rollouts.jsonl or, without these, from the recorded tokens.
+    """Return the groups of a step in their order, from rollouts.jsonl or else from the recorded tokens.
 
     In the result, `gradient` of a group is the sum of the gradient norms of its tokens, and `entropy` the mean entropy
     of its sampled tokens in nats, both before the update; they are null if its tokens were not recorded.

@@ -1,4 +1,4 @@
-"""The page as one HTML text, whose Content-Security-Policy lets nothing run but the page's own modules."""
+"""Build the page as one HTML text. Its Content-Security-Policy runs only the page's own modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def build_inspect_page(blocks: Mapping[str, str] | None = None) -> tuple[str, st
     nonce = secrets.token_urlsafe(16)
     modules = {"page/": "./page/"} if blocks is None else _encode_modules()
     connect = "connect-src 'self'; " if blocks is None else ""
-    # Modules that the script with the nonce imports may run, too.
+    # The nonce also covers the modules that the script imports.
     own = f"script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
     policy = f"default-src 'none'; {own}; {connect}img-src data:; base-uri 'none'; form-action 'none'"
     html = Template(_read_page_file("index.html")).substitute(
@@ -28,7 +28,7 @@ def build_inspect_page(blocks: Mapping[str, str] | None = None) -> tuple[str, st
         nonce=nonce,
         style=PAGE_CSS + _read_page_file("look.css") + _read_page_file("tokens.css"),
         imports=json.dumps({"imports": modules}),
-        # An end of the script element must not stand in its text.
+        # The text of a script element must not contain its end tag.
         words=json.dumps(load_sentences(), ensure_ascii=False).replace("<", "\\u003c"),
         data="".join(
             f'<script type="text/plain" data-key="{key}">{text}</script>\n' for key, text in (blocks or {}).items()
@@ -43,7 +43,7 @@ def load_modules() -> dict[str, str]:
 
 
 def _encode_modules() -> dict[str, str]:
-    """Return an import map in which each module is its own data: URL."""
+    """Return the data: URL of each module, for the import map."""
     encoded = {name: base64.b64encode(code.encode()).decode() for name, code in load_modules().items()}
     return {name: f"data:text/javascript;base64,{text}" for name, text in encoded.items()}
 

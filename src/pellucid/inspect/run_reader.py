@@ -1,4 +1,4 @@
-"""Answers on a run folder by key: the same JSON for the page of a server, for a page on disk and for the terminal.
+"""Reads a run folder for the terminal and, by key, as the same JSON for the server's page and a page on disk.
 
 The keys are "overview", "summaries/PAGE", "tokens/STEP", "questions", "question/NAME", "why" and "pulse".
 """
@@ -34,13 +34,13 @@ from pellucid.types import UserError
 STEPS_PER_PAGE = 25
 """The number of steps in a page of summaries."""
 _QUIET_AFTER_SECONDS = 600
-"""A run whose logs have not changed for so long is shown as quiet."""
+"""A run whose logs have not changed for this long is shown as quiet."""
 _CACHED_SUMMARY_PAGES = 64
 """The number of pages of summaries in the cache."""
 
 
 class Fingerprint(NamedTuple):
-    """What the summary of a step depends on."""
+    """The facts that the summary of a step depends on."""
 
     is_recorded: bool
     """Whether its tokens are recorded."""
@@ -51,14 +51,14 @@ class Fingerprint(NamedTuple):
 
 
 class RunReader:
-    """Reads a run folder, as far as it is written by now."""
+    """Reads a run folder, which may still grow."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         settings = read_config(run_dir)
         group_size = int(get_setting(settings, "algorithm.group_size", 0) or 0)
         self.rollouts = RolloutIndex(run_dir / "rollouts.jsonl", group_size)
-        # A resume may not change this setting, so that summaries in the cache stay right.
+        # A resume may not change this setting, so cached summaries stay valid.
         self.min_reward_range = float(get_setting(settings, "algorithm.min_reward_range", 0.0) or 0.0)
         self.get_summary = lru_cache(_CACHED_SUMMARY_PAGES * STEPS_PER_PAGE)(self.compute_summary)
         self.verdicts_by_size: dict[int, bool] = {}
@@ -89,7 +89,7 @@ class RunReader:
             case "pulse":
                 answer = self.read_pulse()
             case _:
-                raise UserError(f"the microscope knows no {key}")
+                raise UserError(f"a run has no data named {key}")
         return answer
 
     @property
@@ -109,7 +109,7 @@ class RunReader:
         return sorted({*token_files.list_recorded_steps(self.run_dir), *self.rollouts.locate_steps()})
 
     def read_pulse(self) -> dict[str, Any]:
-        """Return what changes when there is something new: sizes of the logs, and the last recorded step."""
+        """Return values that change as the run is written: sizes of the logs, and the last recorded step."""
         paths = [self.run_dir / name for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")]
         stats = [path.stat() if path.exists() else None for path in paths]
         recorded = token_files.list_recorded_steps(self.run_dir)
@@ -123,7 +123,7 @@ class RunReader:
         }
 
     def build_overview(self) -> dict[str, Any]:
-        """Return an overview of the run: its settings, its charts, and numbers of each step by which to choose one."""
+        """Return an overview of the run: its settings, its charts, and numbers that help to choose a step."""
         config, metrics, evals = read_config(self.run_dir), self.read_metrics(), read_evaluation_records(self.run_dir)
         lede = make_lede(metrics, evals)
         texts = {name: re.sub("</?small>", "", html) for name, html in lede["values"].items()}
@@ -162,7 +162,7 @@ class RunReader:
         return {step: Fingerprint(step in recorded, byte_ranges.get(step), verdicts) for step in steps}
 
     def compute_summary(self, step: int, fingerprint: Fingerprint) -> dict[str, Any]:
-        """Return the summary of a step. The cache of summaries has these arguments as its key."""
+        """Return the summary of a step. These arguments are the key of the cache."""
         groups = self.rollouts.read_groups(step) if fingerprint.byte_range else []
         if not fingerprint.has_verdicts:
             groups = [[{**row, "correct": None} for row in group] for group in groups]
@@ -175,7 +175,7 @@ class RunReader:
         return {**summarize_step(step, groups, table, self.min_reward_range), **damage}
 
     def read_table(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the file of a step. If rewards do not say which answers are right, `correct` is null."""
+        """Return the token table of a step. If rewards do not say which answers are right, `correct` is null."""
         table = token_files.read_tokens(self.run_dir, step, columns)
         if self.has_verdicts or "correct" not in table.column_names:
             return table
@@ -186,7 +186,7 @@ class RunReader:
         return build_step_tokens(self.read_table(step))
 
     def refresh_questions(self) -> QuestionHistory:
-        """Return the questions of all steps that are recorded by now."""
+        """Return the questions of all steps recorded so far."""
         self.question_history.update(self.fingerprint_steps(self.list_steps()))
         return self.question_history
 
@@ -201,10 +201,10 @@ def open_recorded_run(run_dir: Path) -> RunReader:
     """Open a run whose tokens are recorded, or will be.
 
     Raises:
-        UserError: The folder is no run, or one without tokens; the message tells how to get them.
+        UserError: The folder is not a run, or has no tokens; the message tells how to get them.
     """
     if not find_run_dir(str(run_dir)):
-        raise UserError(f"{run_dir} is no run: name the folder that pellucid train --run wrote")
+        raise UserError(f"{run_dir} is not a run: name the folder that pellucid train --run wrote")
     if not token_files.list_recorded_steps(run_dir) and not get_setting(read_config(run_dir), "log.tokens", 0):
         raise UserError(
             f"{run_dir} has no tokens: train it with --log.tokens 4, or tokens = 4 under [log] of its recipe"
@@ -214,7 +214,7 @@ def open_recorded_run(run_dir: Path) -> RunReader:
 
 def parse_number(text: str, kind: str) -> int:
     if not text.isdecimal() or len(text) > 9:
-        raise UserError(f"a {kind} is a number, got {text}")
+        raise UserError(f"a {kind} must be a number, got {text}")
     return int(text)
 
 
@@ -227,7 +227,7 @@ _STEP_PATTERN = re.compile(rb' *\{"step": (\d+)[,}]')
 class RolloutIndex:
     """The groups of each step in a file that may be larger than memory, and may grow.
 
-    Two groups in a row may have the same id: if `group_size` is known, it tells them apart.
+    Successive groups may have the same id; `group_size`, if known, tells them apart.
     """
 
     def __init__(self, path: Path, group_size: int = 0):
@@ -237,7 +237,7 @@ class RolloutIndex:
         self.indexed_bytes = 0
 
     def locate_steps(self) -> Mapping[int, tuple[int, int]]:
-        """Return the bytes of the steps that are written by now. A file that a resume made shorter is read anew."""
+        """Return the byte range of each step written so far. A file that a resume shortened is indexed anew."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < self.indexed_bytes:
             self.byte_ranges, self.indexed_bytes = {}, 0

@@ -1,7 +1,7 @@
 """`pellucid look`: serve the page on the loopback, live while a run trains, or write it into a file.
 
 The server answers only GET, only on this machine, and only under the machine's own names. Other users of the machine
-can reach the loopback as well, so that the address has a secret token in its path.
+can reach the loopback as well, so the address has a secret token in its path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pellucid.utils.text import escape_controls
 
 HOST = "127.0.0.1"
 _ALLOWED_HOSTS = (HOST, "localhost")
-"""The names by which a browser may call this machine. A page of somebody else can make up others for this address."""
+"""The host names that a browser may use. A foreign web page can give this address another name (DNS rebinding)."""
 CLIENT_TIMEOUT_SECONDS = 20.0
 """The seconds that a client has to send a whole request, and to receive a piece of the answer."""
 STEPS_PER_BATCH, _BATCH_PAUSE_SECONDS = 100, 0.01
@@ -54,14 +54,14 @@ class InspectServer(ThreadingHTTPServer):
             super().__init__((HOST, port), InspectHandler)
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise UserError(f"{HOST}:{port} cannot be listened on ({reason}): name another --port") from error
+            raise UserError(f"cannot listen on {HOST}:{port} ({reason}): choose another --port") from error
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def answer(self, key: str) -> str:
-        """Return the JSON of `RUN/KEY`, in which RUN is the number of a run. UserError if there is none."""
+        """Return the JSON of `RUN/KEY`, RUN being a run's number, or of `runs`. Raises UserError."""
         number, _, rest = key.partition("/")
         if key == "runs":
             return json.dumps([run.run_dir.resolve().name for run in self.runs])
@@ -110,16 +110,17 @@ class InspectHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.timer.cancel()
-        # Through a tunnel the port is another one, and a browser leaves out port 80.
+        # Ignore the port: a tunnel changes it, and a browser leaves out port 80.
         if self.headers.get("Host", "").partition(":")[0] not in _ALLOWED_HOSTS:
             address = f"{HOST}:{self.inspect_server.server_port}"
-            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {address}")
+            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"pellucid look is at {address}")
             return
         token, _, path = self.path.removeprefix("/").partition("/")
         is_valid = secrets.compare_digest(token.encode("utf-8", "replace"), self.inspect_server.token.encode())
         # Without a slash behind the token, relative addresses in the page would lead elsewhere.
         if not is_valid or self.path == f"/{token}":
-            self.reply(HTTPStatus.FORBIDDEN, "text/plain", "open the whole address that pellucid look has printed")
+            hint = "open the complete address that pellucid look printed, including its token"
+            self.reply(HTTPStatus.FORBIDDEN, "text/plain", hint)
         elif not path:
             policy = f"{self.inspect_server.content_security_policy}; frame-ancestors 'none'"
             self.reply(HTTPStatus.OK, "text/html", self.inspect_server.page_html, {"Content-Security-Policy": policy})
@@ -158,7 +159,7 @@ def run_look(run_dirs: Sequence[Path], port: int, output: Path | None, open_brow
         UserError: There is nothing to look at, or the page cannot be served or written.
     """
     if not 1 <= len(run_dirs) <= 2:
-        raise UserError("look takes a RUN, or two to see side by side")
+        raise UserError("look takes one RUN, or two to compare")
     runs = [open_recorded_run(folder) for folder in run_dirs]
     if output:
         if not output.parent.is_dir():

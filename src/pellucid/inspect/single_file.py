@@ -1,7 +1,7 @@
-"""Runs as one HTML page that needs no server: the server's answers, each deflated and in base64.
+"""Writes runs to one HTML page that needs no server. It holds the server's answers, each deflated and in base64.
 
-A step that will not fit is not read: the sizes of a few steps tell how many there is room for, and of a longer run the
-page holds steps at even distances, the first and the last among them.
+Steps that will not fit are not read: the sizes of a few steps tell how many will. If there are more, the page holds
+evenly spaced ones, among them the first and the last.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MAX_PAGE_BYTES = 15_000_000
 SAMPLE_SIZE = 12
 """The number of steps whose sizes predict the size of all."""
 _PLANNED_SHARE = 0.97
-"""The share of the available bytes that is planned with, since steps differ in size."""
+"""The share of the available bytes to fill. The rest is a margin, as steps differ in size."""
 _SUMMARY_SHARE, _QUESTION_SHARE = 0.25, 0.1
 """The largest shares of the available bytes for the groups of steps, and for the curves of questions."""
 BLOCK_OVERHEAD_BYTES = 90
-"""The most bytes of the element around a block."""
+"""The most bytes of the HTML around a block."""
 _PAGE_OVERHEAD_BYTES = 2000
-"""Bytes of what a page says about its own contents."""
+"""Bytes of a page's note on its own contents."""
 Blocks = dict[str, str]
 
 
 class _PageContents:
-    """What a page holds: its blocks by key, and for each kind of content how many there are in it and in all."""
+    """A page's contents: its blocks by key, and for each kind, the number on the page and the total."""
 
     def __init__(self) -> None:
         self.blocks: Blocks = {}
@@ -47,7 +47,7 @@ class _PageContents:
 
 
 def write_page(runs: Sequence[RunReader], output: Path, limit: int = MAX_PAGE_BYTES) -> str:
-    """Write the page. Return a sentence on what it leaves out; empty where it holds everything."""
+    """Write the page. Return a sentence on what it leaves out, empty if that is nothing."""
     available = limit - len(build_inspect_page({})[0].encode()) - _PAGE_OVERHEAD_BYTES
     contents = _PageContents()
     overviews = [run.answer("overview") for run in runs]
@@ -76,7 +76,7 @@ def _count_bytes(blocks: Blocks) -> int:
 
 
 def _describe_omissions(contents: _PageContents) -> str:
-    """Return what a page does not hold, as page/app.js writes it into the foot."""
+    """Return what a page leaves out, as page/app.js writes it into the footer."""
     parts = [
         format_sentence(f"packed.{name}", n=total - count, all=total)
         for name, (count, total) in contents.counts.items()
@@ -89,11 +89,11 @@ def _describe_omissions(contents: _PageContents) -> str:
 
 
 def _add_summaries(contents: _PageContents, runs: Sequence[RunReader], budget_bytes: float) -> QuestionHistory:
-    """Add the summaries of steps. Return the questions of the first run: a page follows those alone."""
+    """Add the summaries of steps. Return the questions of the first run; a page traces only these."""
     steps = sorted({step for run in runs for step in run.list_steps()})
     sample = sample_evenly(steps, SAMPLE_SIZE)
     sample_bytes = sum(len(_encode_block(summary)) for run in runs for summary in run.iterate_summaries(sample))
-    # One summary by itself is deflated less well than a page of them together, so that this leaves something to spare.
+    # A single summary is compressed less well than a page of them, so this estimate leaves a margin.
     step_bytes = sample_bytes / max(1, len(sample)) or 1
     chosen = set(sample_evenly(steps, max(1, int(budget_bytes / step_bytes))))
     contents.counts["summaries"] = len(chosen), len(steps)
@@ -112,7 +112,7 @@ def _pack_summary_pages(blocks: Blocks, i: int, run: RunReader, steps: Sequence[
 
 
 def _add_questions(contents: _PageContents, questions: QuestionHistory, budget_bytes: float) -> list[str]:
-    """Add the list of questions, and the curves of as many as fit: those that were asked most often. Return these."""
+    """Add the list of questions, and the curves of the most asked, as many as fit. Return their names."""
     listed, names = questions.list_repeated(), []
     contents.blocks["0/questions"] = _encode_block(listed)
     budget_bytes -= len(contents.blocks["0/questions"])
@@ -158,7 +158,7 @@ def count_file_bytes(runs: Sequence[tuple[RunReader, set[int]]], step: int) -> i
 def estimate_step_count(
     runs: Sequence[tuple[RunReader, set[int]]], file_bytes: Mapping[int, int], budget_bytes: float
 ) -> int:
-    """Return how many steps fit, at least 1: a few are packed, and their bytes compared with those of their files."""
+    """Return how many steps fit, at least 1. A few are packed, and compared with the sizes of their files."""
     sample = sample_evenly(list(file_bytes), SAMPLE_SIZE)
     sample_bytes = sum(_count_bytes(pack_step_tokens(runs, step)) for step in sample)
     share = sum(file_bytes[step] for step in sample) / (sum(file_bytes.values()) or 1)

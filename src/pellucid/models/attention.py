@@ -43,9 +43,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_lengt
         key: [B, K, S, d]
         value: [B, K, S, d]
         bias: [B, 1, T, S], 0 or -inf.
-        shared_length: How many of the keys, the first ones, belong to the prompt. Sampling multiplies these for all
-            rows of a group at once; on the CPU they are a product of their own here as well, so that sums are rounded
-            in the same places.
+        shared_length: The number of keys, at the start, that belong to the prompt. Sampling multiplies these for all
+            rows of a group at once. On the CPU they are a separate product here as well, so that sums are rounded in
+            the same places.
     """
     if query.device.type == "cpu":
         return ChunkedAttention.apply(query, key, value, bias, shared_length)  # pyright: ignore[reportReturnType]
@@ -85,7 +85,7 @@ def attend_chunked(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shar
 def _split_rows(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors into chunks of a few rows, MAX_SCORES_PER_CHUNK scores at most if there are several."""
+    """Split tensors into chunks of one row, or of several with at most MAX_SCORES_PER_CHUNK scores."""
     rows = max(1, MAX_SCORES_PER_CHUNK // (query.shape[1] * bias[0].numel()))
     return zip(*(x.split(rows) for x in (query, key, value, bias, *others)), strict=True)
 
@@ -113,7 +113,7 @@ def _compute_attention_gradients(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, from scores in fp32.
 
-    In bf16, with its 8 bits, a score of 30 would be off by up to 1/16, and so its probability.
+    In bf16, with 8 bits, a score of 30 would be off by up to 1/16, and its probability by 6%.
     """
     key_heads, length, scale = key.shape[1], query.shape[2], query.shape[-1] ** -0.5
     scores = _compute_scores(promote_to_fp32(query), promote_to_fp32(key))
@@ -128,7 +128,7 @@ def _compute_attention_gradients(
 # Attention of packed sequences and its backward pass in C++ (cpp/rollouts.cpp): no row is padded.
 #
 # Results have the bits of sampling; the self-check compares them with PyTorch's operators for AVX-512 and for AMX.
-# Gradients follow the formulas of `compute_attention_gradients`; only the factors of products are rounded.
+# Gradients follow the formulas of `_compute_attention_gradients`; only the factors of products are rounded.
 
 
 class PackedSequences(NamedTuple):
@@ -179,7 +179,7 @@ def attend_packed(
 
 
 class PackedAttention(torch.autograd.Function):
-    """With p the probabilities and g their gradient, the gradient of the scores is p (g - sum p g)."""
+    """Autograd of `attend_packed`: with g the gradient of probabilities p, that of scores is p (g - sum p g)."""
 
     @staticmethod
     def forward(
@@ -224,7 +224,7 @@ def call_attention_kernel(
     with record_function(name):
         status = call_kernel(function, struct, make_heads_struct(dense), *others, kernel.uses_amx, threads)
     if status:
-        raise MemoryError(f"no memory to read {len(query)} tokens at once")
+        raise MemoryError(f"not enough memory to compute {len(query)} tokens at once")
 
 
 def make_heads_struct(heads: Sequence[Tensor]) -> _HeadsStruct:
@@ -241,8 +241,8 @@ def _list_attention_kernels() -> list[KernelVariant]:
 def compare_attention(kernel: KernelVariant) -> Iterable[tuple[str, Any, Any]]:
     """Attend in a prompt of 30 tokens and a row of 31; see `add_self_check`.
 
-    For so few keys the order of sums of oneDNN with AMX is known. It is not that of AVX-512, and five of these numbers
-    tell them apart.
+    For so few keys the order of sums of oneDNN with AMX is known. It is not that of AVX-512: five of these numbers
+    differ.
     """
     heads, prompt_length, row_length, padded_length = (9, 3, 3), 30, 31, 32
     lengths = [prompt_length, row_length]
@@ -343,9 +343,9 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, varlen: VarlenSeque
 
 @functools.cache
 def find_flash_fault(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what is wrong with flash attention on this device; empty if nothing is.
+    """Return why flash attention cannot be used on this device; empty if it can.
 
-    It is compared with attention in fp32 on a prompt of 30 tokens and rows of 5, none and 9, with a sliding window of
+    It is compared with attention in fp32 on a prompt of 30 tokens and rows of 5, 0 and 9, with a sliding window of
     12 tokens and without.
     """
     heads, sequences = (6, 2, 2), PackedSequences(torch.tensor([30, 35, 35, 44]), torch.tensor([0, 0, 0]))

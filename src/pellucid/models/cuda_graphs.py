@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one call starts the thousand kernels of a step. Python starts them one by one more
-slowly than a GPU finishes them.
+"""Decode steps as CUDA graphs: one call launches the thousand kernels of a step. To launch them one by one from
+Python takes longer than to run them.
 
-A graph computes on the tensors with which it was captured, so it is valid for one layout of a batch: until rows are
-admitted or dropped, or the KV cache grows. Branches on the host are not captured: values that change from token to
-token are read on the device.
+A graph computes on the tensors with which it was captured, so it is valid for one layout of a batch, which ends when
+rows are admitted or dropped, or the KV cache grows. Host branches are not captured, so values that change from token
+to token are read on the device.
 
 Shapes: n rows, V vocabulary.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _StepFunction = Callable[[Tensor], Tensor]
 """(tokens [n] that are appended to the rows) -> logits [n, V] of the next tokens"""
 _LOGIT_TOLERANCE = 2.0**-6
-"""The largest error of a graph's logits, as a share of the largest logit; another order of sums makes less."""
+"""The largest accepted error of a graph's logits, relative to the largest logit. Reordered sums cause less."""
 
 
 class StepGraphs:
-    """The graph of a batch's steps. It has no reference to the batch, so that the batch's memory is freed with it."""
+    """The graph of a batch's steps. It does not refer to the batch, so deleting the batch frees its memory."""
 
     def __init__(self) -> None:
         self.captured_buffers: tuple[Tensor, ...] = ()
@@ -36,8 +36,8 @@ class StepGraphs:
     def step(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
         """Compute `batch.step_eager` with a graph, except for the first step of a layout.
 
-        What a kernel initializes in its first call cannot be captured. If a capture fails, the decoder uses no more
-        graphs, and one warning says so. Nothing was computed then, so the step is computed eagerly.
+        A kernel may initialize state in its first call, which cannot be captured. If a capture fails, the decoder warns
+        once and uses no more graphs. A capture computes nothing, so the step is then computed eagerly.
         """
         layout = batch.get_captured_buffers()
         if [*map(id, layout)] != [*map(id, self.captured_buffers)]:

@@ -1,7 +1,7 @@
-"""Decoding: rows generated token by token with a KV cache; the rows of a group share that of their prompt.
+"""Decode rows token by token with a KV cache. The rows of a group share the cache of their prompt.
 
-The lengths and cache rows of the rows are on the CPU, because sizes depend on them. Copies on the device are renewed
-when they change by more than one token per row.
+The lengths of rows and their indices in the cache are on the CPU, because sizes depend on them. The lengths are copied
+to the device when they change by more than one token per row.
 
 Shapes: P prompts of at most S tokens, n rows, m rows of the largest group, T tokens of the longest row, H query heads,
 K key heads, d head size, V vocabulary.
@@ -50,7 +50,7 @@ from pellucid.models.score import (
 CACHE_GROWTH_TOKENS = 2 * SIMD_LANES
 """Tokens by which a full cache grows."""
 _ROTARY_TABLE_STEP = 256
-"""The rotary table grows by as many positions."""
+"""The rotary table grows in steps of this size."""
 
 
 # ---------------------------------------------------------------- the KV cache
@@ -93,7 +93,7 @@ def _pad_and_concatenate(first: Tensor, second: Tensor) -> Tensor:
 class DecodeBatch:
     """Rows that are decoded together: `admit` prompts, `step` all rows by one token, `keep_rows`; in any order.
 
-    `make_fused` makes a fused decoder, which computes a step in one call with the same bits; None for none.
+    `make_fused`, if given, returns a fused decoder, which computes a step in one call with the same bits.
     """
 
     can_append = True
@@ -114,7 +114,7 @@ class DecodeBatch:
         self.prompt_lengths = torch.zeros(0, dtype=torch.long)
         """[P]"""
         self.prompt_ids: list[int] = []
-        """[P], a unique number for each prompt that was ever admitted."""
+        """[P] the number of each prompt, which no other prompt ever gets."""
         self.admitted_prompts = 0
         self.prompt_of = torch.zeros(0, dtype=torch.long)
         """[n] the prompt of each row."""
@@ -153,7 +153,7 @@ class DecodeBatch:
         self.admitted_prompts += len(prompts)
         self.generated_lengths = F.pad(self.generated_lengths, (0, len(prompts) * copies))
         self.cache_rows = torch.arange(len(self.generated_lengths))
-        self.index_rows_by_prompt()
+        self.refresh_row_index()
         return logits.repeat_interleave(copies, 0)
 
     def _prefill_fused(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> tuple[list[_KeyValue], Tensor]:
@@ -162,7 +162,7 @@ class DecodeBatch:
         size, count = round_up(int(lengths.max())), len(prompts)
         layers = [(self._allocate(count, size), self._allocate(count, size)) for _ in self.caches]
         positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        zeros = torch.zeros(count, dtype=torch.long)  # here the prompts are rows, of one prompt without tokens
+        zeros = torch.zeros(count, dtype=torch.long)  # here each prompt is a row of one empty prompt
         rows, last_tokens = torch.arange(count).repeat_interleave(lengths), lengths.cumsum(0) - 1
         token_positions = TokenPositions(rows, positions, zeros, zeros, last_tokens)
         ids = torch.tensor([token for prompt in prompts for token in prompt])
@@ -170,12 +170,14 @@ class DecodeBatch:
         return layers, self.run_fused(ids, token_positions, [(empty, empty, *pair) for pair in layers])
 
     def _prefill_eager(self, prompts: Sequence[Sequence[int]]) -> tuple[list[_KeyValue], Tensor]:
-        """The same with PyTorch's operators."""
+        """Do the same as `_prefill_fused` in PyTorch."""
         rows, lengths = pack_prompts(prompts, self.decoder.dtype, self.decoder.device)
         shape, rotary = self.decoder.shape, self.decoder.compute_rotary(rows.positions)
         stream, layers = ResidualStream(self.embed(rows.ids)), []
-        steps = torch.arange(rows.bias.shape[-1], device=self.decoder.device)[None]
-        sliding_bias = mask_beyond_window(rows.bias, steps, steps, shape.window) if any(shape.is_sliding) else rows.bias
+        offsets = torch.arange(rows.bias.shape[-1], device=self.decoder.device)[None]
+        sliding_bias = (
+            mask_beyond_window(rows.bias, offsets, offsets, shape.window) if any(shape.is_sliding) else rows.bias
+        )
         for layer, is_sliding in zip(self.unpacked_weights.layers, shape.is_sliding, strict=True):
             hidden, heads = compute_qkv(layer, stream, rotary, shape)
             query, key, value = (pad_rows(x, rows) for x in heads)
@@ -199,7 +201,7 @@ class DecodeBatch:
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
         """Append one token [n] to each row. Return the logits [n, V] of the next tokens.
 
-        Rows that are not active, [n] bool on the CPU, stay as they were, and their logits are undefined. None is all.
+        `active` is [n] bool on the CPU, None for all. Other rows stay as they were; their logits are undefined.
         """
         self._prepack(len(tokens))
         if int(self.generated_lengths.max()) == self.caches[0].keys.shape[2]:
@@ -214,7 +216,7 @@ class DecodeBatch:
             logits = self.step_eager(tokens)
         else:
             logits = self.graphs.step(self, tokens)
-        self.generated_lengths += 1 if active is None else active  # what inactive rows have written is overwritten
+        self.generated_lengths += 1 if active is None else active  # inactive rows overwrite their token later
         self.cached_lengths += 1 if active is None else active.to(self.cached_lengths.device)
         return logits
 
@@ -236,7 +238,7 @@ class DecodeBatch:
         return [(c.prompt_keys, c.prompt_values, c.keys, c.values) for c in self.caches]
 
     def get_captured_buffers(self) -> tuple[Tensor, ...]:
-        """Return tensors that are replaced whenever any tensor is that `step_eager` reads or writes."""
+        """Return two tensors. If any tensor that `step_eager` uses is replaced, so is one of these."""
         return self.start_positions, self.caches[-1].keys
 
     def step_eager(self, tokens: Tensor) -> Tensor:
@@ -273,10 +275,10 @@ class DecodeBatch:
         for cache in self.caches:
             cache.compact(rows, capacity, used_prompts, prompt_capacity)
         self.cache_rows = torch.arange(len(rows))
-        self.index_rows_by_prompt()
+        self.refresh_row_index()
 
     def grow_cache(self) -> None:
-        """Grow the cache by CACHE_GROWTH_TOKENS; with CUDA graphs, of which each growth costs one, by half at least."""
+        """Grow the cache by CACHE_GROWTH_TOKENS; with CUDA graphs, which are captured again, at least by half."""
         self.compact()
         growth = CACHE_GROWTH_TOKENS
         if self.decoder.uses_cuda_graphs is not False:
@@ -285,7 +287,7 @@ class DecodeBatch:
             cache.keys, cache.values = (F.pad(x, (0, 0, 0, growth)) for x in (cache.keys, cache.values))
 
     def _get_write_index(self) -> tuple[slice | Tensor | int, ...]:
-        """Return the cache index of each row's next token; a number if all rows are equally long, without graphs."""
+        """Return the cache index of each row's next token; without graphs, one number for rows of equal length."""
         shortest, longest = int(self.generated_lengths.min()), int(self.generated_lengths.max())
         if shortest == longest and self.decoder.uses_cuda_graphs is False:
             return slice(None), slice(None), longest
@@ -293,20 +295,23 @@ class DecodeBatch:
         return slice(None), rows, self.cached_lengths
 
     def _compute_biases(self) -> list[Tensor]:
-        """Return the attention bias of each layer, [n, 1, S + capacity]: -inf after prompts and rows."""
+        """Return the attention bias of each layer, [n, 1, S + capacity]: -inf for padding and beyond windows."""
         first, starts, shape = self.caches[0], self.start_positions[:, None], self.decoder.shape
-        prompt_steps, own_steps = (torch.arange(x.shape[2], device=x.device) for x in (first.prompt_keys, first.keys))
-        visible = torch.cat([prompt_steps < starts, own_steps < self.cached_lengths[:, None] + 1], -1)
+        prompt_offsets, own_offsets = (
+            torch.arange(x.shape[2], device=x.device) for x in (first.prompt_keys, first.keys)
+        )
+        visible = torch.cat([prompt_offsets < starts, own_offsets < self.cached_lengths[:, None] + 1], -1)
         sliding_bias = bias = make_attention_bias(visible[:, None], first.keys.dtype)
         if any(shape.is_sliding):
-            keys = torch.cat([prompt_steps.expand(len(starts), -1), starts + own_steps], -1)
+            keys = torch.cat([prompt_offsets.expand(len(starts), -1), starts + own_offsets], -1)
             sliding_bias = mask_beyond_window(bias, starts + self.cached_lengths[:, None], keys, shape.window)
         return [(sliding_bias if is_sliding else bias)[:, 0] for is_sliding in shape.is_sliding]
 
-    def index_rows_by_prompt(self) -> None:
+    def refresh_row_index(self) -> None:
         """Compute the rows of each prompt, `rows_by_prompt` [P, m] padded with row 0, and its inverse.
 
-        Until a row is dropped the rows are in this order already, and `is_in_prompt_order` saves the lookups.
+        The lengths are copied to the device as well. Until a row is dropped the rows are in this order already, and
+        `is_in_prompt_order` saves the lookups.
         """
         self.copy_lengths_to_device()
         sizes = self.prompt_of.bincount(minlength=len(self.prompt_lengths))
@@ -336,8 +341,8 @@ class DecodeBatch:
         queries = queries.contiguous() * query.shape[-1] ** -0.5
         prompt_scores = self._ungroup(self._group_by_prompt(queries) @ cache.prompt_keys.mT)
         probs = softmax_in_fp32(torch.cat([prompt_scores, queries @ cache.keys.mT], -1).add_(bias))
-        prompt_part = self._ungroup(self._group_by_prompt(probs[..., :size]) @ cache.prompt_values)
-        attended = probs[..., size:] @ cache.values + prompt_part
+        prompt_output = self._ungroup(self._group_by_prompt(probs[..., :size]) @ cache.prompt_values)
+        attended = probs[..., size:] @ cache.values + prompt_output
         return attended.transpose(0, 1).flatten(1)
 
     def _group_by_prompt(self, x: Tensor) -> Tensor:
@@ -400,7 +405,7 @@ class RunningBatch(Generic[RequestT]):
         self.logits = self.batch.step(tokens, active)
 
     def append_tokens(self, slots: Tensor, tokens: Sequence[Sequence[int]]) -> None:
-        """Append several tokens to each of the rows in these slots, on the CPU."""
+        """Append several tokens to each row. `slots` [r] are on the CPU."""
         assert isinstance(self.batch, DecodeBatch)
         logits = append_tokens(self.batch, slots, tokens)
         self.logits[slots.to(logits.device)] = logits
@@ -433,7 +438,7 @@ class RunningBatch(Generic[RequestT]):
 # ---------------------------------------------------------------- turns of an environment
 # Appending an observation to rows, and evicting rows that wait for one.
 #
-# Shapes: r rows to which tokens are appended, N tokens in all, L of the row with most.
+# Shapes: r rows to which tokens are appended, N tokens in all, at most L per row.
 
 
 @torch.no_grad()
@@ -485,16 +490,16 @@ def _build_appended_rows(
 ) -> tuple[PackedRows, Tensor, Tensor]:
     """Pack appended tokens. Also return their bias in layers with a window, and the cache column of each token [N]."""
     first, window, device = batch.caches[0], batch.decoder.shape.window, batch.decoder.device
-    starts, steps = batch.prompt_lengths[batch.prompt_of[rows], None], torch.arange(round_up(int(lengths.max())))
-    is_token, columns = steps < lengths[:, None], batch.generated_lengths[rows, None] + steps  # [r, L]
+    starts, offsets = batch.prompt_lengths[batch.prompt_of[rows], None], torch.arange(round_up(int(lengths.max())))
+    is_token, columns = offsets < lengths[:, None], batch.generated_lengths[rows, None] + offsets  # [r, L]
     ids, positions = torch.tensor([token for row in tokens for token in row]), (starts + columns)[is_token]
     device_starts, device_columns = starts.to(device), columns.to(device)
-    prompt_steps, own_steps = (torch.arange(x.shape[2], device=device) for x in (first.prompt_keys, first.keys))
-    prompt_visible = (prompt_steps < device_starts)[:, None].expand(-1, len(steps), -1)
-    visible = torch.cat([prompt_visible, own_steps <= device_columns[..., None]], -1)
+    prompt_offsets, own_offsets = (torch.arange(x.shape[2], device=device) for x in (first.prompt_keys, first.keys))
+    prompt_visible = (prompt_offsets < device_starts)[:, None].expand(-1, len(offsets), -1)
+    visible = torch.cat([prompt_visible, own_offsets <= device_columns[..., None]], -1)
     sliding_bias = bias = make_attention_bias(visible, first.keys.dtype)
     if any(batch.decoder.shape.is_sliding):
-        keys = torch.cat([prompt_steps.expand(len(rows), -1), device_starts + own_steps], -1)
+        keys = torch.cat([prompt_offsets.expand(len(rows), -1), device_starts + own_offsets], -1)
         sliding_bias = mask_beyond_window(bias, device_starts + device_columns, keys, window)
     packed = pack_rows(ids, positions, is_token, device, lambda: bias)
     return packed, sliding_bias, columns[is_token].to(device)
@@ -546,7 +551,7 @@ def restore_rows(batch: DecodeBatch, rows: Sequence[EvictedRow]) -> None:
     batch.prompt_of = torch.cat([batch.prompt_of, prompts])
     batch.generated_lengths = torch.cat([batch.generated_lengths, lengths])
     batch.cache_rows = torch.arange(len(batch.generated_lengths))
-    batch.index_rows_by_prompt()
+    batch.refresh_row_index()
 
 
 def _restore_prompt(batch: DecodeBatch, row: EvictedRow) -> None:

@@ -18,7 +18,7 @@ from pellucid.models.decoder import DecoderWeights, LayerWeights, ModelShape
 from pellucid.models.native import KERNEL_HEAD_SIZES, KernelVariant, OperationCounter, call_kernel
 
 _OUTPUT_BLOCK = 32
-"""Outputs of a matrix that are stored together; widths must be multiples of it."""
+"""The number of outputs stored together; widths of matrices are multiples of it."""
 FUSED_STEP_PROFILER_NAME = "fused_step"
 LayerCacheTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys and values of prompts, [K, P, S, d] each, then of rows, [K, n, capacity, d] each."""
@@ -37,10 +37,10 @@ class TokensStruct(ctypes.Structure):
     """The struct of the same fields in cpp/attention.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("n", "rows", "prompts", "prompt_room", "room", "asked")),
+        *((name, ctypes.c_int64) for name in ("n", "rows", "prompts", "prompt_capacity", "capacity", "logit_count")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("row_of", "places", "prompt_of", "prompt_lengths", "last", "cos", "sin")
+            for name in ("row_of", "positions", "prompt_of", "prompt_lengths", "logit_tokens", "cos", "sin")
         ),
     )
 
@@ -61,7 +61,7 @@ class TokenPositions(NamedTuple):
 
 
 def find_fused_fault(weights: DecoderWeights, shape: ModelShape) -> str:
-    """Return why the C++ cannot compute a model; empty if it can."""
+    """Return why the kernel cannot compute a model; empty if it can."""
     width, inner = _require_tensor(weights.layers[0].down).shape
     if shape.head_size not in KERNEL_HEAD_SIZES:
         return f"heads of {shape.head_size}"
@@ -107,7 +107,7 @@ class FusedDecoder:
         self.model_struct = ModelStruct(shape.layers, width, *heads, inner, self.vocabulary, shape.eps)
 
     def _pack_layer(self, layer: LayerWeights) -> list[Tensor | None]:
-        """Return the weights of a layer in the order of a `Layer`; the list keeps them alive with their addresses."""
+        """Return the weights of a layer in the order of a `Layer`; the list keeps their memory alive."""
         bias = layer.gate_up_bias
         tensors = [
             layer.attention_norm,
@@ -153,7 +153,7 @@ class FusedDecoder:
             model = self.model_struct, self.layer_table, tokens, self.weights.norm, self.packed_head
             status = call_kernel(self.kernel.library.step, *model, hidden, logits, self.kernel.uses_amx, self.threads)
         if status:
-            raise MemoryError(f"no memory to read {n} tokens at once")
+            raise MemoryError(f"not enough memory to compute {n} tokens at once")
         OperationCounter.count(2.0 * (n * self.matrix_elements + outputs * self.packed_head.numel()))
         return logits
 

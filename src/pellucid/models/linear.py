@@ -1,4 +1,4 @@
-"""Weights in the compute dtype whose gradients go to the master weights, and matrix products, compiled where possible.
+"""Weights cast to the compute dtype, whose gradients go to the master weights; and compiled matrix products.
 
 Shapes: N tokens, V vocabulary, D hidden size.
 """
@@ -25,10 +25,10 @@ from pellucid.models.native import (
     find_kernels,
 )
 
-POLICY_MISMATCH = "the checkpoint was made with another policy.model or policy.lora: resume with the same"
+POLICY_MISMATCH = "the checkpoint was made with another policy.model or policy.lora: resume with the same settings"
 _optimizer_steps = 0
-"""Steps of all optimizers of this process, begun ones included. PyTorch's fused optimizers change parameters without
-increasing their versions."""
+"""The number of optimizer steps begun in this process. PyTorch's fused optimizers change parameters without increasing
+their versions."""
 
 
 def _count_step(*_: object) -> None:
@@ -72,7 +72,7 @@ class CastWeights:
     """Parameters concatenated and cast to the compute dtype; cast again whenever they may have changed.
 
     They are looked up in their modules, by name, at each use: an engine that shards parameters puts gathered ones there
-    while a layer computes. With `is_uncached` no copy is kept, since gathered parameters are freed behind the layer.
+    while a layer computes. With `is_uncached` no copy is kept, since gathered parameters are freed after the layer.
     """
 
     def __init__(self, locations: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
@@ -186,7 +186,7 @@ class _CastFunction(torch.autograd.Function):
 def look_up_embeddings(ids: Tensor, embedding: TrainedMatrix, sparse: bool = False) -> Tensor:
     """Look up embeddings, [N] -> [N, D].
 
-    A sparse gradient must be added to a dense one, as that of a tied head.
+    Use `sparse` only if a dense gradient is added, such as that of a tied head.
     """
     return _EmbeddingLookup.apply(ids, embedding.tensor, *embedding.masters, sparse)  # pyright: ignore[reportReturnType]
 
@@ -230,23 +230,23 @@ def gather_full_tensor(x: Tensor) -> Tensor:
 
 
 def copy_to_cpu(x: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a copy in fp32 on the CPU, in pinned memory if `x`, or else `device`, is on a GPU."""
+    """Return a copy in fp32 on the CPU, in pinned memory if `device`, by default that of `x`, is a GPU."""
     copy = torch.empty(x.shape, dtype=torch.float32, pin_memory=(device or x.device).type == "cuda")
     return copy.copy_(x.detach(), non_blocking=True)
 
 
 # ---------------------------------------------------------------- products
-# Products of many rows and a matrix with AMX (cpp/products.cpp): each row has the bits that it has among few rows, as
-# in sampling. oneDNN sums the inputs of many rows in another order, which depends on the number of rows, and for some
+# Products of many rows and a matrix with AMX (cpp/products.cpp): each row has the same bits as among few rows, in
+# sampling. oneDNN sums the inputs of many rows in another order, which depends on the number of rows, and for some
 # numbers of rows it takes twice as long.
 #
 # Shapes: n rows, K inputs, N outputs.
 
 
 GEMM_BLOCK = 32
-"""The AMX kernels take matrices whose inputs and outputs are multiples of it, and products of at least as many rows."""
+"""The AMX kernels take matrices whose inputs and outputs are multiples of this, and at least this many rows."""
 _MAX_INPUT_GRADIENT_OUTPUTS = 2**14
-"""oneDNN computes gradients of inputs faster for matrices with more outputs, as a head has."""
+"""For matrices with more outputs, such as a head, oneDNN computes gradients of inputs faster."""
 GEMM_PROFILER_NAME = "multiply_rows"
 WEIGHT_GRADIENT_PROFILER_NAME = "sum_over_tokens"
 

@@ -1,7 +1,7 @@
 """The compiled CPU kernels of cpp/: building and loading the library, the self-checks, and the kernels of an update.
 
 g++ builds the library once, in a few seconds, and the result is cached. Each process then compares every kernel with
-PyTorch's operators, bit for bit. A kernel that differs is not used, and neither is any where there is no g++.
+PyTorch's operators, bit for bit. A kernel that differs is not used; without g++, none is used.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
 
 
 class LogitStatistics(NamedTuple):
-    """Statistics [n] of n rows of logits; the log-probs are those of the chosen tokens, and the KL may be 0."""
+    """Statistics [n] of n rows of logits: log-probs of given tokens, and a KL of 0 without another policy."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -246,9 +246,9 @@ class StatisticsGradients(NamedTuple):
 
 
 class ScaledLogits(NamedTuple):
-    """Logits [n, V] as a product of the head and a factor that multiplies it, 1 / temperature."""
+    """Logits [n, V]: the output of the head, and the factor that scales it, 1 / temperature."""
 
-    product: Tensor
+    head_output: Tensor
     factor: float
 
 
@@ -323,6 +323,7 @@ class Kernels:
         return gate_up_grad
 
     def softmax(self, scores: Tensor, bias: Tensor) -> Tensor:
+        """It overwrites `scores`."""
         self._call("softmax_rows", scores, bias.contiguous(), *_get_score_sizes(scores, bias))
         return scores
 
@@ -352,10 +353,10 @@ class Kernels:
         statistics: LogitStatistics,
         gradients: StatisticsGradients,
     ) -> None:
-        """Overwrite the product of `logits` by the gradient of the loss with respect to it.
+        """Overwrite the head output of `logits` with the gradient of the loss with respect to it.
 
         With l the log-probs, l' those of the other policy, H the entropy, and g the gradients of the statistics, it is
-        exp(l) (-g_logprobs - g_entropy (l + H) + g_kl (l - l' - KL)), plus g_logprobs at the token.
+        exp(l) (-g_logprobs - g_entropy (l + H) + g_kl (l - l' - KL)), plus g_logprobs at the token, times the factor.
         """
         inputs = [None if x is None else x.contiguous() for x in (*gradients, *statistics[1:])]
         self._call("of_product", _make_logits_struct(logits), _make_logits_struct(other), tokens, len(tokens), *inputs)
@@ -378,7 +379,7 @@ class _LogitsStruct(ctypes.Structure):
 
 
 def _make_logits_struct(logits: ScaledLogits | None) -> _LogitsStruct | None:
-    return logits and _LogitsStruct(logits.product.data_ptr(), logits.product.shape[-1], logits.factor)
+    return logits and _LogitsStruct(logits.head_output.data_ptr(), logits.head_output.shape[-1], logits.factor)
 
 
 def _count_rows_and_columns(x: Tensor) -> tuple[int, int]:
@@ -419,9 +420,8 @@ def compare_kernels(kernels: Kernels) -> Iterable[tuple[str, Any, Any]]:
         ("softmax_backward", (scores.float(), bias, noise(2, 3, 10, 112), scale)),
     ]
     for name, arguments in calls:
-        ours, theirs = (
-            getattr(module, name)(*deepcopy(arguments)) for module in (kernels, ops)
-        )  # some are overwritten
+        # Each gets copies, since some operators overwrite their arguments.
+        ours, theirs = (getattr(module, name)(*deepcopy(arguments)) for module in (kernels, ops))
         yield name, ours, theirs
 
 

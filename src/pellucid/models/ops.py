@@ -1,4 +1,4 @@
-"""The operators of a layer besides matrix products, forward and backward, and sampling, in PyTorch.
+"""Sampling, and all operators of a layer except matrix products, forward and backward, in PyTorch.
 
 `native.Kernels` has the same functions in C++, with the same bits. `autograd_ops` chooses between them.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 CDF_BLOCK_TOKENS = 256
-"""Tokens whose probabilities are summed first when a token is sampled."""
+"""The number of tokens in a block of `invert_cdf`."""
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -27,7 +27,7 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> T
 def norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight.
 
-    With u = x / rms(x) and g the gradient of u, that of x is (g - u mean(g u)) / rms(x).
+    With u = x / rms(x) and its gradient g, the gradient of x is (g - u mean(g u)) / rms(x).
     """
     wide, grad = x.to(weight.dtype), grad.to(weight.dtype)
     inverse_rms = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -84,7 +84,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def softmax_in_fp32(scores: Tensor) -> Tensor:
-    """Return the softmax, computed in fp32 at least and rounded at the end; PyTorch's in bf16 is slower."""
+    """Return the softmax, computed in fp32 at least and rounded at the end. PyTorch's own in bf16 is slower."""
     return promote_to_fp32(scores).softmax(-1).to(scores.dtype)
 
 
@@ -96,7 +96,7 @@ def softmax(scores: Tensor, bias: Tensor) -> Tensor:
 def softmax_backward(scores: Tensor, bias: Tensor, probs_grad: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the probabilities of `softmax` and the gradient of scores / scale, both in the dtype of probs_grad.
 
-    The scores are in fp32 at least, and are overwritten; `scale` is the factor in them.
+    The scores are in fp32 at least, and are overwritten; `scale` is already in them.
     """
     probs, dtype = _add_bias(scores, bias).softmax(-1), probs_grad.dtype
     probs_grad = probs_grad.to(probs.dtype)
@@ -114,7 +114,7 @@ def promote_to_fp32(x: Tensor) -> Tensor:
 
 
 def supports_fp32_product(x: Tensor) -> bool:
-    """Return whether a product of x, in half precision, can be returned in fp32, without the rounding of its sums."""
+    """Return whether the sums of a product of half-precision x can be returned in fp32, without rounding."""
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -149,7 +149,7 @@ def sample_with_masses(logits: Tensor, uniforms: Tensor, temperature: float) -> 
 
 
 def invert_cdf(masses: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the tokens [n] at `uniforms` [n] of the cumulative distribution of masses [n, V].
+    """Return the tokens [n] at the quantiles `uniforms` [n] of the distribution of masses [n, V].
 
     The search has two levels: blocks of tokens, then the tokens of one block. Cumulative sums are float64, on the
     device of `uniforms`.
@@ -167,6 +167,6 @@ def invert_cdf(masses: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _find_first_above(ends: Tensor, target: Tensor) -> Tensor:
-    """Return the index of the first cumulative sum above the target, at most that of the last one with mass."""
+    """Return the index of the first cumulative sum above the target, but not past the last entry with mass."""
     last = torch.searchsorted(ends, ends[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)

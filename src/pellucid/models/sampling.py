@@ -30,13 +30,13 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution.
 
-    Forty times as fast as torch.multinomial for a vocabulary of 49152 on a CPU. A token without probability is never
-    sampled.
+    It is 40 times as fast as torch.multinomial for a vocabulary of 49152 on a CPU, and never samples a token without
+    probability.
 
     Args:
         logits: [B, V]
-        uniforms: [B] random numbers in [0, 1), float64. Cumulative sums are computed on their device: that of the
-            logits, or the CPU.
+        uniforms: [B] random numbers in [0, 1), float64. Cumulative sums are computed on their device, which
+            is that of the logits or the CPU.
         temperature: 0 for the most probable token.
         truncation: Which tokens are never sampled.
 
@@ -91,16 +91,16 @@ def truncate_masses(masses: Tensor, truncation: Truncation, sum_device: torch.de
 
 
 def _find_top_p_threshold(masses: Tensor, top_p: float, sum_device: torch.device) -> Tensor:
-    """Return [B, 1] the mass of the last of the most probable tokens that together reach top_p.
+    """Return the smallest mass [B, 1] among the most probable tokens that together reach top_p.
 
-    Sorting all tokens would take four times as long as the model. Tokens below (1 - top_p) / V have together less than
+    Sorting all tokens would take four times as long as the model. Tokens below (1 - top_p) / V together have less than
     1 - top_p, and are not needed. The others are put into bins, and only the bin in which their sum reaches top_p is
     sorted.
     """
     total = masses.sum(-1, keepdim=True)
     row, token = (masses >= total * ((1 - top_p) / masses.shape[-1])).nonzero(as_tuple=True)
     highest, mass = masses.amax(-1).float(), masses[row, token].float()
-    # Bit patterns of positive floats are ordered as the floats: exponent and three more bits make eight bins an octave.
+    # Bit patterns of positive floats have the order of the floats: exponent and 3 more bits make 8 bins per octave.
     bins = (highest.view(torch.int32)[row] - mass.view(torch.int32)) >> 20
     row, mass, bins = (x.to(sum_device) for x in (row, mass, bins))
     target = top_p * total.to(sum_device, torch.float64)

@@ -1,4 +1,4 @@
-"""Statistics of the distributions of tokens: the likeliest tokens, entropy, and the size of the gradient.
+"""Statistics of token distributions: the likeliest tokens, entropy, and the norm of the gradient.
 
 They are computed in chunks, as log-probs are. N tokens, V vocabulary, D hidden size.
 """
@@ -30,9 +30,9 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor
     """[N]"""
     top_ids: Tensor
-    """[N, TOP_TOKEN_COUNT] ids, the likeliest first."""
+    """[N, _TOP_TOKEN_COUNT] ids, the likeliest first."""
     top_logprobs: Tensor
-    """[N, TOP_TOKEN_COUNT]; -inf behind the tokens of a truncated distribution."""
+    """[N, _TOP_TOKEN_COUNT]; -inf after the last token of a truncated distribution."""
     gradient_norm: Tensor
     """[N] the norm of the gradient with respect to the head's output, before the temperature; 0 without a loss."""
 
@@ -55,7 +55,7 @@ def compute_token_statistics(
         hidden: [N, D] the hidden states that the tokens are predicted from.
         tokens: [N]
         context: how hidden states become log-probs.
-        gradients: of a loss. The gradient norm is that of the whole loss, which reaches the logits only through these.
+        gradients: of a loss that depends on the logits only through these, so the norm is that of the whole loss.
     """
     parts = []
     for rows in torch.arange(len(tokens), device=tokens.device).split(
@@ -81,16 +81,13 @@ def _compute_chunk_statistics(
     product = product.to(torch.promote_types(product.dtype, torch.float32))
     candidates = context.get_candidates(every)
     indices = tokens if candidates is None else candidates.find_indices(tokens)
-    z = context.compute_logits(product if gradients is None else product.clone(), candidates)
+    z = context.compute_logits(product, candidates)  # may be the product itself, which is overwritten at the end
     logprobs, entropy, kl, log_normalizer = score_logits(z, indices, context.compute_ref_logprobs(every, candidates))
     highest, ids = z.topk(min(_TOP_TOKEN_COUNT, z.shape[-1]))
-    top_ids = ids if candidates is None else candidates.ids.gather(-1, ids)
-    top_logprobs = highest - log_normalizer[:, None]
-    top_logprobs = (
-        top_logprobs
-        if candidates is None
-        else top_logprobs.masked_fill(~candidates.is_valid.gather(-1, ids), -torch.inf)
-    )
+    top_ids, top_logprobs = ids, highest - log_normalizer[:, None]
+    if candidates is not None:
+        top_ids = candidates.ids.gather(-1, ids)
+        top_logprobs = top_logprobs.masked_fill(~candidates.is_valid.gather(-1, ids), -torch.inf)
     lacking = _TOP_TOKEN_COUNT - top_logprobs.shape[1]
     top_ids, top_logprobs = (
         torch.nn.functional.pad(x, (0, lacking), value=value) for x, value in ((top_ids, 0), (top_logprobs, -torch.inf))

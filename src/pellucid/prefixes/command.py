@@ -39,7 +39,7 @@ from pellucid.utils.text import escape_controls
 STUDENT_BATCH_ROWS = 64
 """The number of prefixes that a student decodes between two writes to the file."""
 _PROGRESS_INTERVAL_SECONDS = 10
-"""Seconds between two lines of progress if the output is no terminal."""
+"""Seconds between two lines of progress if the output is not a terminal."""
 _MIN_VALUES = {
     "n": 1,
     "per_question": 1,
@@ -56,18 +56,18 @@ _PrefixExtractor = Callable[[str], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Prefixes(RequestOptions):
-    """Ask a teacher or a student for first sentences of thinking."""
+    """Ask a teacher or a student for the first sentences of its reasoning."""
 
     recipe: Positional[Annotated[str, arg(metavar="RECIPE")]]
     """The recipe whose questions are asked."""
     output: Annotated[Path, arg(metavar="FILE.jsonl")] = Path("prefixes.jsonl")
-    """The file of the prefixes; one that is there is filled up."""
+    """The file for the prefixes; missing ones are added to an existing file."""
     n: int = 100
-    """Questions."""
+    """Number of questions."""
     per_question: int = 5
-    """Prefixes from each source."""
+    """Number of prefixes per question from each source."""
     student: Annotated[str, arg(metavar="MODEL")] = ""
-    """What --policy.model takes."""
+    """The student: a model as --policy.model takes it."""
     workers: int = 10
     """Requests at once."""
     sentences: int = 2
@@ -85,7 +85,7 @@ class Prefixes(RequestOptions):
             with lock:
                 return _collect_prefixes(cfg, self)
         except KeyboardInterrupt:
-            print(escape_controls(f"stopped; nothing is lost: the same command goes on with {self.output}"), flush=True)
+            print(escape_controls(f"stopped; run the same command to continue with {self.output}"), flush=True)
             os._exit(INTERRUPTED_EXIT_STATUS)  # a normal exit would wait for the requests in progress
 
 
@@ -96,7 +96,7 @@ def _check_options(options: Prefixes) -> None:
     if not 0 < options.timeout < float("inf"):
         raise UserError(f"--timeout {options.timeout} must be a positive number of seconds")
     if not options.teacher and not options.student:
-        raise UserError("nobody is there to ask: name --teacher MODEL, --student MODEL, or both")
+        raise UserError("no source: pass --teacher MODEL, --student MODEL, or both")
     if options.output.is_dir():
         raise UserError(f"--output {options.output} is a folder: name a file in it")
     if mistake := find_address_mistake(options.base_url, TEACHER_SETTING_NAMES):
@@ -107,9 +107,9 @@ def _collect_prefixes(cfg: Config, options: Prefixes) -> int:
     sources = [source for source in PREFIX_SOURCES if getattr(options, source)]
     prompts = sample_questions(with_seed(cfg.task, cfg.algorithm.seed), options.n)
     journal = Journal(options.output, _get_prefix_settings(cfg, options))
-    missing, complaints = journal.list_missing(prompts, sources, options.per_question), list[str]()
+    missing, reasons = journal.list_missing(prompts, sources, options.per_question), list[str]()
     if not missing and journal.is_complete:
-        message = f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"
+        message = f"{options.output} is complete: nothing to do; for other prefixes choose another --output"
         print(escape_controls(message))
         return 0
     if missing:
@@ -118,17 +118,17 @@ def _collect_prefixes(cfg: Config, options: Prefixes) -> int:
         teacher = Teacher(options, extract_prefix) if options.teacher else None
         student = _load_student(cfg, options.student) if options.student else None
         print(
-            f"asks for {len(missing)} prefixes of {len(prompts)} questions, {len(journal.entries)} are there",
+            f"asks for {len(missing)} prefixes of {len(prompts)} questions, {len(journal.entries)} already exist",
             flush=True,
         )
         with journal.open(), _show_progress(len(missing)) as advance:
             requests = _Requests(options, prompts, journal, extract_prefix, advance)
-            complaints += requests.ask_teacher(teacher) if teacher else []
-            complaints += requests.ask_student(student) if student else []
+            reasons += requests.ask_teacher(teacher) if teacher else []
+            reasons += requests.ask_student(student) if student else []
     if missing := journal.list_missing(prompts, sources, options.per_question):
         raise UserError(
-            f"{len(missing)} prefixes are missing ({complaints[0]}); {options.output} holds the others: the same"
-            " command asks for those alone"
+            f"{len(missing)} prefixes are missing ({reasons[0]}); {options.output} holds the others: the same"
+            " command asks only for the missing ones"
         )
     journal.finish(prompts)
     print(escape_controls(f"prefixes {options.output}"))
@@ -155,7 +155,7 @@ def _get_prefix_settings(cfg: Config, options: Prefixes) -> dict[str, Any]:
 
 
 def _make_prefix_extractor(cfg: Config, options: Prefixes) -> _PrefixExtractor:
-    """Return a function that makes a prefix of a model's answer. Its result is empty if the answer has no thinking."""
+    """Return a function that cuts a prefix from a model's answer. It returns "" if the answer has no thinking."""
     if not options.truncate_tokens:
         return lambda text: take_first_sentences(clean_text(extract_thinking(text)), options.sentences)
     with pause_garbage_collection():
@@ -192,19 +192,19 @@ def _print_warning(note: str) -> None:
 
 
 class _Requests(NamedTuple):
-    """What is asked of a teacher and a student. Both methods return the reasons why some prefixes are still missing."""
+    """Asks a teacher and a student for prefixes. Both methods return the reasons why some are still missing."""
 
     options: Prefixes
     prompts: Sequence[Prompt]
     journal: Journal
     extract_prefix: _PrefixExtractor
     advance: Callable[[], None]
-    """Counts a prefix."""
+    """Counts one prefix as done."""
 
     def ask_teacher(self, teacher: Teacher) -> list[str]:
         by_question = {prompt.key: prompt for prompt in self.prompts}
         missing = self.journal.list_missing(self.prompts, ["teacher"], self.options.per_question)
-        complaints = list[str]()
+        reasons = list[str]()
 
         def ask(question: str, index: int) -> None:
             text = teacher.ask(by_question[question])
@@ -216,26 +216,26 @@ class _Requests(NamedTuple):
                 try:
                     future.result()
                 except UnansweredError as error:
-                    complaints.append(str(error))
+                    reasons.append(str(error))
                 self.advance()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             teacher.close()
-        return complaints
+        return reasons
 
     def ask_student(self, student: Any) -> list[str]:
-        """Each question has its own random numbers and batches are the same in every run, so that prefixes are, too."""
+        """Random numbers per question and fixed batches give the same prefixes in every run."""
         group_size = self.options.per_question
         sampling = Sampling(group_size, self.options.temperature, self.options.max_tokens)
         limit = student.policy.context_length - sampling.max_tokens
-        fitting, complaints = list[Prompt](), list[str]()
+        fitting, reasons = list[Prompt](), list[str]()
         for prompt in self.prompts:
             length = len(student.policy.encode(replace(prompt, text=build_messages(prompt))))
             if length <= limit:
                 fitting.append(prompt)
             else:
                 advice = "lower --max-tokens, or name another"
-                complaints += [f"a question of {length} tokens is too long for the student: {advice}"] * group_size
+                reasons += [f"a question of {length} tokens is too long for the student: {advice}"] * group_size
         batch_size = max(1, STUDENT_BATCH_ROWS // group_size)
         for start in range(0, len(fitting), batch_size):
             batch = fitting[start : start + batch_size]
@@ -256,8 +256,8 @@ class _Requests(NamedTuple):
                         self.journal.add(key, answer, text)
                         self.advance()
             missing = self.journal.list_missing(batch, ["student"], group_size)
-            complaints += ["the student's answers are empty"] * len(missing)
-        return complaints
+            reasons += ["the student's answers are empty"] * len(missing)
+        return reasons
 
 
 @contextmanager

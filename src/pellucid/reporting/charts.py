@@ -288,7 +288,7 @@ def draw_tool_charts(metrics: Sequence[Record]) -> list[str]:
     return [
         _draw_metrics(rows, "Turns", "of the policy, mean of a conversation", {"turns/mean": "turns"}),
         _draw_metrics(rows, "Calls of tools", "mean of a conversation", calls),
-        _draw_metrics(with_faults, "Calls that came to nothing", "share of the calls of tools", faults),
+        _draw_metrics(with_faults, "Failed calls", "share of the calls of tools", faults),
     ]
 
 

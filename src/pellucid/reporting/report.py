@@ -54,7 +54,7 @@ SENTENCES = {
     "lede.few": "that is too few prompts for an interval, so it may be chance",
     "lede.alike": "there is no interval, as all prompts had the same reward",
 }
-"""The first sentence of a report. inspect/page/words.json has the same in Chinese, beside its English."""
+"""Templates of the first sentence of a report. inspect/page/words.json has them in English and Chinese."""
 _CHANCE_PHRASES = {INTERVALS_APART: "lede.apart", INTERVALS_OVERLAP: "lede.overlap"}
 
 
@@ -68,7 +68,7 @@ def write_report(run_dir: Path) -> Path:
     sections = [
         render_section("Before and after", "\n".join(_render_comparison(*key, rows) for key, rows in evals.items())),
         render_section("Curves", f'<div class="charts">\n{charts}\n</div>' if charts else ""),
-        render_section("What it said", rollouts),
+        render_section("Completions", rollouts),
         _render_settings(config),
     ]
     page = Template(read_asset("report.html")).substitute(
@@ -115,9 +115,9 @@ def _format_estimate_html(name: str, estimate: Estimate) -> str:
 
 
 def make_lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> dict[str, Any]:
-    """Return the change of the headline between the first and the last evaluation, or of the training reward.
+    """Return the change of the headline measure from the first to the last evaluation, or else of the training reward.
 
-    The result is not yet in a language: `key` and `phrases` are keys of SENTENCES, and `values` are HTML.
+    The result depends on no language: `key` and `phrases` hold keys of SENTENCES, and `values` HTML.
     """
     records = next(iter(evals.values()), [])
     ends = [parse_evaluation(records[0]), parse_evaluation(records[-1])] if len(records) > 1 else []
@@ -136,12 +136,12 @@ def _make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) 
     gain = round(new.value - old.value, 9)
     values = {"old": _format_estimate_html(name, old), "new": _format_estimate_html(name, new)}
     values |= {"n": f"{last.n}", "count": f"{steps:,}"}
-    phrases = {"steps": "lede.step" if steps == 1 else "lede.steps", "measure": f"lede.of_{name}"}
+    phrase_keys = {"steps": "lede.step" if steps == 1 else "lede.steps", "measure": f"lede.of_{name}"}
     if gain:
         without_interval = "lede.few" if describe_intervals(last) == TOO_FEW_PROMPTS else "lede.alike"
-        phrases["went"] = "lede.rose" if gain > 0 else "lede.fell"
-        phrases["chance"] = _CHANCE_PHRASES.get(compare_intervals(old, new), without_interval)
-    return {"key": "lede.gain" if gain else "lede.same", "values": values, "phrases": phrases}
+        phrase_keys["went"] = "lede.rose" if gain > 0 else "lede.fell"
+        phrase_keys["chance"] = _CHANCE_PHRASES.get(compare_intervals(old, new), without_interval)
+    return {"key": "lede.gain" if gain else "lede.same", "values": values, "phrases": phrase_keys}
 
 
 def _render_facts(config: Record, metrics: Sequence[Record]) -> str:
@@ -173,7 +173,7 @@ def _render_facts(config: Record, metrics: Sequence[Record]) -> str:
 
 
 def render_fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
-    """Render values by label, each with whether it is a warning."""
+    """Render the value of each label, and whether it is a warning."""
     return "\n".join(
         f"<div><dt>{name}</dt><dd{' class=warn' if warn else ''}>{value}</dd></div>"
         for name, (value, warn) in rows.items()
@@ -249,23 +249,23 @@ _PICKS_PER_RANK = 2
 
 
 def _render_rollouts(path: Path, by_length: bool) -> str:
-    """Render the best and the worst rollouts of the first and the last step, or of each third of them by length."""
+    """Render the best and the worst rollouts of the first and the last step, or of each third by length."""
     steps = [rows for rows in read_end_rollouts(path) if rows]
     scope = "each third of a step's completions by length" if by_length else "a step"
     has_conversations = any(row.get("messages") for rows in steps for row in rows)
     legend = (
-        " What was given to it is a thin line. Beside what it said stands a solid bar." if has_conversations else ""
+        " Given tokens are a thin line; sampled messages have a solid bar beside them." if has_conversations else ""
     )
     note = (
         f'<p class="soft">The best and the worst of {scope}. Each cell of a strip is a token: the stronger '
-        f"its colour, the less likely the policy was to say it.{legend}</p>"
+        f"its color, the less likely the policy was to sample it.{legend}</p>"
     )
     cards = "\n".join(f"<h3>Step {rows[0]['step']:,}</h3>\n{_render_cards(rows, by_length)}" for rows in steps)
     return f"{note}\n{cards}" if cards else ""
 
 
 def _render_cards(rollouts: Sequence[Record], by_length: bool) -> str:
-    """Render the best and the worst rollouts, without duplicates: several that have the same conversation."""
+    """Render the best and the worst rollouts. Those with the same conversation are rendered once."""
     distinct = list({(r["prompt"], r["completion"], json.dumps(r.get("messages"))): r for r in rollouts}.values())
     if by_length:
         ordered, n = sorted(distinct, key=lambda rollout: len(rollout["tokens"])), len(distinct)
@@ -279,6 +279,7 @@ def _render_cards(rollouts: Sequence[Record], by_length: bool) -> str:
 def _render_extremes(rollouts: Sequence[Record], count: int) -> list[str]:
     """Render the best and the worst rollouts. A failed reward is worse than any other."""
     ranked = sorted(rollouts, key=lambda rollout: -inf if rollout["reward"] is None else rollout["reward"])
+    # The best are taken first, so that no rollout of a short list is both.
     worst, best = ranked[:-count][:count], ranked[-count:][::-1]
     return [_render_card("best", rollout) for rollout in best] + [_render_card("worst", rollout) for rollout in worst]
 
@@ -326,13 +327,13 @@ def _render_conversation(rollout: Record, prefix: str) -> str:
 
 
 def _render_messages(messages: Sequence[Record]) -> list[str]:
-    """Render the messages of a sequence. Of more than MAX_MESSAGES, the middle is left out."""
+    """Render the messages of a sequence. If there are over MAX_MESSAGES, leave out the middle."""
     turns, half = [], MAX_MESSAGES // 2
     left_out = range(half, len(messages) - half) if len(messages) > MAX_MESSAGES else range(0)
     for i, message in enumerate(messages):
         if i not in left_out:
             kind = "sampled" if message.get("role") == "assistant" else "given"
-            fault = ', <b class="warn">the call came to nothing</b>' if is_failed_call(message) else ""
+            fault = ', <b class="warn">the call failed</b>' if is_failed_call(message) else ""
             speaker, text = escape_text(get_speaker(message)), clip_text(format_message(message))
             turns.append(_render_turn(speaker, kind, f"{kind}{fault}", text))
         elif i == half:
@@ -353,7 +354,7 @@ def clip_text(text: str) -> str:
 
 
 def render_token_strip(logprobs: Sequence[float | None], given: Sequence[Sequence[int]] = ()) -> str:
-    """Render the probabilities of the tokens of a completion as cells, with given tokens as a thin line."""
+    """Render the probabilities of a completion's tokens as cells, with given tokens as a thin line."""
     given_tokens = {i for start, end in given for i in range(start, end)}
     cells, sampled = [], []
     for i, logprob in enumerate(logprobs[:_MAX_STRIP_TOKENS]):

@@ -25,7 +25,7 @@ def find_run_dir(name: str) -> Path | None:
 def get_model_dir(run_dir: Path) -> Path:
     """Return the folder of the trained model. Raise UserError if there is none yet."""
     if not (run_dir / "model").is_dir():
-        export = f", or pellucid export {run_dir} makes one of its last checkpoint" if list_checkpoints(run_dir) else ""
+        export = f", or export its last checkpoint with pellucid export {run_dir}" if list_checkpoints(run_dir) else ""
         raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}{export}")
     return run_dir / "model"
 
@@ -42,7 +42,7 @@ def has_merged_adapter(run_dir: Path) -> bool:
 def warn_about_rounding(dtype: str) -> None:
     """Print a warning if this dtype rounds a merged adapter away."""
     if dtype in ("bfloat16", "float16"):
-        print(f"! {dtype} rounds most of the merged LoRA update away: float32 has all of it", flush=True)
+        print(f"! {dtype} rounds most of the merged LoRA update away: float32 keeps all of it", flush=True)
 
 
 def read_config(run_dir: Path) -> Record:
@@ -65,7 +65,7 @@ def get_checkpoint_step(checkpoint: Path) -> int:
 
 
 def is_run_finished(run_dir: Path) -> bool:
-    """Whether the last step was taken and evaluated, also if only config, metrics and evaluations were copied.
+    """Whether the last step was taken and evaluated. Config, metrics and evaluations are enough to tell.
 
     A run with a checkpoint but no model was stopped before its end.
     """
@@ -74,7 +74,8 @@ def is_run_finished(run_dir: Path) -> bool:
         return False
     algorithm, evaluate = (settings.get(name) or {} for name in ("algorithm", "evaluate"))
     last, seconds = steps[-1]["step"], 60 * (algorithm.get("minutes") or 0)
-    is_last = last == algorithm.get("steps") or 0 < seconds <= sum(row.get("time/step") or 0 for row in steps)
+    elapsed = sum(row.get("time/step") or 0 for row in steps)
+    is_last = last == algorithm.get("steps") or (0 < seconds <= elapsed)
     evaluated = {row["step"] for row in read_records(run_dir / "evals.jsonl")}
     return is_last and (evaluate.get("every") == 0 or last in evaluated)
 

@@ -76,12 +76,12 @@ def get_tokens_path(run_dir: Path, step: int) -> Path:
     return run_dir / _TOKENS_FOLDER / f"step-{step:06}.parquet"
 
 
-def write_tokens(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], metadata: Mapping[str, Any]) -> None:
-    """Write the file of a step; `sync_tokens` writes it to disk. Missing columns of TOKEN_SCHEMA are null."""
-    length = len(next(iter(rows.values())))
-    columns = [_make_column(rows.get(field.name), length, field.type) for field in TOKEN_SCHEMA]
+def write_tokens(run_dir: Path, step: int, columns: Mapping[str, Sequence[Any]], metadata: Mapping[str, Any]) -> None:
+    """Write the file of a step; `sync_tokens` flushes it to disk. Missing columns of TOKEN_SCHEMA are null."""
+    length = len(next(iter(columns.values())))
+    arrays = [_make_column(columns.get(field.name), length, field.type) for field in TOKEN_SCHEMA]
     facts = json.dumps({"version": _FORMAT_VERSION, "step": step, **metadata})
-    table = pa.table(columns, schema=TOKEN_SCHEMA.with_metadata({METADATA_KEY: facts}))
+    table = pa.table(arrays, schema=TOKEN_SCHEMA.with_metadata({METADATA_KEY: facts}))
     path = get_tokens_path(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # readers of the folder ignore names with a dot
@@ -106,7 +106,7 @@ def make_group_metadata(groups: Mapping[int, Group]) -> dict[str, Any]:
 
 
 def _make_column(values: Sequence[Any] | None, length: int, kind: pa.DataType) -> pa.Array:
-    """Return an array of these values. Surrogates in texts, which are no Unicode, become question marks."""
+    """Return an array of these values. Surrogates, which UTF-8 cannot encode, become question marks."""
     if values is None:
         return pa.nulls(length, kind)
     try:
@@ -133,7 +133,7 @@ def read_tokens(run_dir: Path, step: int, columns: Sequence[str] | None = None) 
     """
     path = get_tokens_path(run_dir, step)
     if not path.is_file():
-        raise UserError(f"{run_dir} has no tokens of step {step}: [log] tokens says how many groups are recorded")
+        raise UserError(f"{run_dir} has no tokens of step {step}: set [log] tokens above 0 to record them")
     try:
         table = pq.ParquetFile(path).read(columns)
         version = get_token_metadata(table)["version"]
@@ -159,7 +159,7 @@ def delete_tokens(run_dir: Path, after: int) -> None:
 
 
 def sync_tokens(run_dir: Path, after: int) -> None:
-    """Write the files of the steps after this one to disk."""
+    """Flush the files of the steps after this one to disk."""
     later = [step for step in list_recorded_steps(run_dir) if step > after]
     for step in later:
         files.sync_path(get_tokens_path(run_dir, step))

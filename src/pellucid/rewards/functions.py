@@ -3,8 +3,8 @@
 A function has TRL's signature and needs no change: `def reward(completions, **kwargs)`, plain or `async`, returns one
 number for each completion, or None where it does not apply. Its keywords are lists with an item for each completion:
 prompts, completions, completion_ids, and every column of the data rows except prompt, completion and completion_ids.
-For conversations with environments, `environments` has these as the conversations left them. As in TRL, prompts and
-completions are strings for plain prompts, and lists of messages for conversations. `trainer_state` is a TrainerState;
+With environments, `environments` holds them as their conversations left them. As in TRL, prompts and completions are
+strings for plain prompts, and lists of messages for conversations. `trainer_state` is a TrainerState;
 `log_extra(column, values)` adds a column to rollouts.jsonl, `log_metric(name, value)` a metric.
 (TRL 1.16, GRPOTrainer._calculate_rewards.)
 """
@@ -50,7 +50,7 @@ class FunctionLog:
         self.columns.setdefault(str(column), []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a number to a metric, whose value is the mean. Raises InvalidResultError for what is no finite number."""
+        """Add a number to a metric, whose value is the mean. Raises InvalidResultError if it is not finite."""
         found = validate_number(value, f'the metric "{name}"')
         if not math.isfinite(found):
             raise InvalidResultError(f'the metric "{name}" is {found}')
@@ -60,7 +60,7 @@ class FunctionLog:
         """Return the rewards of a function with what it logged. Raises InvalidResultError if their number is wrong."""
         if not isinstance(rewards, Iterable):
             raise InvalidResultError(
-                f"{name} returned {describe_value(rewards)}, where a list with a number for each is needed"
+                f"{name} returned {describe_value(rewards)}, where a list with a number for each completion is needed"
             )
         values = [_unwrap_scalar(reward) for reward in rewards]
         if len(values) != self.completion_count:
@@ -68,13 +68,13 @@ class FunctionLog:
                 f"{name} returned {len(values)} rewards for {self.completion_count} completions:"
                 " it must return one for each"
             )
-        for column, given in self.columns.items():
-            if len(given) != self.completion_count:
+        for column, entries in self.columns.items():
+            if len(entries) != self.completion_count:
                 raise InvalidResultError(
-                    f'log_extra("{column}") has {len(given)} values for {self.completion_count} completions'
+                    f'log_extra("{column}") has {len(entries)} values for {self.completion_count} completions'
                 )
-        logged = {metric: sum(added) / len(added) for metric, added in self.metrics.items()}
-        rows = [{column: given[i] for column, given in self.columns.items()} for i in range(self.completion_count)]
+        logged = {metric: sum(numbers) / len(numbers) for metric, numbers in self.metrics.items()}
+        rows = [{column: entries[i] for column, entries in self.columns.items()} for i in range(self.completion_count)]
         return [RewardPart(value, extra=row, logged=logged) for value, row in zip(values, rows, strict=True)]
 
 
@@ -89,8 +89,8 @@ def is_async_function(spec: str) -> bool:
 def call_function(spec: str, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[RewardPart]:
     """Return the rewards of a function, "path/to/file.py:name", for each completion; siblings are next to each other.
 
-    Raises InvalidResultError if it does not take its arguments, or does not return a list of the right length, and
-    whatever the function raises.
+    Raises InvalidResultError if the function rejects its arguments or does not return a list of the right length.
+    Errors of the function pass through.
     """
     log = FunctionLog(len(pairs))
     output = load_function(spec, "reward")(**_build_arguments(spec, pairs, state, log))
@@ -135,11 +135,10 @@ def check_signature(spec: str, names: Sequence[str]) -> None:
     try:
         inspect.signature(load_function(spec, "reward"), follow_wrapped=False).bind(**dict.fromkeys(names))
     except TypeError as error:
-        given = ", ".join(names)
         raise InvalidResultError(
-            f"{get_function_name(spec)} {error}: end its arguments with **kwargs; it is given {given}"
+            f"{get_function_name(spec)} {error}: accept **kwargs as well; it is called with {', '.join(names)}"
         ) from error
-    except ValueError:  # one of those written in C, which have no signature
+    except ValueError:  # a function written in C has no signature
         pass
 
 
@@ -150,7 +149,7 @@ def list_argument_names(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _unwrap_scalar(reward: Any) -> Any:
-    """Return the number in a tensor of one element, which TRL takes; anything else as it is."""
+    """Return the number in a one-element tensor, which TRL accepts, and other values unchanged."""
     return reward.item() if hasattr(reward, "numel") and reward.numel() == 1 else reward
 
 
@@ -178,11 +177,11 @@ def unpickle_environment(completion: Completion) -> Any:
 
 @cache
 def _get_event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process's rewards: one for all steps, since what they open in it stays open."""
+    """Return the event loop of this process's rewards. All steps share it, so that connections stay open in it."""
     event_loop = asyncio.new_event_loop()
 
     def run() -> None:
-        while True:  # a task that raises SystemExit ends alone: the loop passes it on to here
+        while True:  # the SystemExit of a task stops the loop, but must end that task alone
             with suppress(SystemExit, KeyboardInterrupt), exit_forked_copies():
                 event_loop.run_forever()
 
@@ -191,7 +190,7 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _await_user_code(awaitable: Awaitable[Any]) -> Any:
-    """Await something of the user's code. A copy of this process that it forks ends with it."""
+    """Await the user's code. If it forks this process, the copy ends when the code returns."""
     with exit_forked_copies():
         return await awaitable
 
@@ -209,7 +208,7 @@ _TRL_METRIC_NAMES = (("reward", "reward/mean"), ("reward_std", "reward/std"), ("
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far a run is, by the names of transformers' TrainerState, of which it has these attributes and no others."""
+    """The progress of a run, in attributes named as in transformers' TrainerState, which has more of them."""
 
     global_step: int
     """The number of finished steps."""
@@ -218,7 +217,7 @@ class TrainerState:
     epoch: float
     """How often all questions were asked; for a task that makes up its own, the share of the run that is done."""
     num_train_epochs: int
-    """The same at the end of the run, rounded up."""
+    """`epoch` at the end of the run, rounded up."""
     metrics_file: str = ""
     """The file metrics.jsonl of the run, if there is one."""
 
@@ -231,7 +230,7 @@ class TrainerState:
             return []
         records: list[dict[str, Any]] = []
         for line in filter(str.strip, lines):
-            with suppress(ValueError):  # a crash has cut it
+            with suppress(ValueError):  # cut by a crash
                 record = json.loads(line)
                 records.append(record | {theirs: record[ours] for theirs, ours in _TRL_METRIC_NAMES if ours in record})
         return records

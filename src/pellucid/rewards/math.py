@@ -33,7 +33,7 @@ _MIN_ROUNDED_PLACES = 6
 _MAX_ROUNDING_ERROR = Fraction(1, 10**5)
 """The largest error of such a decimal, relative to the exact number: 0.0000003 is not 1/3000000."""
 _MIN_COMPARED_DIGITS = 100
-"""Constants such as \\sqrt{2} are compared to so many digits, and more where exponents are large."""
+"""Constants such as \\sqrt{2} are compared to this many digits, or more if exponents are large."""
 _MAX_COMPARED_DIGITS = 4000
 _SYMPY_ERRORS = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
 """Errors by which sympy says that it cannot evaluate a formula."""
@@ -74,16 +74,16 @@ def states_formula(text: str, gold: str) -> bool | None:
     Example: states_formula("So $x = \\\\frac{2}{4}$.", "0.5"); not states_formula("<answer>3x</answer>", "3")
     """
     gold = strip_answer_sentence(extract_gold_answer(gold))
-    marked, behind = extract_marked_answer(text), strip_thought(text)[-_MAX_SEARCHED_CHARACTERS:]
+    marked, text_after_thought = extract_marked_answer(text), strip_thought(text)[-_MAX_SEARCHED_CHARACTERS:]
     if is_words(gold):
-        return _states_words(behind, marked, gold)
+        return _states_words(text_after_thought, marked, gold)
     expected = normalize_formula(gold)
     body = expected.body
     if parse_plain_number(body) is None and not (
         "$" not in body.replace(r"\$", "") and is_computable(body, allowed=body) and parse_formula(body)
     ):
         return None
-    found = extract_conclusion(behind) if marked is None else marked
+    found = extract_conclusion(text_after_thought) if marked is None else marked
     found = strip_answer_sentence(found) if marked is not None and len(found) <= MAX_ANSWER_CHARACTERS else found
     return len(found) <= MAX_ANSWER_CHARACTERS and _are_equal(normalize_formula(found), expected)
 
@@ -96,9 +96,9 @@ def strip_answer_sentence(gold: str) -> str:
 
 
 def _are_equal(found: NormalizedFormula, expected: NormalizedFormula) -> bool:
-    """Return whether two formulas are equal. Either may lack its unit; units that are both there must agree.
+    """Return whether two formulas are equal. One may lack a unit; two units must agree.
 
-    A percentage is its amount or a hundredth of it, where only one side has the sign.
+    If only one formula has a percent sign, 50% equals both 50 and 0.5.
     """
     if not found.body:
         return False
@@ -141,7 +141,7 @@ def _are_equal_without_units(found: NormalizedFormula, expected: NormalizedFormu
 
 
 def _compare_numbers(found: str, expected: str) -> bool | None:
-    """Return whether two plain numbers are equal; None if either is none."""
+    """Return whether two plain numbers are equal; None if either is not one."""
     x, y = parse_plain_number(found), parse_plain_number(expected)
     if x is None or y is None:
         return None
@@ -154,7 +154,7 @@ def _compare_numbers(found: str, expected: str) -> bool | None:
 def _compare_structures(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
     """Return whether two lists or sets are equal; False for formulas of different kinds, None for other formulas.
 
-    math-verify drops relations such as != and joins adjacent numbers, so these are different kinds.
+    Kinds differ by a relation such as !=, which math-verify drops, or by adjacent numbers, which it joins.
     """
     one, other = found.body, expected.body
     if bool(_RELATION.search(one)) != bool(_RELATION.search(other)) or re.search(r"\d\s+\.?\d", one):
@@ -165,11 +165,11 @@ def _compare_structures(found: NormalizedFormula, expected: NormalizedFormula) -
 def _compare_formulas(found: str, expected: str) -> bool:
     has_sides = "=" not in expected and "," not in found
     sides = re.split(r"(?<![<>!:])=(?!=)", found) if has_sides else [found]
-    # The last side of a chain of equations is the answer; a false chain, such as 4 = 3, is none.
+    # The last side of a chain of equations is the answer; a false chain, such as 4 = 3, has none.
     constant = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
     if not all(_verify_formula(side, constant[-1]) for side in constant[:-1]):
         return False
-    if len(sides) > 1 and constant and sides[-1] == constant[-1] and "=" not in expected:
+    if len(sides) > 1 and constant and sides[-1] == constant[-1]:
         return _verify_formula(sides[-1], expected)
     return _verify_formula(found, expected)
 
@@ -179,7 +179,7 @@ def _verify_formula(found: str, expected: str) -> bool:
     one, other = parse_formula(found), parse_formula(expected)
     if not _are_comparable(one, other):
         return False
-    # So many digits tell constants apart that have these exponents.
+    # Constants with these exponents differ within this many digits.
     exponents = [int(n) for n in re.findall(r"\^\s*\{?\s*-?(\d{1,5})", f"{found} {expected}")]
     digits = min(_MAX_COMPARED_DIGITS, _MIN_COMPARED_DIGITS + 3 * max(exponents, default=0))
     constants = _compare_constants(found, one, expected, other, digits)
@@ -201,12 +201,12 @@ def _compare_constants(found: str, one: Sequence[Any], expected: str, other: Seq
         return bool(x == y)
     sympy = import_extra("sympy", "data", 'reward "math"')
     try:
-        near, far = (sympy.N(side, digits, maxn=2 * digits) for side in (x, y))
-        if near.is_Float and far.is_Float:
-            exact = Fraction(str(near)), Fraction(str(far))
+        x_value, y_value = (sympy.N(side, digits, maxn=2 * digits) for side in (x, y))
+        if x_value.is_Float and y_value.is_Float:
+            exact = Fraction(str(x_value)), Fraction(str(y_value))
             if _is_rounded(found, exact[1]) or _is_rounded(expected, exact[0]):
                 return True
-        size, difference = max(abs(near), abs(far)), abs(near - far)
+        size, difference = max(abs(x_value), abs(y_value)), abs(x_value - y_value)
         return bool(difference <= size * sympy.Float(10, digits) ** (10 - digits))
     except _SYMPY_ERRORS:
         return None
@@ -222,7 +222,7 @@ def _is_rounded(decimal: str, exact: Fraction) -> bool:
 
 
 def _evaluate_constant(formula: Sequence[Any]) -> Any:
-    """Return the evaluated constant of sympy that was parsed; None if it has unknowns or is no expression."""
+    """Return the sympy value of a parsed constant; None if it has unknowns or is no expression."""
     sympy = import_extra("sympy", "data", 'reward "math"')
     if not formula or not isinstance(formula[0], sympy.Expr) or formula[0].free_symbols:
         return None
@@ -236,7 +236,7 @@ def _evaluate_constant(formula: Sequence[Any]) -> Any:
 
 
 def _compare_in_base(found: str, expected: str) -> bool | None:
-    """Return whether numbers with a base such as 101_2 agree, of which one may lack the base; None if none has one."""
+    """Return whether two numbers agree, one or both with a base such as 101_2; None if neither has one."""
     one, other = (_NUMBER_WITH_BASE.fullmatch("".join(side.split())) for side in (found, expected))
     if one and other:
         return (one[1].lower(), one[2]) == (other[1].lower(), other[2])
@@ -252,7 +252,7 @@ def _compare_in_base(found: str, expected: str) -> bool | None:
 
 
 def _compare_approximation(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
-    """Return whether a side of "\\pi \\approx 3.14" is the gold answer; both must agree. None without such a sign."""
+    """Return whether a side of "\\pi \\approx 3.14" is the gold answer, and both agree; None without such a sign."""
     sides = [side.strip() for side in _APPROXIMATELY.split(found.body)]
     if len(sides) == 1 or _APPROXIMATELY.search(expected.body):
         return None
@@ -277,7 +277,7 @@ def _compare_approximation(found: NormalizedFormula, expected: NormalizedFormula
 def _compare_ranges(found: NormalizedFormula, expected: NormalizedFormula) -> bool | None:
     """Return whether a condition and an interval, or two conditions, hold for the same numbers.
 
-    None if this cannot be told: neither is a condition, or a condition that must be solved first differs.
+    None if neither is a condition, or if conditions that differ would have to be solved first.
     """
     if found.range and expected.range:
         same_bounds = found.unknown == expected.unknown and bool(_compare_pieces(found.range, expected.range))
@@ -297,8 +297,8 @@ def _parse_intervals(body: str) -> str | None:
     reals = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\u211d|\(-\\infty\s*,\s*\+?\\infty\s*\))"
     if re.fullmatch(reals, inside):
         return r"(-\infty,\infty)"
-    if left_out := re.fullmatch(reals + r"\s*(?:\\setminus|\\backslash|-|\\)\s*\\\{([^{},]+)\\\}", inside):
-        return rf"(-\infty,{left_out[1]})\cup({left_out[1]},\infty)"
+    if excluded := re.fullmatch(reals + r"\s*(?:\\setminus|\\backslash|-|\\)\s*\\\{([^{},]+)\\\}", inside):
+        return rf"(-\infty,{excluded[1]})\cup({excluded[1]},\infty)"
     kind, pieces = _split_pieces(inside) or ("", ())
     return inside if kind == "cup" and all(len(piece.parts) == 2 for piece in pieces) else None
 
@@ -311,7 +311,7 @@ class _Piece(NamedTuple):
 
 
 def _split_pieces(body: str) -> tuple[str, Sequence[Any]] | None:
-    """Return the pieces of a union of intervals, "cup", or the elements of a "set" or "list"; None for another kind."""
+    """Return a kind and its pieces: the intervals of a "cup", the elements of a "set" or "list"; else None."""
     body = body.strip()
     if r"\cup" in body or body.startswith(("(", "[", r"\{")):
         found = [_parse_bracketed(part.strip()) for part in re.split(r"\\cup(?![A-Za-z])", body)]
@@ -347,7 +347,7 @@ def _has_no_stray_bracket(body: str) -> bool:
 
 
 def _split_at_commas(body: str) -> list[str]:
-    """Split at commas outside of brackets. If there are commas with a space, those in 1,000 group thousands."""
+    """Split at commas and semicolons outside brackets. In a text with ", ", the comma of 1,000 does not split."""
     if ", " in body:
         body = _THOUSANDS_COMMA.sub("\0", body)
     separated = zip(body, _count_open_brackets(body), strict=True)
@@ -375,7 +375,7 @@ def _compare_pieces(found: str, expected: str) -> bool | None:
         return None if "list" in (kind, other_kind) else False
     if len(first) == len(second) == 1:
         return _are_equal_pieces(first[0], second[0])
-    return len(first) == len(second) and _have_perfect_matching(first, second, _are_equal_pieces)
+    return len(first) == len(second) and _can_pair_all(first, second, _are_equal_pieces)
 
 
 def _are_equal_pieces(one: _Piece, other: _Piece) -> bool:
@@ -389,14 +389,14 @@ def _are_equal_pieces(one: _Piece, other: _Piece) -> bool:
 
 def _have_equal_elements(one: Sequence[str], other: Sequence[str]) -> bool:
     """Return whether two lists have the same elements, in whatever order."""
-    return len(one) == len(other) and _have_perfect_matching(one, other, _are_equal_elements)
+    return len(one) == len(other) and _can_pair_all(one, other, _are_equal_elements)
 
 
 def _are_equal_elements(one: str, other: str) -> bool:
     return _are_equal(normalize_formula(one), normalize_formula(other))
 
 
-def _have_perfect_matching(one: Sequence[Any], other: Sequence[Any], alike: Callable[[Any, Any], bool]) -> bool:
+def _can_pair_all(one: Sequence[Any], other: Sequence[Any], alike: Callable[[Any, Any], bool]) -> bool:
     """Return whether each element has its own partner. Equal texts are paired first: comparing formulas is slow."""
     rest = list(other)
     left = [each for each in one if not (each in rest and (rest.remove(each) is None))]
@@ -430,7 +430,7 @@ def _states_words(text: str, marked: str | None, gold: str) -> bool:
 
 
 def extract_conclusion(text: str) -> str:
-    """Return the last formula of a text without a marked answer, between $ and $ or words; empty if it is negated.
+    """Return the last formula of a text without a marked answer, between $ signs or words; empty if negated.
 
     Example: extract_conclusion("She makes 18 dollars") == "18"; extract_conclusion("It is x^2 + 1.") == "x^2 + 1"
     """
@@ -456,7 +456,7 @@ def _find_last_delimited(text: str) -> tuple[int, int, str]:
 
 
 def _find_last_span(text: str, begin: int) -> tuple[int, int] | None:
-    """Return start and end of the last stretch between words that has a digit, else a letter, in it; or None."""
+    """Return start and end of the last stretch between words with a digit, or else with a letter; or None."""
     words = list(_WORD.finditer(text, begin))
     starts, ends = [begin, *(word.end() for word in words)], [*(word.start() for word in words), len(text)]
     for wanted in (r"\d", r"[A-Za-z]"):
@@ -467,7 +467,7 @@ def _find_last_span(text: str, begin: int) -> tuple[int, int] | None:
 
 
 def _are_comparable(found: list[Any], expected: list[Any]) -> bool:
-    """Return whether comparing is safe: with different unknowns they differ, and simplifying them may not end."""
+    """Return whether comparing is safe. Formulas with different unknowns differ, and simplifying may not end."""
     expression = import_extra("sympy", "data", 'reward "math"').Expr
     pair = (found[:1], expected[:1])
     if not all(formula and isinstance(formula[0], expression) for formula in pair):
@@ -498,7 +498,7 @@ def _make_exact(formula: Any) -> Any:
 
 @cache
 def load_math_verify() -> tuple[Callable[[str], list[Any]], Callable[..., bool]]:
-    """Return math-verify's parse and verify. Units are split off before: it would take the ab of 2ab for one."""
+    """Return math-verify's parse and verify, without its search for units, which takes the ab of 2ab for one."""
     library = import_extra("math_verify", "data", 'reward "math"')
     normalization = replace(library.LatexExtractionConfig().normalization_config, units=False)
     reading = [library.LatexExtractionConfig(normalization_config=normalization), library.ExprExtractionConfig()]
@@ -579,7 +579,7 @@ _SCALES: list[tuple[re.Pattern[str], str]] = [
         r"\1(\\frac{\2\\pi}{180})",
     ),
 ]
-"""What would be read as a unit: words of numbers, and degrees of angles; and the LaTeX that it stands for."""
+"""Number words and degrees of angles, which would be read as units, and the LaTeX that they stand for."""
 _NUMBER_SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (
         re.compile(rf"(?<![\d.,])(?<!\d[ ])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d|{_SEPARATOR}\d)"),
@@ -629,7 +629,7 @@ class NormalizedFormula(NamedTuple):
     body: str
     unit: str
     has_currency: bool = False
-    """Return whether it has a currency sign."""
+    """Whether it has a currency sign."""
     range: str = ""
     """The intervals that a condition such as -5 < x < 3 stands for; empty if it is no condition."""
     unknown: str = ""
@@ -653,7 +653,7 @@ def normalize_formula(text: str) -> NormalizedFormula:
 
 
 def _replace_all(table: Iterable[tuple[Any, Any]], text: str) -> str:
-    """Replace each pattern of a table by what stands beside it, one after the other."""
+    """Replace the patterns of a table by their replacements, one after the other."""
     for pattern, replacement in table:
         text = pattern.sub(replacement, text)
     return text
@@ -729,10 +729,10 @@ def _parse_simple_condition(text: str) -> _ConditionIntervals | None:
 
 
 def _parse_inequality(unknown: str, sign: str, limit: str) -> _ConditionIntervals | None:
-    """Return unknown and intervals of x < a, x != a or |x| < a; None for anything else, as where -a may be above a."""
+    """Return unknown and intervals of x < a, x != a or |x| < a; else None, as for |x| < -a, where a may be negative."""
     name, is_absolute = unknown.strip("| "), unknown.startswith("|")
-    is_limit = re.search(rf"(?<![A-Za-z\\]){re.escape(name)}(?![A-Za-z])", limit) is None
-    if not _is_unknown(unknown) or not is_limit or (is_absolute and (sign == "!=" or limit.startswith("-"))):
+    limit_lacks_unknown = re.search(rf"(?<![A-Za-z\\]){re.escape(name)}(?![A-Za-z])", limit) is None
+    if not _is_unknown(unknown) or not limit_lacks_unknown or (is_absolute and (sign == "!=" or limit.startswith("-"))):
         return None
     opening, closing = ("[", "]") if sign in ("<=", ">=") else ("(", ")")
     low = f"-{limit}" if is_absolute else limit
@@ -807,7 +807,7 @@ def _remove_emphasis(text: str) -> str:
 
 
 def _normalize_words(words: str) -> str:
-    """Return words as they are compared: without case, and of dates without commas, order and "th"."""
+    """Return words without case; with digits, also without commas; dates also without order and "th"."""
     folded = " ".join(words.replace(",", " ").split()).casefold() if re.search(r"\d", words) else words.casefold()
     if not _MONTH.search(folded) or not re.search(r"\d", folded):
         return folded
@@ -858,7 +858,7 @@ def _is_product(word: str) -> bool:
 
 
 def _strip_to_words(text: str) -> str:
-    """Return a text without formatting and quotation marks; of a choice such as (B), the letter."""
+    """Return a text without formatting and quotation marks, or the letter of a choice such as (B)."""
     bare = _strip_formatting(_TEXT.sub(r"\1", _remove_emphasis(text))).strip("*_`'\"$ ." + _FULL_STOP)
     choice = re.fullmatch(r"\(?([A-Za-z])\)?", bare)
     return choice[1] if choice else " ".join(bare.split())
@@ -867,12 +867,12 @@ def _strip_to_words(text: str) -> str:
 # ---------------------------------------------------------------- the cost of a formula: 9^{9^{9^9}} is too expensive
 
 
-MAX_FORMULA_SIGNS = 60
-"""The most signs of a formula, where a command or a number counts as one; a longer formula is no answer."""
+MAX_FORMULA_SYMBOLS = 60
+"""The most symbols of a formula, where a command or a number counts as one; a longer formula is no answer."""
 MAX_BRACKET_DEPTH = 4
 """The deepest nesting of brackets: parsing takes longer with each level."""
 _MAX_CHAINED_SIGNS = 4
-"""The most of each ambiguous sign: every further one in 1/2/1/2 multiplies the time of parsing."""
+"""The most uses of an ambiguous sign: each further one in 1/2/1/2 multiplies the parsing time."""
 _MAX_EXPONENT = 10_000
 _MAX_POLYNOMIAL_EXPONENT = 12
 """The largest exponent of a bracket that has letters in it."""
@@ -884,11 +884,11 @@ _LARGE_BINOMIAL = re.compile(r"\\[dt]?binom[^A-Za-z]*\d{4}")
 
 
 def is_computable(body: str, allowed: str) -> bool:
-    """Return whether comparing a formula takes bounded time. What the gold answer, `allowed`, contains is accepted.
+    """Return whether comparing a formula takes bounded time. Most limits rise with the gold answer, `allowed`.
 
     Example: is_computable("2^{10}", "7"); not is_computable("9^{9^{9^9}}", "7"); not is_computable("999999!!!", "7")
     """
-    if count_signs(body) > max(MAX_FORMULA_SIGNS, 2 * count_signs(allowed)) or measure_bracket_depth(body) > max(
+    if count_symbols(body) > max(MAX_FORMULA_SYMBOLS, 2 * count_symbols(allowed)) or measure_bracket_depth(body) > max(
         MAX_BRACKET_DEPTH, measure_bracket_depth(allowed)
     ):
         return False
@@ -906,12 +906,12 @@ def is_computable(body: str, allowed: str) -> bool:
     return small and _has_computable_powers(body.replace("**", "^"), largest_polynomial)
 
 
-def count_signs(body: str) -> int:
+def count_symbols(body: str) -> int:
     return len(re.findall(r"\\[A-Za-z]+|\d+|\S", body))
 
 
 def measure_bracket_depth(body: str) -> int:
-    return max(0, *_count_open_brackets(body), 0)
+    return max(0, max(_count_open_brackets(body), default=0))
 
 
 def _has_balanced_brackets(body: str) -> bool:
@@ -942,7 +942,7 @@ def _has_computable_powers(body: str, largest_polynomial: int) -> bool:
 
 
 def _find_exponent(body: str, start: int) -> str:
-    """Return what an exponent holds: a group in brackets, or all up to the next sign."""
+    """Return an exponent: a group in brackets, or everything up to the next sign."""
     rest = body[start:].lstrip()
     if not rest.startswith(("{", "(")):
         run = re.match(r"[-+]?(?:\\[A-Za-z]+|[\w.]+)(?:\s*\^.*)?", rest)

@@ -1,7 +1,7 @@
 """The value of one reward term for one completion, and the validation of user-defined rewards.
 
-A reward has one representation on its way: the value of a term is a `RewardPart`, the weighted sum of parts a `Reward`.
-Only in the pipe between a worker process and its parent they are JSON, which can be read without running user code.
+The value of a term is a `RewardPart`, and the weighted sum of parts is a `Reward`. Only in the pipe between a worker
+process and its parent are they JSON, which can be read without running user code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pellucid.types import Completion, Prompt, Reward
 _MAX_EXTRA_CHARACTERS = 2_000
 """The most characters of a value that a reward logs beside a completion."""
 _MAX_EXTRA_DEPTH = 50
-"""How deep lists and objects in such a value may be nested; what reads rollouts.jsonl has its limits, too."""
+"""How deep lists and objects in such a value may be nested; readers of rollouts.jsonl have limits, too."""
 _MAX_EXTRAS = 500
 """The most columns that a reward logs, and the most metrics."""
 TASK_REWARD = -1
@@ -47,7 +47,7 @@ Answer = RewardPart | Reward
 class ModelGrader(Protocol):
     """Computes one term for many completions at once, in the process of the run: a judge, a reward model.
 
-    What it cannot grade is a RewardPart with an error: it raises for no completion, and ends within its time limits.
+    A completion that it cannot grade gets a RewardPart with an error, not an exception. It keeps its time limits.
     """
 
     def grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
@@ -55,7 +55,7 @@ class ModelGrader(Protocol):
         ...
 
     def stop(self) -> None:
-        """Cancel the work in another thread, as at Ctrl-C: its result is not needed. `grade` may raise there."""
+        """Cancel a `grade` in another thread, as at Ctrl-C. Its result is not needed, so it may raise."""
         ...
 
 
@@ -79,7 +79,7 @@ def validate_reward(reward: Any) -> Reward:
         raise InvalidResultError(f"the task returned a {type(reward).__name__}, where a Reward is needed")
     error = reward.error if reward.error is not None else ""
     if not isinstance(error, str):
-        raise InvalidResultError(f"the error is {describe_value(error)}, where a text is needed")
+        raise InvalidResultError(f"the error is {describe_value(error)}, where a string is needed")
     try:
         valid = Reward(
             validate_number(reward.value, "the reward"),
@@ -122,10 +122,10 @@ def _validate_numbers(values: Any, what: str) -> dict[str, float]:
 
 
 def _validate_correct(value: Any) -> bool:
-    needed = "True, False or None"
-    number = validate_number(value, "correct", needed)
+    expected = "True, False or None"
+    number = validate_number(value, "correct", expected)
     if number not in (0.0, 1.0):
-        raise InvalidResultError(f"correct is {describe_value(value)}, where {needed} is needed")
+        raise InvalidResultError(f"correct is {describe_value(value)}, where {expected} is needed")
     return bool(number)
 
 
@@ -138,7 +138,7 @@ def _validate_extra(columns: Any) -> dict[str, Any]:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Return a value as JSON has it, or its `repr` if it is none, or is too long or nested too deeply."""
+    """Return a value for JSON: its `repr` if it cannot be written or is nested too deeply; cut if too long."""
     try:
         value = value.item() if hasattr(value, "item") else value
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
@@ -150,6 +150,6 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _is_nested(value: Any, depth: int) -> bool:
-    """Return whether lists and objects are nested more than so deep."""
+    """Return whether lists and objects are nested deeper than `depth`."""
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
     return items is not None and (depth == 0 or any(_is_nested(item, depth - 1) for item in items))

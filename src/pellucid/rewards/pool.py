@@ -44,7 +44,7 @@ class _PendingCall:
         self.answers: dict[int, dict[int, Answer]] = {term: {} for term in call.limits}
         """The answers of each term, by the numbers of the completions."""
         self.groups: list[tuple[bytes, list[int]]] = []
-        """Completions with their prompts, pickled by groups, since some may be unreadable in a worker; and numbers."""
+        """Each group, pickled separately since a worker may fail to read it, and the numbers of its completions."""
         for group in split_into_groups(call.pairs):
             try:
                 self.groups.append((_pickle(list(group.values())), list(group)))
@@ -58,7 +58,7 @@ class _PendingCall:
 
     @property
     def remaining_call(self) -> RewardCall:
-        """What is still to be computed, without the completions."""
+        """The call with only its unfinished terms, without completions."""
         open_terms = [term for term, found in self.answers.items() if len(found) < len(self._numbers)]
         return self._call._replace(limits={term: self.limits[term] for term in open_terms})
 
@@ -79,7 +79,7 @@ class RewardPool:
         self._worker_config = build_worker_config(cfg, log)
         self._workers: list[_RewardWorker] = []
         self._lock = threading.Lock()
-        # End the processes before multiprocessing waits for them at exit, also in those that it started itself.
+        # End the workers before multiprocessing waits for them at exit, also inside a multiprocessing child.
         Finalize(self, terminate_workers, [self._workers], exitpriority=0)
 
     def compute(self, calls: Sequence[RewardCall]) -> dict[int, dict[int, Answer]]:
@@ -134,7 +134,7 @@ class RewardPool:
                 waiting[call.is_batch].appendleft(call)
 
     def _get_idle_workers(self, is_batch: bool, count: int) -> list[_RewardWorker]:
-        """Return up to `count` idle processes. Replaces ended ones, and starts more if there may be more."""
+        """Return up to `count` idle processes. Replaces ended ones, and starts more up to the limit."""
         terminate_ended(self._workers)
         workers = [worker for worker in self._workers if worker.is_batch == is_batch]
         limit = 1 if is_batch else self._cfg.workers
@@ -173,23 +173,23 @@ class _RewardWorker(Worker):
 
     @property
     def is_alive(self) -> bool:
-        """Whether an idle process is there; the end of a busy one is an answer, too."""
+        """Whether the process is busy or alive. `receive_answers` reports the end of a busy one."""
         return bool(self.call) or super().is_alive
 
     def send_call(self, call: _PendingCall) -> None:
         """Send the remaining terms of a call to the process."""
         self.call, remaining = call, call.remaining_call
         self._set_timeout(next(iter(remaining.limits.values())))
-        # A process may not read, as when a thread that a reward left keeps its interpreter busy.
+        # The process may not read, for example while a thread left by a reward blocks it.
         with suppress(WorkerLostError):  # receive_answers reports it
             self.send(pickle.dumps((remaining, call.groups)))
 
     def receive_answers(self) -> None:
-        """Add the answers that have arrived to the call, and be idle if these are all. Raises WorkerLostError."""
+        """Add the answers that have arrived to the call. If it is done, become idle. Raises WorkerLostError."""
         assert self.call
         while not self.call.is_done and (event := self.receive()):
             self.call.answers[event.term] |= event.answers
-            if not event.answers:
+            if event.is_start:
                 open_terms = self.call.remaining_call.limits
                 self.running_terms = [*(term for term in self.running_terms if term in open_terms), event.term]
                 self._set_timeout(max(open_terms[term] for term in self.running_terms))

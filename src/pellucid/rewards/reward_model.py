@@ -48,9 +48,9 @@ _NO_TEMPLATE_ERROR = (
 
 
 class RewardModel:
-    """A ModelGrader whose values are logits of a model, a folder or an id of the Hub.
+    """A ModelGrader whose values are logits of a model: a folder, or an id of the Hub.
 
-    The constructor loads it. Raises UserError if it is no classifier of sequences, or the settings do not fit it.
+    The constructor loads it. Raises UserError if it is no sequence classifier, or the settings do not fit it.
 
     Example: RewardModel("some/reward-model", RewardModelSettings(batch=8)).grade([(prompt, completion)])
     """
@@ -69,20 +69,20 @@ class RewardModel:
             if missing := sorted(info["missing_keys"]):  # they would be random
                 raise UserError(
                     f"{_format_term_name(source)} has no weights for {missing[0]}, which {type(model).__name__} needs:"
-                    " give a model that was trained and saved as one; a language model has no rewards to give"
+                    " give a model that was trained as a sequence classifier; a language model computes no rewards"
                 )
             self._model: PreTrainedModel = model.to(device).eval()
             self._vocabulary_size = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
         text_config = self._model.config.get_text_config()
-        text_config.use_cache = False  # nothing is read twice
+        text_config.use_cache = False  # no text is continued
         self._pad_token_id = getattr(text_config, "pad_token_id", None)
         self._is_stopped = False
 
     def grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
         """Return one part for each completion, in their order."""
         rows = [self._tokenize(*pair) for pair in pairs]
-        # Equal texts are read once: in another batch they would differ by rounding, and a group of equals would not
-        # have zero variance.
+        # Equal texts are read once: their rewards would differ by rounding between batches, and a group of them would
+        # not have zero variance.
         distinct = sorted({row for row in rows if isinstance(row, tuple)}, key=lambda row: (len(row), row))
         graded: dict[TokenIds, RewardPart] = {}
         self._is_stopped = False
@@ -94,7 +94,7 @@ class RewardModel:
         return [row if isinstance(row, RewardPart) else graded[row] for row in rows]
 
     def stop(self) -> None:
-        """Give up the batches that have not begun in another thread: `grade` raises there."""
+        """Cancel the batches that `grade` has not begun in another thread: it raises there."""
         self._is_stopped = True
 
     def _tokenize(self, prompt: Prompt, completion: Completion) -> TokenIds | RewardPart:
@@ -109,12 +109,13 @@ class RewardModel:
         except (TemplateError, *MODEL_ERRORS) as error:
             return RewardPart(error=format_error_line(error))
         if not ids:
-            return RewardPart(error="there is nothing to read")
+            return RewardPart(error="the text has no tokens")
         if len(ids) > self._max_tokens:
             return RewardPart(error=f"{len(ids)} tokens are more than the {self._max_tokens} that it reads")
         if max(ids) >= self._vocabulary_size:  # on a GPU that would end the run
             return RewardPart(
-                error=f"its tokenizer has a token {max(ids)}, and its weights have {self._vocabulary_size}"
+                error=f"its tokenizer produced token id {max(ids)}, but its embedding has {self._vocabulary_size}"
+                " entries"
             )
         return ids
 
@@ -146,8 +147,8 @@ class RewardModel:
     def _compute_logits(self, rows: Sequence[TokenIds]) -> list[float]:
         """Return the logit of each row of token ids.
 
-        Decoders have it at the last token that is no padding. If the model has no padding token, any token may end a
-        row, and one that ends none of these rows pads them.
+        A decoder has it at the last token that is no padding. If the model has no padding token, the rows are padded
+        with a token that ends none of them.
         """
         pad = self._pad_token_id
         if pad is None or not 0 <= pad < self._vocabulary_size:
@@ -172,8 +173,8 @@ def _load_reward_model_config(source: str, settings: RewardModelSettings) -> Pre
     config = AutoConfig.from_pretrained(
         _locate_reward_model(source, settings), **_get_access(settings).build_arguments()
     )
-    is_own = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_own:
+    has_custom_class = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not has_custom_class:
         raise UserError(
             f"{_format_term_name(source)}: transformers has no classifier of the architecture {config.model_type}"
         )
@@ -217,7 +218,9 @@ def _locate_reward_model(source: str, settings: RewardModelSettings) -> str:
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"{_format_term_name(source)} is a folder without config.json: name that of a saved model")
+            raise UserError(
+                f"{_format_term_name(source)} is a folder without config.json: give the folder of a saved model"
+            )
         if settings.revision:
             raise UserError(
                 f"{_format_term_name(source)}: reward_model.revision = {settings.revision!r} is for models of the Hub:"
@@ -231,9 +234,9 @@ def _locate_reward_model(source: str, settings: RewardModelSettings) -> str:
 
 
 def _explain_load_errors(source: str, settings: RewardModelSettings) -> AbstractContextManager[None]:
-    known = "; give a folder with config.json and safetensors, or a Hub id that is reachable"
+    hint = "; give a folder with config.json and safetensors, or a Hub id that is reachable"
     return explain_load_errors(
-        _format_term_name(source), _get_access(settings), lambda: suggest_path(Path(source)) or known
+        _format_term_name(source), _get_access(settings), lambda: suggest_path(Path(source)) or hint
     )
 
 

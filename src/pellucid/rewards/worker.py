@@ -1,4 +1,4 @@
-"""The computation of rewards, with whatever they raise as an answer: the same in a worker process and in this one."""
+"""Compute rewards, in a worker process or in this one. An exception becomes an answer with an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NumberedPairs = Mapping[int, PromptCompletion]
 
 
 class RewardCall(NamedTuple):
-    """What is to be computed: some terms of a task's reward, for some completions."""
+    """A request for some terms of a task's reward, for some completions."""
 
     limits: Mapping[int, float]
     """The terms, by their indices in task.rewards or TASK_REWARD, each with its time limit in seconds."""
@@ -40,17 +40,21 @@ class RewardCall(NamedTuple):
 
 
 class CallEvent(NamedTuple):
-    """A term has answers, by the numbers of their completions; without any, it is computed from now on."""
+    """The start of a term, or answers of a term by the numbers of their completions."""
 
     term: int
     answers: Mapping[int, Answer]
+
+    @property
+    def is_start(self) -> bool:
+        return not self.answers
 
 
 # ---------------------------------------------------------------- the worker process
 
 
 def load_task(task: bytes) -> Callable[[Connection], None]:
-    """Return what serves calls of a pickled task. The files of its functions are imported before a call is timed."""
+    """Return a function that serves calls. The files of the task's functions are imported before a call is timed."""
     loaded = pickle.loads(task)
     for term in get_reward_terms(loaded):
         if is_function_term(term.name):
@@ -69,7 +73,7 @@ def _serve_calls(task: Any, connection: Connection) -> None:
             failures = {number: make_failure(term, error) for number, error in errors.items()}
             connection.send_bytes(_encode_event(CallEvent(term, failures)))
         for event in run_call(task, call._replace(pairs=pairs), log_error):
-            if not event.answers:
+            if event.is_start:
                 start_watchdog(max(call.limits.values()))
             connection.send_bytes(_encode_event(event))
         stop_watchdog()
@@ -82,7 +86,7 @@ def _unpickle_groups(groups: Sequence[tuple[bytes, list[int]]]) -> tuple[Numbere
     for data, numbers in groups:
         try:
             pairs |= zip(numbers, pickle.loads(data), strict=True)
-        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+        except BaseException as error:  # noqa: BLE001 - any exception of user code is an answer
             description = f"it cannot be read in another process: {describe_error(error)}"
             errors |= dict.fromkeys(numbers, description)
     return pairs, errors
@@ -110,8 +114,8 @@ def decode_event(data: bytes) -> CallEvent:
 def run_call(task: Any, call: RewardCall, log_error: ErrorLog) -> Iterator[CallEvent]:
     """Compute a call and yield its events. One term follows the other, then the asynchronous ones run together.
 
-    A term that raises is computed again for each group, so that the others get answers; siblings stay together, since a
-    function may compare them. All of that counts towards the one time limit of the term.
+    A term that raises is computed again for each group, so that other groups get answers; siblings stay together, since
+    a function may compare them. All of that counts towards the term's time limit.
     """
     if not call.pairs:
         return
@@ -131,7 +135,7 @@ def _run_term(task: Any, term: int, call: RewardCall, log_error: ErrorLog) -> It
         pairs = waiting.popleft()
         compute = partial(_compute_answers, task, term, list(pairs.values()), call.state)
         is_late = time.monotonic() >= deadline
-        answers, error = ([], _make_lateness(term, call)) if is_late else call_user_code(compute)
+        answers, error = ([], _make_timeout_error(term, call)) if is_late else call_user_code(compute)
         if error is not None and _may_be_group_error(error, pairs):
             waiting += split_into_groups(pairs)
             continue
@@ -149,7 +153,9 @@ def _compute_answers(task: Any, term: int, pairs: Sequence[PromptCompletion], st
     prompts, completions = zip(*pairs, strict=True)
     rewards = list(task.rewards(list(prompts), list(completions)))
     if len(rewards) != len(pairs):
-        raise InvalidResultError(f"the task returned {len(rewards)} rewards for {len(pairs)} completions: one for each")
+        raise InvalidResultError(
+            f"the task returned {len(rewards)} rewards for {len(pairs)} completions: return one reward per completion"
+        )
     return [validate_answer(reward) for reward in rewards]
 
 
@@ -181,7 +187,7 @@ async def _run_async_term(term: int, spec: str, call: RewardCall, log_error: Err
             this_task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and this_task and this_task.cancelling():
                 raise
-            raised = _make_lateness(term, call) if clock.expired() else error
+            raised = _make_timeout_error(term, call) if clock.expired() else error
         if not (may_split and _may_be_group_error(raised, pairs)):
             return _make_failures(term, raised, len(pairs), log_error)
         return [answer for part in await asyncio.gather(*map(attempt, split_into_groups(pairs))) for answer in part]
@@ -211,7 +217,7 @@ def _may_be_group_error(error: BaseException, pairs: NumberedPairs) -> bool:
     return len(split_into_groups(pairs)) > 1 and not isinstance(error, InvalidResultError)
 
 
-def _make_lateness(term: int, call: RewardCall) -> InvalidResultError:
+def _make_timeout_error(term: int, call: RewardCall) -> InvalidResultError:
     return InvalidResultError(f"no reward within {call.limits[term]:g} s")
 
 

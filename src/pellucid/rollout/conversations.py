@@ -1,7 +1,7 @@
 """The state of the conversations of one call of a sampler, turn by turn, until each has an outcome.
 
-The tokens of a turn stay as they were sampled; only the bridge tokens between turns are tokenized. Nothing here waits:
-rows stand in queues by what they need next, and the sampler empties the queues.
+The tokens of a turn stay as they were sampled; only the bridge tokens between turns are tokenized. Only `poll_replies`
+waits: rows stand in queues by what they need next, and the sampler empties the queues.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pellucid.policy.chat_template import encode_bridge
 from pellucid.policy.text import count_shared
 from pellucid.policy.tool_calls import parse_turn
 from pellucid.rollout.groups import (
+    THOUGHT_TAG_TOKENS,
     begins_in_thought,
     check_prompt_lengths,
     compute_row_seed,
@@ -53,7 +54,7 @@ class ConversationRow:
     uniforms: Iterator[float]
     first_prompt: Prompt | None = None
     """The prompt of the first sequence. A rewritten history begins another sequence."""
-    question: tuple[int, ...] = ()
+    question_ids: tuple[int, ...] = ()
     """The token ids before `tokens`; a prefix is part of `tokens`."""
     prefix_length: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -74,9 +75,9 @@ class ConversationRow:
     is_truncated: bool = False
     """Whether the conversation ended at the token limit."""
     cached_length: int = 0
-    """How many tokens of `question` and `tokens` are in the KV cache of a row that waits."""
+    """How many tokens of `question_ids` and `tokens` are in the KV cache of a row that waits."""
     fault: str = ""
-    """Why the conversation cannot be held, if the environment is not the cause."""
+    """The error that ended the conversation outside its environment; else empty."""
     outcome: ConversationOutcome | None = None
     branches: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
     """The earlier sequences, each with its question."""
@@ -84,7 +85,7 @@ class ConversationRow:
     @property
     def context(self) -> tuple[int, ...]:
         """All token ids before the next token that is sampled."""
-        return (*self.question, *self.tokens)
+        return (*self.question_ids, *self.tokens)
 
 
 class ConversationBatch:
@@ -124,7 +125,7 @@ class ConversationBatch:
         return self._started_count == len(self.rows) and not self._open_count
 
     def start(self, max_open: int) -> None:
-        """Start conversations, group by group, while at most `max_open` are open."""
+        """Start conversations, group by group, up to `max_open` open ones; the first group may exceed it."""
         n = self.sampling.n
         while self._started_count < len(self.rows) and (not self._open_count or self._open_count + n <= max_open):
             for row in self.rows[self._started_count : self._started_count + n]:
@@ -134,7 +135,7 @@ class ConversationBatch:
             self._open_count += n
 
     def poll_replies(self, seconds: float) -> None:
-        """Handle the replies of environments. Wait up to so many seconds for the first one."""
+        """Handle the replies of environments. Wait up to `seconds` for the first one."""
         for number, reply in self.environments.receive_replies(seconds):
             self.pending_replies -= 1
             self._handle_reply(self.rows[number], reply)
@@ -154,7 +155,7 @@ class ConversationBatch:
         n, found = self.sampling.n, list[list[ConversationRow]]()
         for group in sorted({row.number // n for row in self.prefill_queue}):
             rows = [row for row in self.prefill_queue if row.number // n == group]
-            are_known = all(row.question for row in self.rows[group * n : (group + 1) * n])
+            are_known = all(row.question_ids for row in self.rows[group * n : (group + 1) * n])
             if not are_known or len(rows) > max_rows:
                 continue
             max_rows -= len(rows)
@@ -202,14 +203,14 @@ class ConversationBatch:
     def finish_turn(self, row: ConversationRow) -> None:
         """Send the turn of a row, as a message, to its environment."""
         begin = 0 if row.turn_start == row.prefix_length else row.turn_start  # the first turn begins with the prefix
-        context = (*row.question, *row.tokens[:begin])
+        context = (*row.question_ids, *row.tokens[:begin])
         turn = parse_turn(self.policy.tokenizer, row.tokens[begin:], context, row.prompt.tools, self.policy.eos_ids)
         row.turn_count += 1
         row.messages.append(turn.message)
-        if row.outcome:  # the environment has failed: the answer alone is graded
+        if row.outcome:  # the environment failed at its start: only this answer is graded
             self._open_count -= 1
             return
-        counts = len(row.question) + row.turn_start, len(row.tokens) - row.turn_start
+        counts = len(row.question_ids) + row.turn_start, len(row.tokens) - row.turn_start
         self.pending_replies += 1
         self.environments.send_turn(row.number, turn._replace(token_counts=counts, is_truncated=not row.turn_has_eos))
 
@@ -226,7 +227,7 @@ class ConversationBatch:
             self._start_sequence(row, reply.prompt)
         elif reply.outcome:
             row.outcome = replace(reply.outcome, error=reply.outcome.error or row.fault)
-            if row.question:
+            if row.question_ids:
                 self._open_count -= 1
             else:  # it could not begin: the policy answers the prompt of the task, so that there is a completion
                 self._start_sequence(row, row.prompt)
@@ -235,20 +236,20 @@ class ConversationBatch:
 
     def _start_sequence(self, row: ConversationRow, prompt: Prompt) -> None:
         """Begin a sequence of a row with this prompt."""
-        if row.question and not self._can_continue(row, 0):
+        if row.question_ids and not self._can_continue(row, 0):
             self.end_conversation(row)
             return
-        question, prefix = self.policy.encode_question(prompt), self.policy.encode_prefix(prompt)
+        question_ids, prefix = self.policy.encode_question(prompt), self.policy.encode_prefix(prompt)
         longest = self.policy.context_length - self.sampling.max_tokens
-        if len(question) + len(prefix) > longest and not row.outcome:
-            row.fault = f"a question of {len(question)} tokens, where the model's context has room for {longest}"
+        if len(question_ids) + len(prefix) > longest and not row.outcome:
+            row.fault = f"the question has {len(question_ids)} tokens, but the model's context has room for {longest}"
             self.end_conversation(row)
             return
-        check_prompt_lengths([(*question, *prefix)], longest)
+        check_prompt_lengths([(*question_ids, *prefix)], longest)
         if row.tokens:
-            row.branches.append((row.question, self._build_completion(row)))
+            row.branches.append((row.question_ids, self._build_completion(row)))
         row.first_prompt = row.first_prompt or prompt
-        row.prompt, row.question, row.prefix_length = prompt, question, len(prefix)
+        row.prompt, row.question_ids, row.prefix_length = prompt, question_ids, len(prefix)
         row.tokens, row.logprobs, row.masks, row.given, row.messages = [], [], [], [], []
         row.turn_start, row.cached_length = 0, 0
         if prefix:
@@ -283,7 +284,7 @@ class ConversationBatch:
     def _build_completion(self, row: ConversationRow) -> Completion:
         is_first_turn = row.turn_start == row.prefix_length
         before = row.tokens[: row.turn_start]
-        context = row.question if is_first_turn else (*row.question[-8:], *before[-8:])
+        context = row.question_ids if is_first_turn else (*row.question_ids, *before)[-THOUGHT_TAG_TOKENS:]
         return Completion(
             tuple(row.tokens),
             tuple(row.logprobs),
@@ -298,18 +299,20 @@ class ConversationBatch:
         )
 
     def _build_group(self, prompt: Prompt, rows: Sequence[ConversationRow]) -> Group:
-        """Build the group of a prompt. What its questions do not have in common is given at the start of the rows."""
-        questions = [question for row in rows for question in (row.question, *(branch[0] for branch in row.branches))]
+        """Build the group of a prompt. Its questions share a common start; the rest is given in each row."""
+        questions = [
+            question for row in rows for question in (row.question_ids, *(branch[0] for branch in row.branches))
+        ]
         n = count_shared(questions)
         common = questions[0][:n]
         if not common:
             raise UserError(
-                f"the histories of prompt {prompt.id} have not even their first token in common: give a chat template"
-                " that begins all of them alike (policy.template)"
+                f"the conversations of prompt {prompt.id} differ from the first token on: use a chat template"
+                " (policy.template) that starts all of them with the same tokens"
             )
         completions = [
             replace(
-                _prepend_given(self._build_completion(row), row.question[n:]),
+                _prepend_given(self._build_completion(row), row.question_ids[n:]),
                 branches=tuple(_prepend_given(branch, question[n:]) for question, branch in row.branches),
             )
             for row in rows

@@ -107,12 +107,16 @@ def _build_group(
     return Group(prompt, question, tuple(completions), demonstration=demonstration)
 
 
+THOUGHT_TAG_TOKENS = 8
+"""The number of tokens before a completion that are searched for `<think>`, which some tokenizers split."""
+
+
 def begins_in_thought(policy: Policy, context: Sequence[int]) -> bool:
     """Return whether the text after these token ids begins inside a thought, since they end with `<think>`.
 
     Special tokens are skipped, as they are in completions: if the tags are special tokens, no completion shows them.
     """
-    return policy.decode(context[-8:]).rstrip().endswith("<think>")
+    return policy.decode(context[-THOUGHT_TAG_TOKENS:]).rstrip().endswith("<think>")
 
 
 def decode_completion(policy: Policy, prefix: Sequence[int], ids: Sequence[int]) -> str:

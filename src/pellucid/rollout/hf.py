@@ -37,7 +37,7 @@ class HuggingFaceSampler:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Sample a group of `sampling.n` completions for each prompt."""
         if self.policy.decoder:
-            self.policy.gather()  # the model is the policy's own
+            self.policy.gather()  # `self.model` may be sharded
         if self.environments:
             return self._generate_conversations(
                 ConversationBatch(self.policy, self.version, self.environments, prompts, sampling)
@@ -74,12 +74,12 @@ class HuggingFaceSampler:
     def _sample_rows(
         self, contexts: Sequence[Sequence[int]], sampling: Sampling, seed: int
     ) -> list[tuple[list[int], list[float], Sequence[Tensor]]]:
-        """Return the tokens of each row up to the first EOS token, their log-probs, and masks of a truncation."""
+        """Return the tokens of each row up to the first EOS token, their log-probs, and their sampling masks."""
         # Seed the global random numbers, and restore their state. A process has one GPU.
         with torch.random.fork_rng([self.model.device] if self.model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             tokens, scores = run_generate(self.model, contexts, self._build_config(sampling))
-        # Scores are at the temperature, -inf where cut off.
+        # Scores include the temperature; truncated ones are -inf.
         logprobs = scores.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
         masks = [pack_masks(row.isfinite()) if sampling.truncates else () for row in scores]
         eos_ids = self.policy.eos_ids  # behind the first of them, `generate()` pads

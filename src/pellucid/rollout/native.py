@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 TOKENS_PER_EOS_CHECK = 8
-"""How many tokens are sampled on a GPU before the host looks for EOS tokens, for which it waits for the GPU."""
+"""The number of tokens that are sampled on a GPU between two checks for EOS. Each check waits for the GPU."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class NativeSampler:
     environments: AsyncEnvironments | None = None
     """The environments that answer the policy, if rollouts are conversations."""
     deterministic: bool = False
-    """Conversations only: all rows wait for all replies, so that the same seed gives the same bits."""
+    """Whether all rows of conversations wait for all replies, so that a seed always gives the same bits."""
 
     def sync(self, policy: Policy, version: int = 0) -> None:
         """Sample from these weights from now on. Processes that share the parameters call this together."""
@@ -50,7 +50,7 @@ class NativeSampler:
         """Whether prompts may be added before earlier ones have finished, as in `InFlight`.
 
         They may not where transformers decodes, which admits rows only to an empty batch. Nor may they in
-        conversations: of these up to twice as many as rows are started, each with its own process.
+        conversations: up to 2 * `rows` of them are open at once, each with its own process.
         """
         return bool(self.policy.decoder) and not self.environments
 
@@ -75,7 +75,7 @@ class NativeSampler:
     def _decode(
         self, contexts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
-        """Tokens, log-probs and sampling masks of the P * G rows; masks are empty where nothing is truncated."""
+        """Return tokens, log-probs and sampling masks of the P * G rows; masks are empty without truncation."""
         policy, size = self.policy, sampling.n
         rows = [_CompletionRow(generate_uniforms(seed)) for seed in seeds]
 
@@ -102,7 +102,7 @@ class NativeSampler:
         return [row.tokens for row in rows], [row.logprobs for row in rows], [row.masks for row in rows]
 
     def _count_steps_per_check(self) -> int:
-        """How many tokens are sampled before the host looks for EOS tokens: on the CPU nothing waits for one."""
+        """Return the number of tokens between two checks for EOS. On the CPU, a check causes no wait."""
         return 1 if self.policy.device.type == "cpu" else TOKENS_PER_EOS_CHECK
 
 

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 _EVICT_AFTER_STEPS = 8
-"""After how many decode steps the cache of a row that waits for its reply may be moved out of the batch."""
+"""The number of decode steps after which the cache of a row that waits for a reply may leave the batch."""
 _DECODING_ROWS_PER_EXTENSION = 4
-"""Replies are appended when one row has a reply for so many rows that decode, or when no row decodes: to append one
-token costs about as much as to append many."""
+"""Replies are appended when there is one for this many decoding rows, or when no row decodes: appending one token costs
+about as much as appending many."""
 GATHER_SECONDS = 0.05
-"""How long, when no row decodes, the first reply waits for others. It is about the time of a decode step, which costs
-as much for a few rows as for all of them."""
+"""How long the first reply waits for others if no row decodes: about the time of a decode step, which costs as much
+for a few rows as for all of them."""
 
 
 class RowState(Enum):
-    """What a row does after the tokens that it was given."""
+    """The state of a row after it received tokens."""
 
     DECODING = "decoding"
     PAUSED = "paused"
@@ -52,9 +52,9 @@ class Row(Protocol):
 
 RowT = TypeVar("RowT", bound=Row)
 _SampleTokens = Callable[[Sequence[RowT], Tensor, Tensor], tuple[Tensor, Tensor, Sequence[Any]]]
-"""(rows, logits [n, V], uniforms [n]) -> tokens [n], log-probs [n], and n sampling masks or the like, or none."""
+"""(rows, logits [n, V], uniforms [n]) -> tokens [n], log-probs [n], and n sampling masks or other values, or none."""
 _AppendTokens = Callable[[RowT, list[int], list[float], list[Any]], RowState]
-"""(row, tokens, log-probs, masks) -> what the row does next. It ignores tokens behind the end of the row."""
+"""(row, tokens, log-probs, masks) -> what the row does next. It ignores tokens past the end of the row."""
 
 
 class Request(NamedTuple, Generic[RowT]):
@@ -85,10 +85,10 @@ class Scheduler(Generic[RowT]):
 
         Args:
             max_rows: the number of slots; no request may have more rows.
-            on_finished: receives the rows that finished, when their slots are free and before the next decode step.
-            compacts_at_once: drop finished rows at once. On a GPU a step is hardly faster without them, while to drop
-                them costs a copy and a new CUDA graph: False drops them when half of the rows have finished, or when
-                their slots suffice for the next request.
+            on_finished: gets finished rows before the next decode step; with `compacts_at_once` their slots are free.
+            compacts_at_once: drop finished rows at once. On a GPU a step is hardly faster without them, while
+                dropping them costs a copy and a new CUDA graph. False drops them when half of the rows have finished,
+                or when that makes room for the next request.
         """
         self.device, self.sampling_device = policy.device, hardware.pick_float64_device(policy.device)
         self.sample_tokens, self.append_tokens, self.on_finished = sample_tokens, append_tokens, on_finished
@@ -111,7 +111,7 @@ class Scheduler(Generic[RowT]):
         self.waiting.append(Request(prompt_ids, rows))
 
     def admit(self) -> None:
-        """Prefill waiting requests while there are free slots; those with as many rows are prefilled together."""
+        """Prefill waiting requests while there are free slots; those of equal size are prefilled together."""
         while self.waiting:
             size = len(self.waiting[0].rows)
             fitting = self.waiting[: self.running.count_free_slots() // size]
@@ -124,32 +124,32 @@ class Scheduler(Generic[RowT]):
             self.decoding.update(rows)
 
     def step(self, tokens: int = 1) -> None:
-        """Admit requests, and decode so many tokens of each row before `append_tokens` receives them.
+        """Admit requests, and decode `tokens` tokens of each row before `append_tokens` receives them.
 
-        On a GPU the host then waits less often. No row may be paused where it is more than 1.
+        With more than 1, the host waits less often for a GPU, but no row may be paused.
         """
         self.admit()
         if self.decoding:
             self._decode(tokens)
 
     def resume(self, rows: Sequence[RowT], tokens: Sequence[Sequence[int]]) -> list[RowT]:
-        """Append these tokens to paused rows, which decode from there on. Return the rows for which no slot is free."""
+        """Append these tokens to paused rows, which decode again. Return the rows for which no slot is free."""
         tokens_of = dict(zip(rows, tokens, strict=True))
-        back = [row for row in rows if row in self.evicted][: self.running.count_free_slots()]
-        if back:
-            self.running.restore([self.evicted.pop(row) for row in back], back)
-        here = [row for row in rows if row not in self.evicted]
-        if here:
-            self.running.append_tokens(self._find_slots(here), [tokens_of[row] for row in here])
-            for row in here:
+        restored = [row for row in rows if row in self.evicted][: self.running.count_free_slots()]
+        if restored:
+            self.running.restore([self.evicted.pop(row) for row in restored], restored)
+        resumed = [row for row in rows if row not in self.evicted]
+        if resumed:
+            self.running.append_tokens(self._find_slots(resumed), [tokens_of[row] for row in resumed])
+            for row in resumed:
                 self.paused.pop(row, None)
-            self.decoding.update(here)
+            self.decoding.update(resumed)
         return [row for row in rows if row in self.evicted]
 
     def evict(self, rows: Iterable[RowT]) -> None:
-        """Move the KV caches of paused rows out of the batch, so that others may have their slots."""
-        gone = set(rows)
-        if ordered := [row for row in self.running.requests if row in gone]:
+        """Move the KV caches of paused rows out of the batch, to free their slots."""
+        evicted_rows = set(rows)
+        if ordered := [row for row in self.running.requests if row in evicted_rows]:
             self.evicted |= dict(zip(ordered, self.running.evict(self._find_slots(ordered)), strict=True))
             for row in ordered:
                 del self.paused[row]
@@ -162,7 +162,7 @@ class Scheduler(Generic[RowT]):
         self._drop_finished()
 
     def _decode(self, count: int) -> None:
-        """Sample tokens, hand them out, and run the decode step behind the last of them."""
+        """Sample tokens, hand them out, and run a decode step on the last of them."""
         rows, logits = self.running.requests, self.running.logits
         if self.paused:
             assert count == 1
@@ -174,7 +174,7 @@ class Scheduler(Generic[RowT]):
         finished: list[RowT] = []
         for row, row_ids, row_logprobs, row_extras in zip(rows, ids, logprobs, extras, strict=True):
             if row not in self.decoding:
-                continue  # it has finished, and still has its slot
+                continue  # it has finished, but still has its slot
             state = self.append_tokens(row, row_ids, row_logprobs, row_extras)
             if state is not RowState.DECODING:
                 self.decoding.discard(row)
@@ -191,7 +191,7 @@ class Scheduler(Generic[RowT]):
             last = last if self.paused else last[slots.to(last.device)]
         if finished and self.on_finished:
             self.on_finished(finished)
-        if self.decoding and self.paused:  # which stay as they are
+        if self.decoding and self.paused:  # paused rows do not change
             last_ids = {row: row_ids[-1] for row, row_ids in zip(rows, ids, strict=True)}
             last = torch.tensor([last_ids.get(row, 0) for row in self.running.requests], device=self.device)
             self.running.step_active(last, torch.tensor([row in self.decoding for row in self.running.requests]))
@@ -202,7 +202,7 @@ class Scheduler(Generic[RowT]):
         self, rows: Sequence[RowT], logits: Tensor, count: int
     ) -> tuple[Tensor, list[list[int]], list[list[float]], list[list[Any]]]:
         """Sample `count` tokens. Return the last ones [n], and the tokens, log-probs and masks of each row."""
-        nothing = [0.0] * count  # of finished rows that still have a slot, any token will do
+        nothing = [0.0] * count  # finished rows that still have a slot get any token
         uniforms = [list(islice(row.uniforms, count)) if row in self.decoding else nothing for row in rows]
         tokens: list[Tensor] = []
         logprobs, extras = [], [[] for _ in rows]
@@ -213,15 +213,15 @@ class Scheduler(Generic[RowT]):
             token, logprob, more = self.sample_tokens(rows, logits, column)
             tokens.append(token)
             logprobs.append(logprob)
-            for of_row, extra in zip(extras, more, strict=False):
-                of_row.append(extra)
+            for row_extras, extra in zip(extras, more, strict=False):  # without masks, `more` is empty
+                row_extras.append(extra)
         values = torch.stack(logprobs, 1)
         # One copy from the device, so that the host waits once. Floats hold the ids of any vocabulary exactly.
         ids, values = torch.stack([torch.stack(tokens, 1).to(values), values]).cpu()
         return tokens[-1], ids.long().tolist(), values.tolist(), extras
 
     def _drop_finished(self) -> None:
-        """Drop finished rows where no decode step follows: paused rows keep their logits."""
+        """Drop finished rows if no decode step follows: paused rows keep their logits."""
         if len(self.decoding) + len(self.paused) < len(self.running.requests):
             self.running.keep_rows_and_logits(self._list_unfinished_slots())
 
@@ -235,13 +235,13 @@ class Scheduler(Generic[RowT]):
         return 2 * unfinished <= rows or 0 < wanted <= self.running.count_free_slots() + rows - unfinished
 
     def _find_slots(self, rows: Sequence[RowT]) -> Tensor:
-        """The slots [n] of these rows, on the CPU."""
+        """Return the slots [n] of rows, on the CPU."""
         slots = {row: slot for slot, row in enumerate(self.running.requests)}
         return torch.tensor([slots[row] for row in rows], dtype=torch.long)
 
 
 class ConversationScheduler:
-    """Runs conversations to their ends: rows wait for the replies of their environments in their slots.
+    """Runs conversations to their ends. Rows keep their slots while they wait for their environments.
 
     No row waits for the reply of another. Rows that have a reply are extended together, a few at a time. A row that
     waits long makes room for others, and comes back with its KV cache.
@@ -254,8 +254,12 @@ class ConversationScheduler:
         rows: int,
         deterministic: bool = False,
     ) -> None:
-        """rows: the number of slots. deterministic: before each step wait for all replies, so that the clock does not
-        decide which rows are decoded together.
+        """Create a scheduler for these conversations.
+
+        Args:
+            rows: the number of slots; it is raised to the size of a group.
+            deterministic: before each step wait for all replies, so that the clock does not decide which rows are
+                decoded together.
         """
         self.conversations, self.max_rows = conversations, max(rows, conversations.sampling.n)
         self.deterministic = deterministic
@@ -273,11 +277,11 @@ class ConversationScheduler:
             self.conversations.poll_replies(0.0 if self.scheduler.decoding else REPLY_POLL_SECONDS)
             self._wait_for_replies()
             self._drop_ended()
-            self._admit_waiting()
+            self._admit_new_rows()
             self._extend_ready()
             if self.scheduler.decoding:
                 self.scheduler.step()
-                self._evict_waiting()
+                self._evict_paused()
         return self.conversations.collect_groups()
 
     def _wait_for_replies(self) -> None:
@@ -293,20 +297,22 @@ class ConversationScheduler:
         if ended := [row for row in paused if row.outcome or row in self.conversations.prefill_queue]:
             self.scheduler.cancel(ended)
 
-    def _admit_waiting(self) -> None:
-        """Prefill the prompts of rows that begin, those of as many siblings together."""
+    def _admit_new_rows(self) -> None:
+        """Prefill the prompts of new rows, groups of equal size together."""
         by_size: dict[int, list[list[ConversationRow]]] = {}
-        for alike in self.conversations.take_prefill_groups(self.scheduler.running.count_free_slots()):
-            by_size.setdefault(len(alike), []).append(alike)
+        for siblings in self.conversations.take_prefill_groups(self.scheduler.running.count_free_slots()):
+            by_size.setdefault(len(siblings), []).append(siblings)
         sizes = list(by_size.values())
         admitted = len(sizes) if self.can_append else 1
-        for alike in [alike for groups in sizes[:admitted] for alike in groups]:
-            self.scheduler.add_request(alike[0].context, alike)
-        self.conversations.prefill_queue += [row for groups in sizes[admitted:] for alike in groups for row in alike]
+        for siblings in [siblings for groups in sizes[:admitted] for siblings in groups]:
+            self.scheduler.add_request(siblings[0].context, siblings)
+        self.conversations.prefill_queue += [
+            row for groups in sizes[admitted:] for siblings in groups for row in siblings
+        ]
         self.scheduler.admit()
 
     def _extend_ready(self) -> None:
-        """Append their replies to rows, when enough rows have one."""
+        """Append replies to rows when enough rows have one."""
         ready, scheduler = self.conversations.extend_queue, self.scheduler
         if not ready or len(ready) * _DECODING_ROWS_PER_EXTENSION < len(scheduler.decoding):
             return
@@ -319,7 +325,7 @@ class ConversationScheduler:
                 scheduler.add_request(row.context, [row])
             scheduler.admit()
 
-    def _evict_waiting(self) -> None:
+    def _evict_paused(self) -> None:
         """Evict rows that have waited long, when others may use their slots."""
         scheduler, conversations = self.scheduler, self.conversations
         has_many_paused = 2 * len(scheduler.paused) > len(scheduler.running.requests)
@@ -330,9 +336,9 @@ class ConversationScheduler:
     def _append_tokens(
         self, row: ConversationRow, ids: list[int], logprobs: list[float], masks: list[Tensor]
     ) -> RowState:
-        """Add a token to its turn. At the end of the turn, send it to the environment."""
+        """Add a token to a turn. At its end, send the turn to the environment."""
         if not self.conversations.add_token(row, ids[0], logprobs[0], masks[0] if masks else None):
             return RowState.DECODING
         self.conversations.finish_turn(row)
-        row.cached_length = len(row.question) + len(row.tokens) - 1  # the last token has not been appended
+        row.cached_length = len(row.question_ids) + len(row.tokens) - 1  # the last token is not in the cache
         return RowState.PAUSED if self.can_append and not self.conversations.is_last_turn(row) else RowState.FINISHED

@@ -1,4 +1,4 @@
-"""Chooses the sampler of a policy: that of the settings, or another if it would sample another distribution."""
+"""Choose the sampler: that of the settings, or another if that one would change the distribution."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ def choose_sampler(
     ahead: bool = False,
     adapter: Literal["merged", "request"] = "merged",
 ) -> tuple[NativeSampler | HuggingFaceSampler | VLLMSampler, str]:
-    """Choose a sampler that samples from the distributions that the policy is scored by.
+    """Choose a sampler that samples from the distributions that the policy scores with.
 
     Args:
-        name: native, hf or vllm. vLLM is not tried here, since every push of weights is checked.
-        rows, environments, cache_gb, adapter: as in `VLLMSampler`.
+        name: native, hf or vllm. vLLM is not compared with the policy here, since every push of weights is checked.
+        rows: how many completions are decoded at once.
+        environments: those of the task's conversations; None if it has none.
+        cache_gb, adapter: as in `VLLMSampler`; the other samplers do not use them.
         urls: sampler servers that run vLLM; none runs vLLM in this process.
         timeout, ahead: as in `ServerPool`.
 
@@ -97,7 +99,7 @@ def _pick_trial_model(policy: Policy) -> Any:
 def _find_generate_fault(model: Any, prompts: Sequence[Sequence[int]]) -> str:
     """Return why `generate()` does not continue a batch of these prompts as the model does; empty if it does."""
     greedy = GenerationConfig(max_new_tokens=_TRIAL_TOKENS, do_sample=False, pad_token_id=0)
-    rows = [list(row) for row in prompts for _ in range(2)]
+    rows = [list(row) for row in prompts for _ in range(2)]  # two of each prompt, like the rows of a group
     try:
         tokens, scores = run_generate(model, rows, greedy)
         for t in range(_TRIAL_TOKENS):

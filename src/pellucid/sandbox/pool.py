@@ -37,9 +37,9 @@ SECRET_VARIABLE_PATTERN = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNOR
 _IS_POSIX = sys.platform != "win32"
 _CHUNK_BYTES = 2**20
 _MAX_RECEIVED_BYTES = 2**28
-"""The most bytes of a message that is received: a longer one is not from our worker, and begins otherwise."""
+"""The longest message that is received. A greater length means that user code wrote into the pipe."""
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!iQ")
-"""The length of a message as multiprocessing writes it: in 4 bytes, or for any length -1 and then 8 bytes."""
+"""A message's length as multiprocessing writes it: in 4 bytes, or as -1 in 4 bytes and the length in 8."""
 _SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 _safe_path_lock = threading.Lock()
 
@@ -48,7 +48,7 @@ class _Channel:
     """This process's end of a multiprocessing pipe: it sends within a time limit, and never waits to receive.
 
     The other end runs other people's code. It may hang before it has read a message, or in the middle of writing one.
-    On Windows a message is sent and received at once, however long that takes.
+    On Windows, a message is sent or received in one blocking call.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -70,8 +70,8 @@ class _Channel:
             try:
                 unsent = unsent[os.write(self.connection.fileno(), unsent) :]
             except BlockingIOError:
-                wait = max(0.0, deadline - time.monotonic())
-                if not writable.poll(None if math.isinf(wait) else wait * 1000):
+                remaining = max(0.0, deadline - time.monotonic())
+                if not writable.poll(None if math.isinf(remaining) else remaining * 1000):
                     raise TimeoutError from None
 
     def receive(self) -> bytes | None:
@@ -130,7 +130,7 @@ class WorkerLimits(Protocol):
 def build_worker_config(limits: WorkerLimits, log: Path | None) -> WorkerConfig:
     """Return the configuration of a worker; without a log, its output is discarded.
 
-    Of environment variables that hold secrets it has those that the limits name.
+    Secrets in environment variables are left out unless the limits name them.
     """
     environment = {
         name: value
@@ -150,7 +150,7 @@ class Worker:
     result_name = "answer"
     """What a worker returns, as error messages call it."""
     decode: Callable[[bytes], Any] = staticmethod(bytes)
-    """Reads an answer. It may raise any of the errors of a message that is none."""
+    """Decodes an answer, or raises one of `_MESSAGE_ERRORS`."""
 
     def __init__(self, connection: Any, process: Any = None) -> None:
         self.connection, self._process = connection, process
@@ -162,16 +162,16 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process of an idle worker is there; an idle worker sends nothing but the end of its pipe."""
+        """Whether the process of an idle worker runs. It sends nothing, so a readable pipe has been closed."""
         return self._process.is_alive() if self._process else not self.connection.poll()
 
     def wait_until_loaded(self) -> None:
-        """Wait until the process has loaded the user's code; else it is ended, and WorkerStartError raised."""
+        """Wait until the process has loaded the user's code. Else end it and raise WorkerStartError."""
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         try:
             while not self._has_reported:
                 if not wait([self.connection], max(0.0, deadline - time.monotonic())):
-                    raise WorkerStartError(f"it is not loaded within {START_TIMEOUT_SECONDS:g} s")
+                    raise WorkerStartError(f"it did not load within {START_TIMEOUT_SECONDS:g} s")
                 self._receive_message()
         except _MESSAGE_ERRORS as error:
             raise WorkerStartError(
@@ -212,7 +212,7 @@ class Worker:
     def terminate(self) -> None:
         """End the process and everything that it has started.
 
-        The connection of a spawned process stays open, since another thread may wait on it: it ends with the process.
+        The connection of a spawned process stays open: another thread may wait on it, and wakes when the process ends.
         """
         if not self.pid:
             with suppress(*_MESSAGE_ERRORS):
@@ -231,7 +231,7 @@ class Worker:
         self._process.join(1.0)
         code = self._process.exitcode
         if code is None:
-            return "it answers no more"
+            return "it no longer answers"
         names = {each.value: each.name for each in signal.Signals}
         return f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}")
 
@@ -259,7 +259,7 @@ AnyWorker = TypeVar("AnyWorker", bound=Worker)
 def spawn_worker(
     kind: type[AnyWorker], config: WorkerConfig, load: WorkerLoader, payload: bytes, forks: bool = False
 ) -> AnyWorker:
-    """Start a worker in a fresh process. It loads meanwhile; `forks` makes it a fork server, see `run_worker`."""
+    """Start a worker in a fresh process, and do not wait. `forks` makes it a fork server, see `run_worker`."""
     connection, child_connection = Pipe()
     # Not a daemon: those may not start processes, and some user code does.
     process = _SPAWN_CONTEXT.Process(target=run_worker, args=(child_connection, config, load, payload, forks))
@@ -300,7 +300,7 @@ class ForkServer:
         return kind(connection)
 
     def close(self) -> None:
-        """End the process that forks the others. Those go on."""
+        """End the fork server. The workers go on without it."""
         if self._server is not None:
             self._server.terminate()
             self._server.connection.close()

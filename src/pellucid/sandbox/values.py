@@ -1,4 +1,4 @@
-"""What user code returns or raises, as plain data: finite floats, texts, and one line for each error."""
+"""Turns the results and errors of user code into plain data: floats, and one line of text for each error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_NUMBER = 3.4028234663852886e38
 MAX_ERROR_CHARACTERS = 300
 """The most characters of an error."""
 _PACKAGE_FOLDER = str(Path(__file__).parents[1])
-_LIBRARY_PATH_PREFIXES = (_PACKAGE_FOLDER, "<frozen", *(get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
-"""How the path of a file begins that is not the user's own."""
+_LIBRARY_PATH_PREFIXES = ("<frozen", *(get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
+"""Prefixes of the paths of Python's and other packages' files."""
 
 
 class InvalidResultError(Exception):
@@ -31,8 +31,8 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, InvalidResultError):
         return str(error)
     summary = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in summary.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
-    frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PATH_PREFIXES)] or frames
+    others = [frame for frame in summary.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
+    frames = [frame for frame in others if not frame.filename.startswith(_LIBRARY_PATH_PREFIXES)] or others
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return replace_surrogates(f"{type(error).__name__}: {shorten_to_one_line(str(summary))}{where}")
 
@@ -49,18 +49,18 @@ def describe_value(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-def validate_number(value: Any, what: str, needed: str = "a number") -> float:
+def validate_number(value: Any, subject: str, expected: str = "a number") -> float:
     """Return a number, or a scalar of numpy or torch, as a float. NaN and infinities pass.
 
-    For anything else, and beyond `MAX_NUMBER`, InvalidResultError says that `what` is not what is `needed`.
+    Raises InvalidResultError for anything else and beyond `MAX_NUMBER`. Its message names `subject` and `expected`.
     """
     is_numeric = any(hasattr(type(value), name) for name in ("__float__", "__index__"))
     if not is_numeric or getattr(value, "ndim", 0):
-        raise InvalidResultError(f"{what} is {describe_value(value)}, where {needed} is needed")
+        raise InvalidResultError(f"{subject} is {describe_value(value)}, where {expected} is needed")
     try:
         result = float(value)
     except OverflowError:
         result = 2 * MAX_NUMBER
     if math.isfinite(result) and abs(result) > MAX_NUMBER:
-        raise InvalidResultError(f"{what} is beyond {MAX_NUMBER:.1e}, the largest number that float32 holds")
+        raise InvalidResultError(f"{subject} is beyond {MAX_NUMBER:.1e}, the largest number that float32 holds")
     return result

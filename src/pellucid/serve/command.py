@@ -36,7 +36,7 @@ class ServeCommand:
     token: str = ""
     """What clients must show; better in the environment, as PELLUCID_TOKEN."""
     allowed_hosts: Annotated[str, arg(metavar="NAME,...")] = ""
-    """Names that it is reached by."""
+    """Host names under which the server is reached."""
     name: str = ""
     """The name of the model, for clients."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -117,5 +117,5 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{host}:{port} cannot be listened on ({reason}): name another --port or --host") from error
+        raise UserError(f"cannot listen on {host}:{port} ({reason}): choose another --port or --host") from error
     return listening

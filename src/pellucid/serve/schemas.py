@@ -16,11 +16,11 @@ from pellucid.types import Prompt
 
 _MIN_POSITIVE_VALUE = 1e-6
 """The smallest temperature above 0, and the smallest top_p. 1 / temperature and top_p times a sum must be numbers of
-float32. Smaller values would change nothing anyway: logits that differ do so by more, and the likeliest token of a
-vocabulary of less than a million has a greater probability."""
+float32. Smaller values would change nothing anyway: different logits differ by more than that, and in a vocabulary of
+less than a million, the likeliest token is more probable."""
 _MAX_INTEGER = 2**31 - 1
 PROMPT_KINDS = ("a text", "token ids")
-"""What a prompt may be. Pydantic has these names in the locations of its errors, beside those of fields."""
+"""The kinds of prompts. Pydantic adds these names to the locations of its errors, among field names."""
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "annotations": ([],),
@@ -90,7 +90,7 @@ def _check_object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_arguments(value: Any) -> Any:
-    """Return arguments, which OpenAI sends as a text of JSON. An empty text has none. Raises ValueError for others."""
+    """Parse arguments, which OpenAI sends as JSON text. Empty text means none. Raises ValueError for other text."""
     try:
         return json.loads(value.strip() or "{}") if isinstance(value, str) else value
     except RecursionError as error:
@@ -170,7 +170,7 @@ class ChatMessage(RequestBody):
     content: Annotated[Text | None, BeforeValidator(_join_text_parts)] = None
     tool_calls: list[ToolCall] | None = None
     name: _ShortText | None = None
-    """The name of the speaker, for templates that show it. A tool without one has the name in the call with its id."""
+    """The name of the speaker, for templates that show it. By default, a tool has the name in the call with its id."""
     tool_call_id: _ShortText | None = None
 
     @model_validator(mode="after")
@@ -231,7 +231,7 @@ class SamplingParams(RequestBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: _ShortText = ""
-    """Whose request it is; ignored."""
+    """The client's user; ignored."""
     return_token_ids: bool = False
     """Whether the answer has the token ids of the prompt and of each choice, as in vLLM."""
 
@@ -289,13 +289,13 @@ class QuestionRequest(RequestBody):
 
 
 class GroupRequest(RequestBody):
-    """A request for `group_size` completions of one prompt: of `question`, or without it of a held-out one."""
+    """A request for `group_size` completions of one prompt: `question`, or if it is empty, a held-out one."""
 
     question: Text = ""
     answer: Text = ""
-    """The gold answer to a question of one's own; without it there are no rewards."""
+    """The gold answer to `question`; if it is empty, there are no rewards."""
     number: int = Field(default=0, ge=0, le=_MAX_INTEGER)
-    """The number of the task's held-out prompt, where there is no question."""
+    """The number of the task's held-out prompt if `question` is empty."""
     group_size: int = Field(default=8, ge=2, le=64)
     temperature: _Temperature = Field(default=1.0, gt=0.0)
     max_tokens: TokenCount | None = None

@@ -39,7 +39,7 @@ class ComparedRun:
 
     @property
     def command(self) -> str:
-        """Return the command that makes this run again, or a copy of it if the recipe of its study is missing."""
+        """Return the command that trains this run again, in another folder if the recipe of its study is missing."""
         study_run = StudyRun(self.run_dir.parent.parent, self.variant, self.seed)
         if study_run.run_dir == self.run_dir and study_run.recipe_path.is_file():
             return format_command(study_run.arguments)
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def finished_runs(self) -> list[ComparedRun]:
-        return [run for of_seed in self.finished.values() for run in of_seed.values()]
+        return [run for by_seed in self.finished.values() for run in by_seed.values()]
 
 
 def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
@@ -87,8 +87,8 @@ def gather_runs(folders: Sequence[Path], baseline: str = "") -> Comparison:
     found = {v: {s: by_name[v, s] for s in seeds if (v, s) in by_name} for v in variants}
     return Comparison(
         baseline,
-        {v: {s: run for s, run in of_seed.items() if run.is_finished} for v, of_seed in found.items()},
-        [run for of_seed in found.values() for run in of_seed.values() if not run.is_finished],
+        {v: {s: run for s, run in by_seed.items() if run.is_finished} for v, by_seed in found.items()},
+        [run for by_seed in found.values() for run in by_seed.values() if not run.is_finished],
         [StudyRun(Path(), v, s).name for v in variants for s in seeds if s not in found[v]],
     )
 

@@ -16,7 +16,7 @@ _TOOL_NAME = "multiply"
 
 @dataclass(frozen=True)
 class Calculator(GeneratedTask):
-    """The reward is 1 for the right product; the share `credit` of it is for the right call of the tool.
+    """The reward is `1 - credit` for the right product plus `credit` for the right call of the tool.
 
     The answer is the last number of the last turn. Numbers with an even sum are in the train split, others in the test
     split.

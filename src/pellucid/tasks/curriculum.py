@@ -35,10 +35,10 @@ class Curriculum(TaskWrapper):
     go from easy to hard.
 
     order = "running" (ours): estimates are updated whenever a question is asked; prompts are drawn from a window of the
-    order, since neighbours in difficulty are alike; questions whose group was dead (all rewards equal) when last asked
+    order, since neighbors in difficulty are alike; questions whose group was dead (all rewards equal) when last asked
     rest for some steps, since they teach nothing.
-    order = "described": as the study bench describes it: questions are sorted once by the first epoch's accuracy and
-    keep that order, dead questions included.
+    order = "described" (of the study bench, see docs/systems.md): questions are sorted once by the first epoch's
+    accuracy and keep that order, dead questions included.
 
     Example: Curriculum(Arithmetic(digits=2), pool=480)
     """
@@ -46,7 +46,7 @@ class Curriculum(TaskWrapper):
     name: Literal["curriculum"] = "curriculum"
     """This task."""
     pool: int = 480
-    """The most questions: the pool is the distinct ones among so many that the task gives for its first step."""
+    """How many questions the task is asked for; the pool is the distinct ones."""
     order: Literal["running", "described"] = "running"
     """running: estimates are updated, with windows and rest. described: measured once, sorted once."""
     window: int = 64
@@ -59,7 +59,9 @@ class Curriculum(TaskWrapper):
 
     def __post_init__(self) -> None:
         if any(isinstance(layer, Prefixed | Curriculum) for layer in list_task_layers(self.task)):
-            raise ValueError("a curriculum goes around the questions themselves: put others around it, not inside")
+            raise ValueError(
+                "a curriculum must wrap the task with the questions directly: put other wrappers around it"
+            )
         for name in ("pool", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
@@ -89,11 +91,11 @@ class Curriculum(TaskWrapper):
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the next n questions of the order. The same arguments give the same questions until `observe`.
 
-        Another round of a step, which has another step number, gets other questions as far as there are any.
+        Another round of a step passes another `step`, and gets other questions as long as there are any.
         """
         if n > len(self.questions):
             raise UserError(
-                f"the curriculum's pool holds {len(self.questions)} different questions, a step asks {n}:"
+                f"the curriculum's pool holds {len(self.questions)} different questions, a step needs {n}:"
                 " raise task.pool, or lower algorithm.prompts_per_step"
             )
         if (step, n) not in self.sampled_indices:
@@ -142,11 +144,12 @@ class Curriculum(TaskWrapper):
         previous = state.accuracy.get(q, accuracy)
         state.accuracy[q] = self.decay * previous + (1 - self.decay) * accuracy
         state.dead_since.pop(q, None)
-        if bool(get_equal_rewards(group)) if group.is_zero_variance is None else group.is_zero_variance:
+        is_dead = bool(get_equal_rewards(group)) if group.is_zero_variance is None else group.is_zero_variance
+        if is_dead:
             state.dead_since[q] = step
 
     def _order_questions(self) -> list[int]:
-        """Return an epoch's questions without resting ones: in the pool's order in epoch 0, then from easy to hard."""
+        """Return an epoch's questions that do not rest: in the pool's order in epoch 0, later from easy to hard."""
         pool, accuracy = range(len(self.questions)), self.curriculum_state.accuracy
         active = [q for q in pool if not self._is_resting(q)] or list(pool)
         return sorted(active, key=lambda q: -accuracy.get(q, 0.5)) if self.curriculum_state.epoch else active
@@ -157,7 +160,7 @@ class Curriculum(TaskWrapper):
         return not self.rest or self.curriculum_state.step - self.curriculum_state.dead_since[q] < self.rest
 
     def _choose_questions(self, step: int, n: int) -> list[int]:
-        """Choose n questions; resting ones and those of another round of the step only if others are too few."""
+        """Choose n questions. Take resting ones, and those of other rounds, only if there are too few others."""
         rounds = [chosen for (other, _), chosen in self.sampled_indices.items() if other != step]
         taken = {q for chosen in rounds for q in chosen}
         remaining = [q for q in self.curriculum_state.left or self._order_questions() if q not in taken]

@@ -116,8 +116,7 @@ class Dataset(DatasetTask):
     rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
     """The terms of the reward; on the command line their names, with --task.rewards.0.weight 0.5 for a weight."""
     skip_bad_rows: bool = False
-    """Leave out the rows that the model cannot be asked or whose answer cannot be read, and say which. False: such rows
-    end the run before it begins."""
+    """Skip and list rows with an unusable question or answer. False: such rows end the run before it begins."""
 
     def __post_init__(self) -> None:
         if not self.data:

@@ -1,4 +1,4 @@
-"""A task of the user's own that is no dataclass: any object with `sample` and `reward`, given to `pellucid.train`."""
+"""Tasks that a recipe cannot hold: any object with `sample` and `reward` that is given to `pellucid.train`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 def make_task_class(task: Any) -> type:
     """Return a dataclass with the fields seed and split, whose instances sample and grade as this object does.
 
-    The object's `with_split("test")`, or the field `split` of a dataclass, gives the held-out questions. An object with
-    neither has no held-out questions: asking for them is a UserError. Instances also have the other attributes of the
+    The object's `with_split("test")`, or the field `split` if it is a dataclass, gives the held-out questions. An
+    object with neither has none: asking for them raises UserError. Instances also have the other attributes of the
     object, such as `observe`.
     """
     kind = type(task).__name__

@@ -33,8 +33,9 @@ class Gsm8k:
     """Questions with numeric answers; a completion should be `<think>...</think> <answer>...</answer>`.
 
     Grading `strict`: 1 if the last number in the `<answer>` tag, or in a box there, equals the gold answer (1,080 =
-    1080 = 1080.0), else 0. Grading `literal`, as first described: 1 if the text in the tag is the gold answer, 0.5 if
-    it contains it, 0.01 for any other text, 0 without the tag; "16" then earns 0.5 where 6 is right.
+    1080 = 1080.0), else 0. Grading `literal`, as in the GSM8K trainer of docs/systems.md: 1 if the text in the
+    tag is the gold answer, 0.5 if it contains it, 0.01 for any other text, 0 without the tag; "16" then earns 0.5 where
+    6 is right.
 
     Example: Gsm8k(data="train.jsonl", test_data="test.jsonl", grading="literal")
     """
@@ -50,7 +51,7 @@ class Gsm8k:
     subset: str = "main"
     """The configuration of the data set on the Hub."""
     test_data: str = "test"
-    """The held-out questions: a file, or a split on the Hub. Empty: a tenth of `data`."""
+    """The held-out questions: a file, or a split on the Hub. If empty, a tenth of `data`."""
     question: str = "question"
     """The column of the question; Chinese copies may name it differently."""
     answer: str = "answer"
@@ -64,14 +65,13 @@ class Gsm8k:
     grading: Literal["strict", "literal"] = "strict"
     """How completions are graded; see above."""
     skip_bad_rows: bool = False
-    """Leave out the rows that the model cannot be asked or whose answer cannot be read, and say which. False: such rows
-    end the run before it begins."""
+    """Skip and list rows with an unusable question or answer. False: such rows end the run before it begins."""
     format_reward: float = 0.0
     """With strict grading, added where the whole completion has the form `<think>...</think> <answer>...</answer>`."""
 
     def __post_init__(self) -> None:
         if self.format_reward and self.grading == "literal":
-            raise ValueError("format_reward has no use with grading = literal, which has its own: set 0")
+            raise ValueError("format_reward must be 0 with grading = literal, which rewards the format itself")
         self.as_dataset()
 
     @property
@@ -115,7 +115,7 @@ class Gsm8k:
 
 
 def grade_literally(text: str, gold: str) -> float:
-    """Return the reward of literal grading. Commas that group thousands count on neither side.
+    """Return the reward of literal grading. Commas that group thousands are ignored.
 
     Example: grade_literally("<answer>16</answer>", "6") == 0.5
     """

@@ -51,7 +51,7 @@ class Guess(GeneratedTask):
         return EnvironmentSpec("pellucid.tasks.guess:Game")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return n prompts. Among every `largest` prompts in a row, each number is hidden once."""
+        """Return n prompts. Each block of `largest` prompts hides each number once."""
         text = ({"role": "user", "content": self.template.replace("{largest}", str(self.largest))},)
         prompts = list[Prompt]()
         for i in range(n):
@@ -92,6 +92,6 @@ class Game:
 
 
 def _extract_guesses(messages: Sequence[Message]) -> list[int]:
-    """Return the last number of each message of the policy that has a number; nine digits of it are read."""
+    """Return the last number of each policy message that has one. Only its first nine digits are read."""
     turns = [_NUMBER.findall(message["content"]) for message in messages if message["role"] == "assistant"]
     return [int(numbers[-1][:9]) for numbers in turns if numbers]

@@ -1,4 +1,4 @@
-"""A hundred families of puzzles and problems, made as they are asked and graded by the package `reasoning_gym`."""
+"""A hundred families of puzzles and problems, generated and graded by the package `reasoning_gym`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _GRADER_ERRORS = (ArithmeticError, AttributeError, LookupError, SyntaxError, Typ
 class ReasoningGym(GeneratedTask):
     """The reward is the score of the family's own grader, from 0 to 1; an answer is right at 1.
 
-    What the grader cannot read earns 0. The splits share no question: a quarter of them, by a hash, are held out.
+    An answer that the grader cannot read earns 0. The splits share no question: a quarter of them, by a hash, are held
+    out.
 
     Example: ReasoningGym(family="leg_counting", options={"max_animals": 4}).sample(step=0, n=8)
     """
@@ -59,7 +60,10 @@ class ReasoningGym(GeneratedTask):
         names = getattr(dataset, "datasets", [self.family])
         unordered = [name for name in names if name in UNORDERED_FAMILIES.split()]
         if unordered and os.environ.get("PYTHONHASHSEED", "random") == "random":
-            raise ValueError(f'family "{unordered[0]}" asks otherwise in each process: set PYTHONHASHSEED=0 outside')
+            raise ValueError(
+                f'family "{unordered[0]}" generates different questions in each process: set PYTHONHASHSEED=0 in the'
+                " environment"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Construct the task in the other process, so that the package is loaded there before a reward is timed."""
@@ -80,7 +84,8 @@ class ReasoningGym(GeneratedTask):
                 system = _import_package_module("utils").SYSTEM_PROMPTS.get(self.system, self.system).strip()
                 return Prompt(id, build_chat(system, entry["question"]), entry["answer"] or "", {"entry": entry})
         raise UserError(
-            f"{self.family} has no {self.split} question in {MAX_TRIES}: give it options that make more of them"
+            f"{self.family} generated no {self.split} question in {MAX_TRIES} tries: choose options with more distinct"
+            " questions"
         )
 
 

@@ -37,7 +37,7 @@ class Sorting(GeneratedTask):
     """The largest number; the smallest is 0."""
     grading: Grading = "positions"
     """positions: the share of places that hold the right number; distance: how far the numbers are from the right ones;
-    inclusion_ordering: which numbers are there, and which neighbours ascend; exact: all or nothing."""
+    inclusion_ordering: which numbers are there, and which neighbors ascend; exact: all or nothing."""
     test_share: float = 0.25
     """The share of number sets that is held out for the test split."""
     template: str = "Sort these numbers in ascending order: {numbers}. Answer with the numbers only."

@@ -1,4 +1,4 @@
-"""Tasks that wrap tasks: dataclasses with a field `task: Any`, whose section contains that of the task inside.
+"""Tasks that wrap tasks: dataclasses with a field `task: Any`. Their section holds that of the wrapped task.
 
 [task]
 name = "prefixed"
@@ -17,10 +17,10 @@ from pellucid.utils.plugins import IN_PROCESS_PREFIX
 
 @dataclasses.dataclass(frozen=True)
 class TaskWrapper:
-    """What the wrappers here have in common; one of the user's own need not be derived from it."""
+    """The base class of the wrappers here. A user's own wrapper need not derive from it."""
 
     task: Any = None
-    """The task that the questions are from."""
+    """The wrapped task, which makes the questions."""
 
     @property
     def seed(self) -> int:
@@ -34,7 +34,7 @@ class TaskWrapper:
         return self.task.reward(prompt, self.transform_completion(prompt, completion))
 
     def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
-        """Return the completion that the task inside grades, which is the same one."""
+        """Return the completion that the wrapped task grades; here it is unchanged."""
         return completion
 
 
@@ -56,10 +56,10 @@ def get_innermost_task(task: Any) -> Any:
 
 
 def format_question_for_task(task: Any, question: str) -> str | tuple[Message, ...]:
-    """Return the text of a prompt that asks a question of the user's own in the way of the task.
+    """Return the text of a prompt that asks a user's question in the format of the task.
 
-    The task's method `format_question` decides if there is one. Otherwise the question follows the system message of
-    the task.
+    A method `format_question` of the task formats it, if there is one. Otherwise the question follows the system
+    message of the task.
     """
     inner = get_innermost_task(task)
     format_question: Any = getattr(inner, "format_question", None)
@@ -72,18 +72,18 @@ def format_question_for_task(task: Any, question: str) -> str | tuple[Message, .
 
 
 def with_seed(task: Any, seed: int) -> Any:
-    """Return the task with this seed, unless the innermost task has a seed of its own, other than 0."""
+    """Return the task with this seed, unless the innermost task already has a seed other than 0."""
     if is_task_wrapper(task):
         return dataclasses.replace(task, task=with_seed(task.task, seed))
     return dataclasses.replace(task, seed=task.seed or seed)
 
 
 def is_process_bound(task: Task) -> bool:
-    """Whether no other process could load the task, because its class or one of its rewards has no file."""
+    """Whether no other process can load the task, because its class or a reward cannot be imported."""
     for layer in list_task_layers(task):
         terms = getattr(layer, "rewards", ())  # a task of the user's own can have anything here
-        names = [str(getattr(term, "name", "")) for term in terms] if isinstance(terms, list | tuple) else []
-        if is_local_class(type(layer)) or any(name.startswith(IN_PROCESS_PREFIX) for name in names):
+        reward_names = [str(getattr(term, "name", "")) for term in terms] if isinstance(terms, list | tuple) else []
+        if is_local_class(type(layer)) or any(name.startswith(IN_PROCESS_PREFIX) for name in reward_names):
             return True
     return False
 

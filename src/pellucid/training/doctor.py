@@ -110,18 +110,19 @@ def _describe_cpu() -> Iterator[tuple[str, str]]:
 
 
 def _describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield how a small model is decoded and scored on a GPU. The CPU kernels are not compiled for it."""
+    """Yield how a small model is decoded and scored on a GPU. This compiles no CPU kernels."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         has_graphs = fused_check.can_use_cuda_graphs(device)
-    fault = "; ".join(str(warning.message) for warning in caught)
-    yield "decoding", "by CUDA graphs" if has_graphs else f"by torch's operators: {fault}"
-    fault = attention.find_flash_fault(device, torch.bfloat16)
-    yield "attention", f"by torch's operators, without flash attention: {fault}" if fault else "flash attention"
+    reason = "; ".join(str(warning.message) for warning in caught)
+    yield "decoding", "by CUDA graphs" if has_graphs else f"by torch's operators: {reason}"
+    flash_fault = attention.find_flash_fault(device, torch.bfloat16)
+    without_flash = f"by torch's operators, without flash attention: {flash_fault}"
+    yield "attention", without_flash if flash_fault else "flash attention"
 
 
 def print_memory_plan(cfg: Config) -> int:
-    """Print the memory of a run with these settings on each device. Return the exit status, 0.
+    """Print the memory per device that a run with these settings needs. Return the exit status, 0.
 
     No weights are loaded. Raise UserError if the model cannot be found.
     """
@@ -149,11 +150,12 @@ def print_memory_plan(cfg: Config) -> int:
     if note := memory.describe_checkpointing(model, cfg):
         print(f"\nOn one device, {note}.")
     if reason := memory.explain_unknown_memory(model.config):
-        print(f"\nUnknown is what {model.config.model_type} needs that depends on its layers ({reason}).")
+        print(f"\nThe part of {model.config.model_type}'s memory that depends on its layers is unknown ({reason}).")
     print(
-        f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
-        f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that."
-        f" Parts that are not there at the same time do not add up to it. {_describe_sampling_memory(model, cfg)}"
+        "\nThe engine column is runtime.engine; ZeRO-2 and ZeRO-3 are deepspeed with that runtime.zero_stage; offload"
+        " is optimizer.offload.\nA model is loaded whole in fp32 before it is sharded, so the peak is at least that."
+        " The parts do not add up to the peak, because they do not all exist at the same time."
+        f" {_describe_sampling_memory(model, cfg)}"
         f"\n\n{_describe_fit(model, cfg)}"
     )
     return 0
@@ -185,9 +187,9 @@ def _describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
 
 
 def _suggest_smaller_settings(cfg: Config, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield settings by dotted key that need less memory, in the order of how much they change.
+    """Yield settings by dotted key that need less memory, the smallest change first.
 
-    At first each change is made alone, then all of them together.
+    Each change is made alone at first; then they are added up one by one.
     """
     rows, is_cuda = memory.count_backward_rows(cfg, 1), device.type == "cuda"
     micro_batches = [{"algorithm.micro_batch": rows >> shift} for shift in range(1, rows.bit_length())]
@@ -221,17 +223,17 @@ def _replace_settings(cfg: Config, changes: Mapping[str, Any]) -> Config:
 
 def _describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
     """Return a sentence on the memory of sampling."""
-    s, dtype_bytes = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
-    engine = f"{dtype_bytes * model.parameter_count / 1e9:.1f} GB of weights and"
-    if s.name != "vllm":
+    sampler, dtype_bytes = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
+    weights = f"{dtype_bytes * model.parameter_count / 1e9:.1f} GB of weights"
+    if sampler.name != "vllm":
         cache = _format_gb(memory.estimate_kv_cache(model.config, cfg, 1))
         return (
-            f"Sampling keeps {cache} GB of keys and values on one device, and neither gradients nor activations; with"
-            f' sampler.name = "vllm" {engine} sampler.cache_gb besides.'
+            f"Sampling keeps {cache} GB of keys and values on one device, and neither gradients nor activations."
+            f' With sampler.name = "vllm", add {weights} and sampler.cache_gb.'
         )
-    if s.urls:
-        return f"Sampling is by servers, each of which keeps {engine} its own --cache-gb."
-    return f"vLLM keeps {engine} {s.cache_gb:g} GB of keys and values (sampler.cache_gb) beside the trainer."
+    if sampler.urls:
+        return f"Servers sample; each of them needs {weights} and its own --cache-gb."
+    return f"vLLM keeps {weights} and {sampler.cache_gb:g} GB of keys and values (sampler.cache_gb) beside the trainer."
 
 
 def _format_gb(size: float | None) -> str:
@@ -290,11 +292,11 @@ class PhaseProfile(NamedTuple):
     memory_gb: list[float]
     """Samples of the resident memory."""
     communication: list[tuple[float, float]]
-    """Start and end of each collective operation in seconds. Operators that run meanwhile count in seconds_by_kind."""
+    """Start and end of each collective operation in seconds. seconds_by_kind includes operators that run meanwhile."""
 
 
 def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -> Iterator[StepResult]:
-    """Yield the steps, and write a profile of the third one, with the speed of products in `dtype` to compare with."""
+    """Yield the steps, and write a profile of the third one. It compares with the speed of products in `dtype`."""
     flops_per_token: dict[str, float] = {}
     for number in itertools.count(1):
         if number == _PROFILED_STEP - 1:
@@ -311,7 +313,7 @@ def profile_steps(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -
 def _count_flops(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, float]]:
     """Take a step, and count its floating-point operations for each sampled token, by phase.
 
-    It is not the profiled step, since counting slows operators down. Attention in C++ is not counted.
+    This is not the profiled step, since counting slows operators down. Attention in C++ is not counted.
     """
     with FlopCounter() as counter:
         start = time.perf_counter()
@@ -439,26 +441,28 @@ def format_profile(
     """
     lines = [f"{'':26}" + "".join(f"{name:>12}" for name in [*phases, "step"])]
 
-    def row(name: str, values: Sequence[float], form: str, total: float | None = None) -> None:
+    def add_row(name: str, values: Sequence[float], form: str, total: float | None = None) -> None:
         cells = [*values, sum(values) if total is None else total]
         lines.append(f"{name:26}" + "".join(f"{format(value, form):>12}" for value in cells))
 
-    each, products = list(phases.values()), [tflop[name] for name in phases]
-    seconds = sum(s.seconds for s in each)
-    row("seconds", [s.seconds for s in each], ".2f")
+    profiles, products = list(phases.values()), [tflop[name] for name in phases]
+    seconds = [phase.seconds for phase in profiles]
+    add_row("seconds", seconds, ".2f")
     for kind in OPERATOR_KINDS:
-        row(f"  {kind}", [s.seconds_by_kind[kind] for s in each], ".2f")
-    row("  Python and dispatch", [max(0.0, s.seconds - sum(s.seconds_by_kind.values())) for s in each], ".2f")
-    if any(s.communication for s in each):
-        row("between processes", [_measure_union(s.communication) for s in each], ".2f")
-    row("matrix products, TFLOP", products, ".3f")
-    row("  at this machine's speed", [x / peak_tflops for x in products], ".2f")
-    shares = [x / peak_tflops / s.seconds if s.seconds else 0.0 for x, s in zip(products, each, strict=True)]
-    row("  share of that speed", shares, ".0%", sum(products) / peak_tflops / seconds)
-    peaks = [max(s.memory_gb, default=0.0) for s in each]
-    row("peak memory, GB", peaks, ".2f", max(peaks))
+        add_row(f"  {kind}", [phase.seconds_by_kind[kind] for phase in profiles], ".2f")
+    remaining = [max(0.0, phase.seconds - sum(phase.seconds_by_kind.values())) for phase in profiles]
+    add_row("  Python and dispatch", remaining, ".2f")
+    if any(phase.communication for phase in profiles):
+        add_row("between processes", [_measure_union(phase.communication) for phase in profiles], ".2f")
+    add_row("matrix products, TFLOP", products, ".3f")
+    add_row("  at this machine's speed", [x / peak_tflops for x in products], ".2f")
+    shares = [x / peak_tflops / s if s else 0.0 for x, s in zip(products, seconds, strict=True)]
+    add_row("  share of that speed", shares, ".0%", sum(products) / peak_tflops / sum(seconds))
+    peaks = [max(phase.memory_gb, default=0.0) for phase in profiles]
+    add_row("peak memory, GB", peaks, ".2f", max(peaks))
     lines.append(f"\nThis machine: {peak_tflops:.2f} TFLOP/s in {dtype}, one product of 2048 x 2048, all threads.")
     lines.append(
-        "The profiler itself slows operators down. Operations were counted in the step before, and go by tokens.\n"
+        "The profiler itself slows operators down. FLOPs were counted in the previous step and scaled by the number of"
+        " tokens.\n"
     )
     return "\n".join(lines)

@@ -51,8 +51,8 @@ def evaluate(
 ) -> tuple[Evaluation, list[Group], list[Group]]:
     """Evaluate the policy of a sampler on held-out prompts.
 
-    As in training, a prompt to which no reward applies is in no mean. One whose deciding term returned None is in no
-    accuracy. The evaluation counts both.
+    As in training, a prompt to which no reward applies counts in no mean, and one whose deciding term returned None in
+    no accuracy. The evaluation counts both.
 
     Args:
         name: The name of the task in the settings.
@@ -61,7 +61,7 @@ def evaluate(
         sampler: Generates the answers.
         sampling: How the samples are drawn; sampling.n >= k of each prompt.
         k: The k of mean@k and pass@k. With 0 there are only greedy answers, and both are NaN.
-        processes: Share the prompts.
+        processes: They share the prompts.
         progress: The progress of the run, for rewards that depend on it.
 
     Returns:
@@ -144,7 +144,7 @@ def _count_correct(group: Group) -> int:
 def _count_decided(group: Group) -> int:
     """Return how many answers of a group are right or wrong.
 
-    An answer whose reward failed is wrong. One is neither if no reward applies or if the deciding term returned None.
+    An answer is wrong if its reward failed, and neither if no reward applies or the deciding term returned None.
     """
     return sum(reward.applies and reward.is_decided for reward in group.rewards)
 

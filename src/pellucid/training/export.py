@@ -26,12 +26,12 @@ def export_model(run_dir: Path, output: Path) -> int:
     A LoRA adapter is merged into its base, and is also saved by itself in `adapter/` below the folder.
     """
     if not find_run_dir(str(run_dir)):
-        raise UserError(f"{run_dir} is no run folder (config.json and metrics.jsonl)")
+        raise UserError(f"{run_dir} is not a run folder: it needs config.json and metrics.jsonl")
     if not list_checkpoints(run_dir):
         finished = f": its model is {run_dir / 'model'}" if (run_dir / "model").is_dir() else ""
         raise UserError(f"{run_dir} has no checkpoint to export{finished}")
     if output.exists():
-        raise UserError(f"{output} is there already: name another folder with --output")
+        raise UserError(f"{output} already exists: name another folder with --output")
     check_writable(output)
     cfg = load_config(run_dir / "config.json")
     tensors, facts, notes = load_newest_checkpoint(run_dir)

@@ -1,7 +1,7 @@
 """Checks settings and data before step 1, and shows what the run will do.
 
-`run_preflight_checks` runs before a model is loaded. Later come the plan, one exchange, the predicted share of
-zero-variance groups, and a check of all prompts of a data set against the tokenizer.
+`run_preflight_checks` runs before a model is loaded. Later come the plan, one prompt with its completion and
+reward, the predicted share of zero-variance groups, and a check of all prompts of a data set against the tokenizer.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ def get_module_summary(module: str) -> str:
 def get_dict_summaries(module: str, name: str) -> dict[str, str]:
     """Return the first sentence of the docstring for each key of a dict of functions, or lambdas that call one.
 
-    Example: get_dict_summaries("pellucid.algorithm.kl", "KL_ESTIMATORS")["k1"] == "log pi - log ref: unbiased."
+    Example: get_dict_summaries("pellucid.algorithm.kl", "KL_ESTIMATORS")["k1"] == (
+        "log(pi / ref): unbiased, for use in the reward; in the loss its expected gradient is 0 (J. Schulman, 2020).")
     """
     body = _parse_module(module).body
     docstrings = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}

@@ -22,15 +22,15 @@ struct Layer {  // a row of layer_table in fused_decode.py; weights that a model
     const float *query_norm, *key_norm;
     int64_t window;                           // 0: no sliding window
     const bf16 *prompt_keys, *prompt_values;  // [K, P, S, d]
-    bf16 *keys, *values;                      // [K, rows, room, d]
+    bf16 *keys, *values;                      // [K, rows, capacity, d]
 };
 
 struct Tokens {
-    int64_t n, rows, prompts, prompt_room, room, asked;
-    const int64_t *row_of, *places;             // [n] the row of the caches, and the position in it
+    int64_t n, rows, prompts, prompt_capacity, capacity, logit_count;
+    const int64_t *row_of, *positions;          // [n] the row of the caches, and the position in it
     const int64_t *prompt_of, *prompt_lengths;  // [rows], [P]
-    const int64_t *last;                        // [asked] the tokens whose logits are computed
-    const bf16 *cos, *sin;                      // [positions, d]
+    const int64_t *logit_tokens;                // [logit_count] the tokens whose logits are computed
+    const bf16 *cos, *sin;                      // of all positions, [d] each
 };
 
 static void norm_head(bf16 *x, const float *weight, int64_t size, float eps) {
@@ -98,7 +98,7 @@ static std::vector<Run> runs_of(const Tokens &tokens, int64_t most) {
 
 // Writes key and value of a token, whose projections are heads [H + 2K, d], to the cache, and rotates and scales its queries.
 static void cache(const Model &m, const Layer &layer, const Tokens &tokens, int64_t token, bf16 *heads) {
-    const int64_t d = m.size, row = tokens.row_of[token], place = tokens.places[token];
+    const int64_t d = m.size, row = tokens.row_of[token], place = tokens.positions[token];
     const int64_t turn = (tokens.prompt_lengths[tokens.prompt_of[row]] + place) * d;
     for (int64_t h = 0; h < m.heads + m.key_heads; h++) {
         if (layer.query_norm) norm_head(heads + h * d, h < m.heads ? layer.query_norm : layer.key_norm, d, m.eps);
@@ -107,7 +107,7 @@ static void cache(const Model &m, const Layer &layer, const Tokens &tokens, int6
     const __m512 scale = _mm512_set1_ps(float(1 / std::sqrt(double(d))));
     for (int64_t i = 0; i < m.heads * d; i += 16) store(heads + i, _mm512_mul_ps(wide(heads + i), scale));
     for (int64_t k = 0; k < m.key_heads; k++) {
-        const int64_t here = ((k * tokens.rows + row) * tokens.room + place) * d;
+        const int64_t here = ((k * tokens.rows + row) * tokens.capacity + place) * d;
         std::memcpy(layer.keys + here, heads + (m.heads + k) * d, d * sizeof(bf16));
         std::memcpy(layer.values + here, heads + (m.heads + m.key_heads + k) * d, d * sizeof(bf16));
     }
@@ -123,7 +123,7 @@ struct Asked {
     Asked(const Tokens &tokens, const Run &run, int64_t length, int64_t window, int64_t each, const bf16 *laid, int64_t size) {
         of_prompt.begin(laid, size, 0);
         for (int64_t token = run.from; token < run.to; token++) {
-            const int64_t row = tokens.row_of[token], end = tokens.places[token] + 1;
+            const int64_t row = tokens.row_of[token], end = tokens.positions[token] + 1;
             const int64_t first = window ? std::max<int64_t>(0, length + end - window) : 0;
             if (!count || rows[count - 1] != row) {
                 of_row[count].begin(laid, size, of_prompt.count);
@@ -150,7 +150,7 @@ static void to_probabilities(float *scores, const Queries &of_prompt, const Quer
 // prefetches the rest by itself. Always inlined: gcc removes calls of a function without other effects.
 [[gnu::always_inline]] static inline void fetch(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, int64_t k) {
     for (int64_t i = run.from; i < run.to; i++) {
-        const int64_t row = tokens.row_of[i], here = (k * tokens.rows + row) * tokens.room * m.size, end = tokens.places[i];
+        const int64_t row = tokens.row_of[i], here = (k * tokens.rows + row) * tokens.capacity * m.size, end = tokens.positions[i];
         if (i > run.from && row == tokens.row_of[i - 1]) continue;
         const int64_t first = layer.window ? std::max<int64_t>(0, end + 1 - layer.window) : 0;
         for (const bf16 *from : {layer.keys + here, layer.values + here})
@@ -178,8 +178,8 @@ static void attend(const Model &m, const Layer &layer, const Tokens &tokens, con
                 fetch(m, layer, tokens, run, k + 1);
             else if (next)
                 fetch(m, layer, tokens, *next, 0);
-            const int64_t h = k * shared + of_head, there = (k * tokens.prompts + prompt) * tokens.prompt_room * d;
-            const auto here = [&](int64_t i) { return (k * tokens.rows + asked.rows[i]) * tokens.room * d; };
+            const int64_t h = k * shared + of_head, there = (k * tokens.prompts + prompt) * tokens.prompt_capacity * d;
+            const auto here = [&](int64_t i) { return (k * tokens.rows + asked.rows[i]) * tokens.capacity * d; };
             for (int64_t i = run.from; i < run.to; i++)
                 std::memcpy(queries + (i - run.from) * part, heads + i * apart + h * d, part * sizeof(bf16));
             lay(by, queries, d, laid);
@@ -190,10 +190,11 @@ static void attend(const Model &m, const Layer &layer, const Tokens &tokens, con
                 for (int64_t q = 0; q < of_row.count; q++)
                     to_probabilities(scores + (of_row.at + q) * stride, asked.of_prompt, of_row, q, own);
             }
-            weigh(by, asked.of_prompt, layer.prompt_values + there, scores, stride, tokens.prompt_room, out);
+            weigh(by, asked.of_prompt, layer.prompt_values + there, scores, stride, tokens.prompt_capacity, out);
             for (int64_t i = 0; i < asked.count; i++) {
                 const Queries &of_row = asked.of_row[i];
-                weigh(by, of_row, layer.values + here(i), scores + of_row.at * stride + own, stride, tokens.room, of_own + of_row.at * d);
+                weigh(by, of_row, layer.values + here(i), scores + of_row.at * stride + own, stride, tokens.capacity,
+                      of_own + of_row.at * d);
             }
             for (int64_t i = 0; i < asked.of_prompt.count * d; i += 16)
                 to.put(run.from + i / part, h * d + i % part, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(of_own + i)));

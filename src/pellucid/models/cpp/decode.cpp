@@ -31,8 +31,8 @@ extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t
 template <class Words>
 static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, const float *last_norm, const bf16 *head, float *hidden,
                     bf16 *logits, int64_t threads) {
-    const int64_t n = tokens.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = tokens.prompt_room + tokens.room;
-    const Words x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner), last(tokens.asked, m.width);
+    const int64_t n = tokens.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = tokens.prompt_capacity + tokens.capacity;
+    const Words x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner), last(tokens.logit_count, m.width);
     const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
     const std::unique_ptr<float[]> scores(new float[threads * Words::QUERIES * stride]);
     const std::vector<Run> runs = runs_of(tokens, std::max<int64_t>(1, Words::QUERIES / (m.heads / m.key_heads)));
@@ -48,7 +48,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), team = omp_get_num_threads();  // it may be smaller than requested
-        const Share mine(n, thread, team), asked(tokens.asked, thread, team);
+        const Share mine(n, thread, team), asked(tokens.logit_count, thread, team);
         for (int64_t l = 0; l < m.layers; l++) {
             const Layer &layer = layers[l];
             for (int64_t row = mine.from; row < mine.to; row++)
@@ -82,9 +82,9 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
             multiply(gated, layer.down, m.width, n, thread, team, onto_hidden(layer.down_bias));
 #pragma omp barrier
         }
-        for (int64_t i = asked.from; i < asked.to; i++) norm(hidden + tokens.last[i] * m.width, last_norm, i, m.eps, last);
+        for (int64_t i = asked.from; i < asked.to; i++) norm(hidden + tokens.logit_tokens[i] * m.width, last_norm, i, m.eps, last);
 #pragma omp barrier
-        multiply(last, head, m.vocabulary, tokens.asked, thread, team, [&](int64_t row, int64_t at, const float *sums) {
+        multiply(last, head, m.vocabulary, tokens.logit_count, thread, team, [&](int64_t row, int64_t at, const float *sums) {
             for (int64_t i = 0; i < BLOCK && at + i < m.vocabulary; i += 16) {
                 const __mmask16 there = m.vocabulary - at - i < 16 ? (1 << (m.vocabulary - at - i)) - 1 : 0xffff;
                 _mm256_mask_storeu_epi16(logits + row * m.vocabulary + at + i, there, narrow(_mm512_load_ps(sums + i)));
@@ -93,7 +93,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
     }
 }
 
-// Computes logits [asked, V] of the next tokens from hidden [n, D], which is overwritten. Returns 1 if
+// Computes logits [logit_count, V] of the next tokens from hidden [n, D], which is overwritten. Returns 1 if
 // there is not enough memory, else 0.
 extern "C" int step(const Model *model, const Layer *layers, const Tokens *tokens, const float *last_norm, const bf16 *head,
                     float *hidden, bf16 *logits, int64_t tiles, int64_t threads) {

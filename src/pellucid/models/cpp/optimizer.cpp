@@ -13,11 +13,11 @@ struct Parameter {  // `size` elements, a multiple of 16
     float *mean, *square;
     bf16 *cast;  // may be null
     int64_t size;
-    float rate, root;  // of step t: -lr / (1 - beta1^t), sqrt(1 - beta2^t)
+    float step_size, bias_correction2_sqrt;  // at step t: -lr / (1 - beta1^t), sqrt(1 - beta2^t)
 };
 
 struct Rates {  // clip is a factor; decayed is 1 - lr weight_decay
-    float clip, decayed, of_mean, kept_square, of_square, eps;
+    float clip, decayed, one_minus_beta1, beta2, one_minus_beta2, eps;
 };
 
 // The norm of each gradient, in torch's order of sums: eight parallel sums of squares.
@@ -42,12 +42,14 @@ template <class T> static void fetch_line(const T *x) { _mm_prefetch((const char
 static inline void step_sixteen(const Parameter &of, int64_t i, const Rates &by) {
     const __m512 grad = _mm512_mul_ps(_mm512_loadu_ps(of.grad + i), _mm512_set1_ps(by.clip));
     __m512 mean = _mm512_loadu_ps(of.mean + i), square = _mm512_loadu_ps(of.square + i);
-    const bool slow = by.of_mean < 0.5f;  // torch's lerp starts from the nearer end
-    mean = _mm512_fmadd_ps(_mm512_set1_ps(slow ? by.of_mean : by.of_mean - 1), _mm512_sub_ps(grad, mean), slow ? mean : grad);
-    square = _mm512_mul_ps(square, _mm512_set1_ps(by.kept_square));
-    square = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(by.of_square), grad), grad, square);
-    const __m512 deviation = _mm512_div_ps(_mm512_sqrt_ps(square), _mm512_set1_ps(of.root));
-    const __m512 change = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(of.rate), mean), _mm512_add_ps(deviation, _mm512_set1_ps(by.eps)));
+    const bool slow = by.one_minus_beta1 < 0.5f;  // torch's lerp starts from the nearer end
+    const __m512 share = _mm512_set1_ps(slow ? by.one_minus_beta1 : by.one_minus_beta1 - 1);
+    mean = _mm512_fmadd_ps(share, _mm512_sub_ps(grad, mean), slow ? mean : grad);
+    square = _mm512_mul_ps(square, _mm512_set1_ps(by.beta2));
+    square = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(by.one_minus_beta2), grad), grad, square);
+    const __m512 deviation = _mm512_div_ps(_mm512_sqrt_ps(square), _mm512_set1_ps(of.bias_correction2_sqrt));
+    const __m512 divisor = _mm512_add_ps(deviation, _mm512_set1_ps(by.eps));
+    const __m512 change = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(of.step_size), mean), divisor);
     const __m512 weight = _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(of.weight + i), _mm512_set1_ps(by.decayed)), change);
     _mm512_storeu_ps(of.mean + i, mean);
     _mm512_storeu_ps(of.square + i, square);

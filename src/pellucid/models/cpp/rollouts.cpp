@@ -40,15 +40,15 @@ struct Seats {
             }
         tokens.n = row_of.size();
         tokens.rows = to - from;
-        tokens.room = room;
+        tokens.capacity = room;
         tokens.row_of = row_of.data();
-        tokens.places = places.data();
+        tokens.positions = places.data();
     }
 };
 
 template <class Words>
 static void read_all(const Model &m, const Layer &layer, const Tokens &tokens, const bf16 *queries, bf16 *out, int64_t threads) {
-    const int64_t width = m.heads * m.size, stride = tokens.prompt_room + tokens.room;
+    const int64_t width = m.heads * m.size, stride = tokens.prompt_capacity + tokens.capacity;
     const std::vector<Run> runs = runs_of(tokens, std::max<int64_t>(1, Words::QUERIES / (m.heads / m.key_heads)));
     const std::unique_ptr<float[]> scores(new float[threads * Words::QUERIES * stride]);
     const int64_t count = runs.size();
@@ -92,7 +92,7 @@ template <class Words> static void forward_by(const Line &line, const Projected 
     for (int64_t i = 0; i < line.prompts; i++) lengths.push_back(line.length(i));
     Seats of_rows(line, line.prompts, all, room);
     of_rows.tokens.prompts = line.prompts;
-    of_rows.tokens.prompt_room = size;
+    of_rows.tokens.prompt_capacity = size;
     of_rows.tokens.prompt_of = line.prompt_of;
     of_rows.tokens.prompt_lengths = lengths.data();
     layer.prompt_keys = keys.get();
