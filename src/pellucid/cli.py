@@ -336,8 +336,7 @@ class TrainCommand:
     profile: bool = False
     """Also write where the time and the memory of the third step go."""
     dry_run: bool = False
-    """Print what would run, and do not train: all settings, the numbers that follow, and a prompt as the model reads
-    it."""
+    """Print what would run, and do not train: all settings, derived numbers, and a prompt as the model reads it."""
     settings: Suppress[tuple[str, ...]] = ()
 
     def __call__(self) -> int:
@@ -726,8 +725,7 @@ class CompletionCommand:
 
 @dataclass(frozen=True)
 class SamplerCommand:
-    """Serve a vLLM sampler on this machine for a run on another, which sends the model and its weights. Stop it with
-    Ctrl-C."""
+    """Serve a vLLM sampler on this machine for a run on another, which sends the weights. Stop it with Ctrl-C."""
 
     host: str = "127.0.0.1"
     """0.0.0.0 for whoever reaches this machine and has the secret in PELLUCID_SAMPLER_TOKEN. On the loopback a server

@@ -131,7 +131,7 @@ def test_private_is_private_and_what_is_there_already_is_added_to(trained, onlin
 def test_nothing_private_goes_into_a_public_repository(trained, online):
     push_to_hub(trained, "me/tiny")
     before = dict(online.files)
-    with pytest.raises(UserError, match="there already, and public"):
+    with pytest.raises(UserError, match="already exists and is public"):
         push_to_hub(trained, "me/tiny", private=True)
     assert len(online.commits) == 1 and online.files == before
 

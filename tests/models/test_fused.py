@@ -338,7 +338,7 @@ def test_no_memory_is_an_error_of_the_call():
     )
     [_, batch] = pair()
     batch.fused_decoder.kernel = batch.fused_decoder.kernel._replace(library=Off("step", lambda *_: 1))
-    with pytest.raises(MemoryError, match="read 12 tokens"):
+    with pytest.raises(MemoryError, match="compute 12 tokens"):
         batch.admit(prompts(3, 9), 1)
 
 

@@ -179,7 +179,7 @@ def test_what_rests_fills_up_an_epoch_only_where_nothing_else_is_there():
 
 
 def test_a_pool_smaller_than_a_step_is_refused_with_the_mend():
-    with pytest.raises(UserError, match=r"holds 4 .* asks 5.*task\.pool"):
+    with pytest.raises(UserError, match=r"holds 4 .* needs 5.*task\.pool"):
         Curriculum(Numbered(), pool=4).sample(0, 5)
 
 
