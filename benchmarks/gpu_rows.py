@@ -157,7 +157,7 @@ def brief(place: Place, model: Path) -> tuple[object, ...]:
 def shards(place: Place) -> Outcome:
     """Three steps with each engine, of one process that torchrun started."""
     case, engines = "llama" if place.simulated else "llama, cuda", {"replicated": "ddp", "sharded": "fsdp2"}
-    script = ROOT / "tests/runtimes/engines.py"
+    script = ROOT / "tests/distributed/engines.py"
     said = place.alone(script, place.folder, case, *(f"{name}={engine}" for name, engine in engines.items()))
     one, other = (load_file(place.folder / f"{name}-{case}.safetensors") for name in engines)
     del one["cast"], other["cast"]  # of weights that are sharded no cast ones are kept

@@ -1,5 +1,5 @@
 """Values that follow from the settings of the algorithm. What settings refuse is mostly tested in test_grpo.py, in
-tests/runtimes/test_runtime.py and in tests/test_config.py."""
+tests/distributed/test_runtime.py and in tests/test_config.py."""
 
 from __future__ import annotations
 

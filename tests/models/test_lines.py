@@ -95,7 +95,7 @@ def test_other_heads_are_read_by_operators(heads):
 @pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
 def test_no_memory_is_an_error_of_the_call(name, by):
     heads = tuple(noise(2, 1, 64) for _ in range(3))
-    with pytest.raises(MemoryError, match="read 2 tokens"):
+    with pytest.raises(MemoryError, match="compute 2 tokens"):
         call_attention_kernel(
             name,
             by,

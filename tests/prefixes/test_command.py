@@ -334,7 +334,7 @@ def test_an_error_that_quotes_the_key_is_told_without_it(service, recipe, tmp_pa
         ({"base_url": "http://me:secret@127.0.0.1/v1"}, "must hold no secret"),
         ({"base_url": "http://me:secret@127.0.0.1:99999/v1"}, "--base-url is no address"),
         ({"base_url": "me:secret@127.0.0.1/v1"}, "--base-url is no address"),
-        ({"teacher": ""}, "name --teacher MODEL, --student MODEL, or both"),
+        ({"teacher": ""}, "pass --teacher MODEL, --student MODEL, or both"),
         ({"n": 0}, "--n 0 must be at least 1"),
         ({"per_question": 0}, "--per-question 0 must be at least 1"),
         ({"workers": -1}, "--workers -1 must be at least 1"),

@@ -34,10 +34,10 @@ def run_on_cuda(library, *arguments):
 @pytest.mark.slow
 def test_a_run_on_cuda_trains_from_the_first_step_to_the_report(library):
     """By graphs and flash attention, without compiling C++ for the CPU."""
-    run_on_cuda(library, "tests/runtimes/on_pretended_cuda.py", "-k", "first_step")
+    run_on_cuda(library, "tests/distributed/on_pretended_cuda.py", "-k", "first_step")
 
 
 @pytest.mark.slow
 def test_doctor_resumes_graphs_and_waits_on_cuda(library):
-    tests = ("tests/runtimes/on_pretended_cuda.py", "tests/models/test_graphs.py", "tests/runtimes/test_waits.py")
+    tests = ("tests/distributed/on_pretended_cuda.py", "tests/models/test_graphs.py", "tests/distributed/test_waits.py")
     run_on_cuda(library, *tests, "-k", "doctor or resume or refuses or device or waits")
