@@ -107,7 +107,7 @@ def test_a_split_without_a_question_is_one_line():
             assert task.sample(0, 2)[0].answer == "2"
         except UserError as error:
             empty.append(str(error))
-            assert f"count_bits has no {split} question in 1000" in empty[0]
+            assert f"count_bits generated no {split} question in 1000" in empty[0]
     assert len(empty) == 1
 
 
