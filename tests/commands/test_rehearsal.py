@@ -21,7 +21,6 @@ def rehearsed(capsys, *words):
     return ended.value.code, told.out, told.err
 
 
-@pytest.mark.slow
 def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     overrides = ["--algorithm.steps", 2, "--optimizer.lr", 3e-4, "--evaluate.every", 0]

@@ -179,7 +179,6 @@ def test_two_processes_save_together_where_the_data_of_one_ends_them(tmp_path, r
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--policy.lora", "2"]], ids=["whole", "adapter"])
 def test_the_last_checkpoint_is_exported_as_the_run_would_save_it(recipe, tmp_path, settings, capsys):
     few = ["--evaluate.every", 0, "--policy.dtype", "bfloat16", "--algorithm.steps", 2]
@@ -208,7 +207,6 @@ def test_rows_in_memory_may_be_others_where_they_have_ended_the_run(tmp_path, mo
         pellucid.train(data=rows, resume=folder, steps=5)
 
 
-@pytest.mark.slow
 def test_bad_rows_in_memory_are_named_and_skipped_on_request(tmp_path, model):
     rows = [{"question": q, "answer": "1"} for q in [*good(), "e"]]
     settings = {"model": str(model), "max_tokens": 10, "prompts_per_step": 4, "group_size": 4, "evaluate_every": 0}

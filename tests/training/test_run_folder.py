@@ -124,7 +124,6 @@ def test_a_lock_is_asked_for_by_the_process_that_writes_alone(monkeypatch):
 # ---------------------------------------------------------------- what may change at a resume
 
 
-@pytest.mark.slow
 def test_what_a_resume_may_change_is_said_and_kept(short_run, capsys):
     run_dir = short_run
     assert train("--resume", run_dir, "--algorithm.steps", 4, "--optimizer.lr", "1e-3") == 0
@@ -188,7 +187,6 @@ def test_a_run_can_be_resumed_from_another_working_directory(recipe, tmp_path, m
     assert settings["digests"].keys() == {"task.name", "task.data"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("edited", ["task.name", "task.data"])
 def test_an_edited_task_or_data_file_is_refused(recipe, tmp_path, monkeypatch, capsys, edited):
     home, task = own_files(tmp_path, recipe)
@@ -363,7 +361,6 @@ def test_a_finished_run_keeps_its_checkpoints_as_the_settings_say(recipe, tmp_pa
     assert said.max_checkpoints == min(3, len(most))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [["--checkpoint.every", 0], ["--checkpoint.keep_finished", "none"]])
 def test_a_finished_run_without_a_checkpoint_says_what_would_have_kept_it(recipe, tmp_path, capsys, settings):
     run_dir = tmp_path / "run"
@@ -377,7 +374,6 @@ def test_a_finished_run_without_a_checkpoint_says_what_would_have_kept_it(recipe
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.slow
 def test_a_finished_run_gives_its_room_back_later(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert short(recipe, run_dir) == 0
@@ -512,7 +508,6 @@ def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypat
     assert "! report.html could not be shown (ZeroDivisionError: division by zero)" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_line(short_run, monkeypatch, capsys):
     run_dir = short_run
     before = (run_dir / "model" / "model.safetensors").read_bytes()
