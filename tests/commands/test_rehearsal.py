@@ -78,7 +78,6 @@ every = 0
     return file
 
 
-@pytest.mark.slow
 def test_it_shows_the_tools_and_the_question_of_an_environment_as_the_run_does(counting, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "5000")
     status, out, _ = rehearsed(capsys, counting, "--run", tmp_path / "run")

@@ -911,7 +911,6 @@ def test_a_reward_with_another_signature_is_told_before_the_model_is_loaded(smal
         mine.finish()
 
 
-@pytest.mark.slow
 def test_a_finished_run_says_so_at_once_and_goes_on_with_more_steps(small, capsys, monkeypatch):
     folder = pellucid.train(data=ROWS, reward="numeric", **small).finish().folder
     capsys.readouterr()

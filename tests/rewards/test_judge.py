@@ -728,7 +728,6 @@ def test_a_run_is_graded_by_its_judge_and_its_resume_asks_for_what_is_new(servic
     assert KEY.encode() not in written and digests(run / "judge")
 
 
-@pytest.mark.slow
 def test_a_resume_may_find_its_judge_elsewhere_but_no_other_judge(service, model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     recipe, data, run = tmp_path / "judge.toml", tmp_path / "q.jsonl", tmp_path / "run"

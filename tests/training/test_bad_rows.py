@@ -132,8 +132,7 @@ def error_of(capsys):
     return line
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_its_data_ends_is_saved_and_goes_on_with_the_data_mended(tmp_path, recipe, capsys, rounds):
     folder, data = tmp_path / "run", tmp_path / "data.txt"
     data.write_text("bad")
