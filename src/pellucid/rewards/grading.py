@@ -15,7 +15,6 @@ from pellucid.rewards.functions import TrainerState, build_trainer_state
 from pellucid.rewards.judge import Judge
 from pellucid.rewards.parts import TASK_REWARD, Answer, ModelGrader, PromptCompletion, validate_reward
 from pellucid.rewards.pool import RewardPool
-from pellucid.rewards.reward_model import RewardModel
 from pellucid.rewards.settings import RewardConfig, RewardModelSettings
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX, get_reward_terms, is_batch_term
 from pellucid.rewards.worker import RewardCall, merge_answers, run_call
@@ -172,7 +171,11 @@ def load_graders(task: Any, cache_folder: Path | None = None) -> dict[int, Model
     """
     judged = {i: term.judge for i, term in enumerate(get_reward_terms(get_grading_task(task))) if term.judge}
     graders: dict[int, ModelGrader] = {i: Judge(settings, cache_folder) for i, settings in judged.items()}
-    return graders | {i: RewardModel(source, settings) for i, (source, settings) in find_reward_models(task).items()}
+    if models := find_reward_models(task):
+        from pellucid.rewards.reward_model import RewardModel  # noqa: PLC0415 - it imports torch and transformers
+
+        graders |= {i: RewardModel(source, settings) for i, (source, settings) in models.items()}
+    return graders
 
 
 def collect_grader_notices(task: Any) -> list[str]:
