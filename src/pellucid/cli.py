@@ -526,7 +526,7 @@ class ShowCommand:
     group: Annotated[int | None, arg(metavar="J")] = None
     """Which group of the step. Default: the one that taught most."""
     by: Literal["change", "push", "advantage", "gap", "drift", "entropy", "gradient"] = "change"
-    """What the colors show."""
+    """The numbers that the colors show."""
 
     def __call__(self) -> int:
         config.refuse_recipe_as_run(self.run, _RECORD_TOKENS_HINT)

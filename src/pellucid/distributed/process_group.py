@@ -27,7 +27,7 @@ _STORE_RANK = 0
 
 
 class ProcessGroup(Protocol):
-    """What evaluations and checkpoints need of the processes of a run: `Runtime`, or `SingleProcess` without others."""
+    """The processes of a run, for evaluations and checkpoints: `Runtime`, or `SingleProcess` without others."""
 
     @property
     def is_main(self) -> bool: ...

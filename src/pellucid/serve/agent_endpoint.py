@@ -94,7 +94,7 @@ class _AgentRequest(RequestBody, extra="ignore"):
     stream_options: StreamOptions | None = None
 
     def build_history(self) -> tuple[Message, ...]:
-        """Return the messages for a chat template. Of speakers only tools have names."""
+        """Return the messages for a chat template. Only tools have names."""
         history = list[Message]()
         for message in format_messages(self.messages):
             names = {"name": message.get("name", "tool")} if message["role"] == "tool" else {}

@@ -96,7 +96,7 @@ def _import_user_module(source: str) -> ModuleType:
         raise UserError(f"{source} cannot be imported: {error}{hint}") from error
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # a user's file may raise anything while it is imported
         frame = traceback.extract_tb(error.__traceback__)[-1]
         reason = format_one_line(f"{type(error).__name__}: {error}")
         raise UserError(
