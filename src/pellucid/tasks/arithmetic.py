@@ -9,7 +9,7 @@ from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import extract_answer, find_last_number
-from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat
+from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat, check_ranges
 from pellucid.types import Completion, Prompt, Reward
 
 _Operator = Literal["+", "-", "*"]
@@ -47,7 +47,7 @@ class Arithmetic(GeneratedTask):
 
     def __post_init__(self) -> None:
         # Far below a share of 0.01, drawing until a problem is in the test split would take forever.
-        self._check_ranges(digits=(1, _MAX_DIGITS), test_share=(0.01, 0.99))
+        check_ranges(self, digits=(1, _MAX_DIGITS), test_share=(0.01, 0.99))
         if not self.operators or not set(self.operators) <= OPERATIONS.keys():
             raise ValueError(f'operators = {list(self.operators)} must be one or more of "+", "-", "*"')
         if len(set(self.operators)) < len(self.operators):

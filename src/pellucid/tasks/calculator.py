@@ -8,7 +8,7 @@ from typing import Literal
 
 from pellucid.environments.spec import EnvironmentSpec
 from pellucid.rewards.answers import extract_answer, find_last_number, parse_only_number
-from pellucid.tasks.prompts import GeneratedTask
+from pellucid.tasks.prompts import GeneratedTask, check_ranges, draw_prompts
 from pellucid.types import Completion, Message, Prompt, Reward
 
 _TOOL_NAME = "multiply"
@@ -36,7 +36,7 @@ class Calculator(GeneratedTask):
     """The question; {a} and {b} are filled in."""
 
     def __post_init__(self) -> None:
-        self._check_ranges(digits=(1, 6), examples=(0, 8))
+        check_ranges(self, digits=(1, 6), examples=(0, 8))
         if not 0 <= self.credit < 1:
             raise ValueError(f"credit = {self.credit} must be from 0 to below 1")
 
@@ -53,6 +53,9 @@ class Calculator(GeneratedTask):
         value = self.credit * called + (1 - self.credit) * right
         by_tool = {"right_by_tool": float(right and called)}
         return Reward(value, {"called": float(called), "right": float(right)}, correct=right, logged=by_tool)
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        return draw_prompts(self, step, n, self._make_prompt)
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         worked = [

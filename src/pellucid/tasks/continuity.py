@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from pellucid.rewards.answers import extract_marked_answer, parse_only_number, strip_thought
 from pellucid.tasks.countdown import LinearExpression, add_linear, convert_latex, parse_linear, scale_linear
-from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat
+from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat, check_ranges
 from pellucid.types import Completion, Prompt, Reward
 
 _DEFAULT_SYSTEM_MESSAGE = "Solve the problem step by step, and put the final answer in \\boxed{}."
@@ -90,7 +90,7 @@ class Continuity(GeneratedTask):
     def __post_init__(self) -> None:
         if self.grading == "literal" and self.problems == "family":
             raise ValueError('grading = "literal" knows the strings of one problem only: problems = "one"')
-        self._check_ranges(test_share=(0.01, 0.99))
+        check_ranges(self, test_share=(0.01, 0.99))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         rng = Random(f"continuity/{self.seed}/{self.split}/{step}")

@@ -12,7 +12,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from pellucid.rewards.answers import ASCII_FORMS, extract_marked_answer, strip_thought
-from pellucid.tasks.prompts import GeneratedTask, assign_split
+from pellucid.tasks.prompts import GeneratedTask, assign_split, check_ranges, draw_prompts
 from pellucid.types import Completion, Prompt, Reward
 
 MAX_TRIES = 10_000
@@ -48,7 +48,7 @@ class Countdown(GeneratedTask):
     """The question; {numbers} and {target} are filled in."""
 
     def __post_init__(self) -> None:
-        self._check_ranges(numbers=(2, 6), test_share=(0.01, 0.99))
+        check_ranges(self, numbers=(2, 6), test_share=(0.01, 0.99))
         if self.largest < 5:
             raise ValueError(f"largest = {self.largest} must be at least 5")
         if not 0 <= self.format_reward < 1:
@@ -65,6 +65,9 @@ class Countdown(GeneratedTask):
         right = uses_numbers and value is not None and value.constant == int(prompt.answer)
         parts = {"right": float(right), "numbers": float(uses_numbers)}
         return Reward(1.0 if right else self.format_reward * uses_numbers, parts, correct=right)
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        return draw_prompts(self, step, n, self._make_prompt)
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(MAX_TRIES):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -12,7 +13,7 @@ from pellucid.types import Message, Prompt
 
 @dataclass(frozen=True)
 class GeneratedTask:
-    """A task that makes up its questions from random numbers."""
+    """The settings of tasks that make up their questions from random numbers."""
 
     name: str = ""
     """This task."""
@@ -21,18 +22,18 @@ class GeneratedTask:
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
 
-    def sample(self, step: int, n: int) -> list[Prompt]:
-        rng = Random(f"{self.name}/{self.seed}/{self.split}/{step}")
-        return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
-    def _make_prompt(self, id: str, rng: Random) -> Prompt:
-        raise NotImplementedError
+def draw_prompts(task: GeneratedTask, step: int, n: int, make_prompt: Callable[[str, Random], Prompt]) -> list[Prompt]:
+    """Return n prompts of a step. `make_prompt` takes the id of a prompt and the random numbers of the step."""
+    rng = Random(f"{task.name}/{task.seed}/{task.split}/{step}")
+    return [make_prompt(f"{task.split}/{step}/{i}", rng) for i in range(n)]
 
-    def _check_ranges(self, **ranges: tuple[float, float]) -> None:
-        """Raise ValueError unless each of these settings is between two values, or equal to one of them."""
-        for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} = {getattr(self, name)} must be from {low} to {high}")
+
+def check_ranges(task: GeneratedTask, **ranges: tuple[float, float]) -> None:
+    """Raise ValueError unless each of these settings is between two values, or equal to one of them."""
+    for name, (low, high) in ranges.items():
+        if not low <= getattr(task, name) <= high:
+            raise ValueError(f"{name} = {getattr(task, name)} must be from {low} to {high}")
 
 
 def assign_split(key: str, test_share: float) -> Literal["train", "test"]:

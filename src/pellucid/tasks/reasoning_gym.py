@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Literal
 
 from pellucid.rewards.answers import extract_answer
-from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat
+from pellucid.tasks.prompts import GeneratedTask, assign_split, build_chat, draw_prompts
 from pellucid.types import Completion, Prompt, Reward, UserError
 from pellucid.utils.plugins import did_you_mean, import_extra
 
@@ -76,6 +76,9 @@ class ReasoningGym(GeneratedTask):
         except _GRADER_ERRORS:
             score = 0.0
         return Reward(score, correct=score >= 1)
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        return draw_prompts(self, step, n, self._make_prompt)
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(MAX_TRIES):

@@ -11,7 +11,7 @@ from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import extract_answer
-from pellucid.tasks.prompts import GeneratedTask, assign_split
+from pellucid.tasks.prompts import GeneratedTask, assign_split, check_ranges, draw_prompts
 from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
@@ -46,7 +46,7 @@ class Sorting(GeneratedTask):
     def __post_init__(self) -> None:
         if self.length < 2 or self.largest < 1:
             raise ValueError(f"length = {self.length} must be at least 2 and largest = {self.largest} at least 1")
-        self._check_ranges(test_share=(0.01, 0.99))
+        check_ranges(self, test_share=(0.01, 0.99))
         if "{numbers}" not in self.template:
             raise ValueError(f'template = "{self.template}" must contain {{numbers}}')
 
@@ -55,6 +55,9 @@ class Sorting(GeneratedTask):
         answer = [int(digits) if digits.isdigit() and len(digits) < 20 else _INVALID_NUMBER for digits in written]
         right = sorted(prompt.columns["numbers"])
         return Reward(GRADINGS[self.grading](answer, right), correct=answer == right)
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        return draw_prompts(self, step, n, self._make_prompt)
 
     def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(10_000):
