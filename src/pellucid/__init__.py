@@ -1,11 +1,11 @@
 """Pellucid: Group Relative Policy Optimization, clear enough to see through.
 
-`import pellucid` is light: an exported name is imported when it is used, and torch with the first step of a run.
+`import pellucid` is fast: exported names are imported on first use, and torch with the first step of a run.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # not imported from typing: `python -m pellucid` runs this before __main__ mends the import path
+TYPE_CHECKING = False  # not imported from typing: `python -m pellucid` runs this before __main__ fixes the import path
 if TYPE_CHECKING:
     from pellucid import algorithm
     from pellucid.algorithm.grpo import StepResult
@@ -38,7 +38,7 @@ EXPORT_MODULES = {
     "Task": "pellucid.types",
     "train": "pellucid.api",
 }
-"""The modules of exported names; all others are in pellucid.types."""
+"""The modules of exported names. The others, except `algorithm`, are in pellucid.types."""
 
 
 if not TYPE_CHECKING:  # a type checker would accept any name

@@ -36,7 +36,7 @@ from pellucid.tasks.given import make_task_class
 from pellucid.tasks.prefixed import load_prefixes
 from pellucid.tasks.wrappers import get_innermost_task, is_local_class, is_task_wrapper
 from pellucid.training import run_dir
-from pellucid.training.run_dir import AXES, DATA_FILE, SettingChanges
+from pellucid.training.run_dir import DATA_FILE, FUNCTION_SETTINGS, SettingChanges
 from pellucid.trl_hints import explain_trl_name
 from pellucid.types import Evaluation, UserError, has_batch_rewards
 from pellucid.utils import files, plugins, text
@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # these import torch
 
 _SETTINGS_SOURCE = "pellucid.train"
 _RUN_NUMBERS = itertools.count(1)
-"""Counts the runs of this process whose folders are named by the second of their start."""
+"""Numbers the runs of this process whose folders have default names, since two may start in the same second."""
 
 
 def train(
@@ -73,14 +73,14 @@ def train(
 
     Args:
         model: A folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or "smollm2-135m".
-        data: A list of dicts, a datasets.Dataset or a pandas DataFrame; or a file, several, a pattern or a Hub id.
-        reward: A function with TRL's signature, the name of a term, "file.py:function", one of these with its weight,
-            as in (brevity, 0.2), a RewardTerm, or a list of them. Without it, data with answers is graded by comparing
-            the last number of a completion with the answer.
+        data: A list of dicts, a datasets.Dataset or a pandas DataFrame; or file names, a pattern or a Hub id.
+        reward: A function with TRL's signature, the name of a term, "file.py:function", a pair of one of these and its
+            weight such as (brevity, 0.2), a RewardTerm, or a list of them. Without it, the last number of a completion
+            is compared with the answer in the data.
         task: An object of your own, or the name of a task.
         recipe: A .toml file, or the name of a recipe in the package. Keywords override its settings.
         run: The folder of the run. None makes one in runs/.
-        resume: The folder of a run to go on with.
+        resume: The folder of the run to resume.
         **settings: Any setting of a recipe by its key, or by section_key if several sections have that key:
             steps=30, evaluate_every=5. An advantage or an objective may be a function.
 
@@ -96,7 +96,7 @@ def train(
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError('a reward process imports this script: put `if __name__ == "__main__":` around pellucid.train')
     if resume and (recipe or run):
-        raise UserError("resume= goes on with the settings of that run: leave out recipe= and run=")
+        raise UserError("resume= continues with the settings of that run: leave out recipe= and run=")
     plugins.forget_edited_modules()
     file = config.find_recipe(str(recipe)) if recipe else None
     folder = Path(resume or run or _make_run_path(file)).expanduser()
@@ -107,7 +107,7 @@ def train(
         source = folder / "config.json" if resume else file
         text.set_recipe_folder(None)  # relative paths of a call start here, not in the folder of an earlier recipe
         values = config.read_settings(source) if source else {}
-        config.check_key_variables(values, (), source, "if you mean another, name it from Python: reward=[...]")
+        config.check_key_variables(values, (), source, "to use another variable, name it from Python: reward=[...]")
         if model is not None:
             settings["policy_model"] = _format_model_argument(model)
         section = _build_task_section(
@@ -141,14 +141,14 @@ def train(
 def _build_run_config(
     values: SettingsTable, section: SettingsTable, keywords: SettingsTable, rows: InMemoryRows | None
 ) -> Config:
-    """Build the settings of a run from the sections of a recipe, with this section of its task, and from keywords."""
+    """Merge the sections of a recipe, the section of the task and keywords into the settings of a run."""
     section = {**section, **keywords.get("task", {})}
     if rows:
         innermost = _get_innermost_section(section)
         innermost.update(_find_column_settings(rows, innermost))
     merged = {**values, "task": section}
     for name, keys in keywords.items():
-        if name != "task" and isinstance(base := values.get(name, {}), Mapping):  # others are refused below
+        if name != "task" and isinstance(base := values.get(name, {}), Mapping):  # build_config refuses others
             merged[name] = {**base, **keys}
     cfg = config.build_config(merged, _SETTINGS_SOURCE)
     if rows and isinstance(task := get_innermost_task(cfg.task), Dataset):
@@ -159,7 +159,7 @@ def _build_run_config(
 def _build_task_section(
     base: Any, task: dict[str, Any] | None, data: str | list[str] | None, rewards: list[Any] | None
 ) -> dict[str, Any]:
-    """Build the section of the task from arguments of `train`, over the section `base` of a recipe."""
+    """Build the section of the task: arguments of `train` override the section `base` of a recipe."""
     if not isinstance(base, Mapping):
         config.find_named_task_class(base, ["task"])  # it raises
     section = dict(copy.deepcopy(base))
@@ -168,11 +168,11 @@ def _build_task_section(
     stated = {key: value for key, value in {"data": data, "rewards": rewards}.items() if value is not None}
     if not stated:
         return section
-    innermost = _get_innermost_section(section)  # which data and rewards belong to
+    innermost = _get_innermost_section(section)  # it has the data and the rewards
     if innermost.get("name") != "dataset":
         if task is not None or data is None:
             argument = "reward" if data is None else "data"
-            raise UserError(f'{argument}= is for the task "dataset", which data= brings: leave it out, or task=')
+            raise UserError(f'{argument}= needs task "dataset", which data= selects: leave out {argument}= or task=')
         innermost.clear()
         innermost["name"] = "dataset"
     innermost.update(stated)
@@ -187,7 +187,7 @@ def _get_innermost_section(section: dict[str, Any], *outer: str) -> dict[str, An
 
 
 def _merge_task_sections(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `overrides` of a task, over the section of the same task in a recipe."""
+    """Return `overrides` merged into `base` if both sections name the same task, else `overrides` alone."""
     if base.get("name") != overrides["name"]:
         return dict(overrides)
     has_inner = "task" in base and "task" in overrides
@@ -196,12 +196,12 @@ def _merge_task_sections(base: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 
 def _find_column_settings(rows: InMemoryRows, section: SettingsTable) -> dict[str, Any]:
-    """Return settings that name the columns of rows. Raises UserError without a reward and a column of answers."""
+    """Return settings that name the columns of rows. Raises UserError if there are neither rewards nor answers."""
     found = infer_columns(rows.first_row, section)
     answer_column = {**section, **found}.get("answer", _ANSWER_COLUMNS[0])
     if "rewards" not in section and not has_column(rows.first_row, answer_column):
         raise UserError(
-            'nothing says what is right: give reward=, or rows with a column "answer"; answer="name" names another'
+            'no reward and no gold answers: give reward=, or rows with a column "answer"; answer="name" names another'
         )
     return found
 
@@ -210,13 +210,13 @@ def _format_model_argument(model: str | Path) -> str:
     if isinstance(model, str | Path):
         return str(model)
     kind = type(model).__name__
-    raise UserError(f"model is a {kind}: give its folder or Hub id; model.save_pretrained(folder) makes one of it")
+    raise UserError(f"model is a {kind}: give its folder or Hub id; model.save_pretrained(folder) writes one")
 
 
 def _check_same_rows(rows: InMemoryRows | None, folder: Path) -> None:
-    """Raise UserError if a run would go on with other rows. A run that was stopped by bad rows may."""
+    """Raise UserError if a run would resume with other rows, unless bad rows stopped it."""
     if rows and not _has_same_rows(rows, folder) and not (folder / run_dir.BAD_DATA_FILE).is_file():
-        raise UserError(f"data is not what {folder} was trained with, its {DATA_FILE}: leave data= out, or begin anew")
+        raise UserError(f"data differs from {folder / DATA_FILE}, the data of this run: leave out data=, or start anew")
 
 
 def _has_same_rows(rows: InMemoryRows, folder: Path) -> bool:
@@ -229,13 +229,13 @@ def _check_unused_folder(folder: Path) -> None:
     """Raise UserError if no run can begin in the folder, or if its rows would overwrite a file."""
     run_dir.check_new_run_dir(folder)
     if (folder / DATA_FILE).exists() and not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds {DATA_FILE}, which is no run's: choose another folder with run=")
+        raise UserError(f"{folder} holds {DATA_FILE}, not a run: choose another folder with run=")
 
 
 def _make_run_path(recipe: Path | None) -> Path:
-    """Return a new folder name, as the command line makes them. Later runs of a process add a number."""
+    """Return the path of a new folder, named as on the command line. Later runs of a process append a number."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError("several processes share one folder: name it, run=")
+        raise UserError("several processes share one run folder: name it with run=")
     name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = next(_RUN_NUMBERS)
     return Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -248,11 +248,11 @@ class Run:
     """A run of `pellucid.train`. Iterating over it trains: each step is yielded after it is logged and saved.
 
     You may leave the loop at any time, by break or by an exception. The run is then saved, its report is written, and
-    its folder is free for others. Another loop goes on after the last step, with the same numbers as if it had never
-    stopped. A loop that is still open, because a variable holds its iterator, is closed before another, and at the end
-    of the process.
+    its folder is unlocked. Another loop continues after the last step, with the same numbers as if it had never
+    stopped. If a variable still holds the iterator of a loop, that loop is closed before the next one starts, or when
+    the process exits.
 
-    An interrupt, such as Ctrl-C, stops the run after the current step, and raises KeyboardInterrupt when all is saved.
+    An interrupt, such as Ctrl-C, stops the run after the current step, and raises KeyboardInterrupt after saving.
     A second interrupt stops it at once.
     """
 
@@ -282,7 +282,7 @@ class Run:
         self._check_owner()
         self._close_loop()
         loop = self._iter_steps()
-        self._loop = weakref.ref(loop)  # a loop that is left has no other owner, and ends at once
+        self._loop = weakref.ref(loop)  # weak, so that leaving the loop closes its generator
         return loop
 
     def finish(self) -> Self:
@@ -293,7 +293,7 @@ class Run:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model of transformers that is trained; with LoRA or offloaded weights a merged copy in float32.
+        """The trained transformers model; with LoRA or offloaded weights, a merged copy in float32.
 
         Raises:
             UserError: No step has been taken, or several processes share the parameters.
@@ -309,7 +309,7 @@ class Run:
         return self._get_policy().tokenizer
 
     def save(self, folder: str | Path) -> Path:
-        """Save model and tokenizer as they are now, in the dtype `save_dtype`, into a new folder, and return it."""
+        """Save the current model and tokenizer, in the dtype `save_dtype`, into a new folder, and return its path."""
         policy = self._get_unsharded_policy()
         import torch  # noqa: PLC0415 - `import pellucid` is light; the policy has imported it
 
@@ -323,7 +323,7 @@ class Run:
 
     @property
     def evaluations(self) -> dict[int, Evaluation]:
-        """The evaluations so far, by the number of the step before them."""
+        """The evaluations so far, by the number of the last step before each."""
         return loggers.read_evaluations(self.folder)
 
     def report(self) -> Path:
@@ -343,7 +343,7 @@ class Run:
         self._owner_pid = os.getpid()
         try:
             while (result := self._take_step(steps, requests)) is not None:
-                atexit.register(self._close_loop)  # before handlers that were registered earlier
+                atexit.register(self._close_loop)  # runs before handlers that were registered earlier
                 try:
                     yield result
                 finally:
@@ -362,12 +362,12 @@ class Run:
         """Raise UserError in a fork of the process with the open loop."""
         if self._owner_pid not in (0, os.getpid()):
             raise UserError(
-                f"the run in {self.folder} belongs to process {self._owner_pid}, of which this one is a fork: only that"
-                " process takes its steps, saves it and closes it"
+                f"the run in {self.folder} belongs to process {self._owner_pid}, and this process is a fork of it: only"
+                " that process may take steps, save or close the run"
             )
 
     def _close_loop(self) -> None:
-        """Close the open loop of this process, if there is one. UserError if it is taking a step, in another thread."""
+        """Close the open loop of this process, if there is one. Raises UserError if another thread takes a step."""
         loop = self._loop()
         if loop is None or self._owner_pid not in (0, os.getpid()):
             return
@@ -383,7 +383,7 @@ class Run:
         digests = self._digest_code()
         for key, digest in self._code_digests.items():
             if digests.get(key) != digest:
-                raise UserError(f"the file of {key} was edited since this run was asked for: call pellucid.train again")
+                raise UserError(f"the file of {key} was edited after pellucid.train was called: call it again")
         if self._training_run is None:
             self._training_run = TrainingRun(
                 self._cfg, self.folder, self._resumed, requests, self._resume_hint, self._prepare
@@ -409,7 +409,7 @@ class Run:
         return result
 
     def _stop_steps(self, steps: Generator[StepResult], requests: StopRequests) -> None:
-        """Save the run after the loop was left. A UserError is printed: it must not hide an error of the caller's."""
+        """Save the run after the loop was left. A UserError is printed, to not hide an exception of the caller."""
         try:
             with self._working_context(requests):
                 steps.close()
@@ -424,7 +424,7 @@ class Run:
 
     @contextmanager
     def _working_context(self, requests: StopRequests) -> Iterator[None]:
-        """Within this context, signals request a stop, and names in settings stand for the objects of the caller."""
+        """Within this context, signals request a stop, and names in settings refer to the objects of the caller."""
         with (
             write_options_as_keywords(),
             handle_stop_signals(requests.handle_signal),
@@ -434,13 +434,13 @@ class Run:
                 yield
             except KeyboardInterrupt:
                 begun = (self.folder / "config.json").is_file()
-                how = f"continue with: {self._resume_hint}" if begun else "the same call starts again"
+                how = f"continue with: {self._resume_hint}" if begun else "the same call starts the run again"
                 print(escape_controls(f"stopped at once; saved files are kept; {how}"), flush=True)
                 raise
 
     @property
     def _resume_hint(self) -> str:
-        """The call that goes on with this run in another process."""
+        """The call that resumes this run in another process."""
         objects = ", with the functions and tasks that were given to it" if self._objects else ""
         return f'pellucid.train(resume="{self.folder}"){objects}'
 
@@ -453,7 +453,7 @@ class Run:
         """Return the policy. Raises UserError if this process has only a part of its parameters."""
         policy = self._get_policy()
         if policy.sharded_modules:
-            raise UserError(f"the parameters lie in several processes: the model will be in {self.folder / 'model'}")
+            raise UserError(f"the parameters are sharded: the model will be saved in {self.folder / 'model'}")
         return policy
 
 
@@ -470,7 +470,7 @@ _PACKAGED_TASK_NAMES = {spec: name for name, spec in TASKS.items()}
 
 
 class ObjectRegistry(dict[str, Any]):
-    """The objects that were given to a run, by their names in its settings: "here:NAME"."""
+    """The objects that were given to a run. The keys are their names in its settings, "here:NAME"."""
 
     def register(self, thing: Any, name: str) -> str:
         """Add an object, and return its name. A second object of the same name gets a number."""
@@ -481,7 +481,7 @@ class ObjectRegistry(dict[str, Any]):
 
 
 def _make_reward_terms(reward: Any, objects: ObjectRegistry) -> list[Any]:
-    """Return the terms of a reward as a recipe has them. Raises UserError for an object that is no reward."""
+    """Convert a reward to the terms of a recipe. Raises UserError for an object that is not a reward."""
     if isinstance(reward, list):
         terms = [term for each in reward for term in _make_reward_terms(each, objects)]
         if not terms:
@@ -489,7 +489,7 @@ def _make_reward_terms(reward: Any, objects: ObjectRegistry) -> list[Any]:
         return terms
     if isinstance(reward, tuple):
         if len(reward) != 2 or isinstance(reward[1], bool) or not isinstance(reward[1], int | float):
-            raise UserError(f"reward has a tuple that is no pair of a term and its weight: {_ACCEPTED_REWARD_HINT}")
+            raise UserError(f"reward has a tuple that is not (term, weight): {_ACCEPTED_REWARD_HINT}")
         return [{"name": _register_reward(reward[0], objects), "weight": reward[1]}]
     if isinstance(reward, RewardTerm):
         return [dataclasses.asdict(reward)]
@@ -505,23 +505,23 @@ def _register_reward(reward: Any, objects: ObjectRegistry) -> str:
 
 
 def _register_algorithm_functions(algorithm: dict[str, Any], objects: ObjectRegistry) -> None:
-    """Replace an advantage or an objective that is a function by its name."""
-    for axis in AXES:
-        if callable(function := algorithm.get(axis)):
-            algorithm[axis] = objects.register(function, _get_callable_name(function))
+    """Register the advantage or objective if it is a function, and set its name in the settings."""
+    for setting in FUNCTION_SETTINGS:
+        if callable(function := algorithm.get(setting)):
+            algorithm[setting] = objects.register(function, _get_callable_name(function))
 
 
 def _get_callable_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function, as its metric has it."""
-    inner = getattr(function, "func", function)  # of functools.partial
+    """Return the name of a function, which is also the name of its metric."""
+    inner = getattr(function, "func", function)  # a functools.partial has `func`
     return getattr(inner, "__name__", type(inner).__name__).strip("<>")
 
 
 def convert_task_to_section(task: Any, objects: ObjectRegistry) -> dict[str, Any]:
-    """Return a section of a recipe for a task: its name and, for a dataclass, its fields.
+    """Convert a task to a section of a recipe: its name and, for a dataclass, its fields.
 
-    A class from a file is named by the file, so that other processes can import it. A task stays an object if a recipe
-    cannot hold it: because it is no dataclass, has a model among its fields, or has a field `name` of its own.
+    The name of a class from a file contains the path, so that other processes can import it. The object itself is
+    registered if a recipe cannot hold it: it is not a dataclass, a field is a model, or it defines a field `name`.
     """
     if isinstance(task, str):
         return {"name": task}
@@ -536,7 +536,7 @@ def convert_task_to_section(task: Any, objects: ObjectRegistry) -> dict[str, Any
     if not is_task_wrapper(task) and (has_own_name or not {"seed", "split"} <= fields or not _is_recipe_value(task)):
         return {"name": objects.register(make_task_class(task), type(task).__name__)}
     values = {name: getattr(task, name) for name in fields if name != "name"}
-    if values.get("seed") == 0:  # it follows the seed of the run
+    if values.get("seed") == 0:  # 0 means the seed of the run
         del values["seed"]
     if is_task_wrapper(task):
         values["task"] = convert_task_to_section(values["task"], objects)
@@ -555,7 +555,7 @@ def _register_task_class(cls: type, objects: ObjectRegistry) -> str:
 
 
 def _is_recipe_value(value: Any) -> bool:
-    """Return whether a recipe could hold a value."""
+    """Return whether a recipe can hold a value."""
     if dataclasses.is_dataclass(value):
         return all(_is_recipe_value(getattr(value, field.name)) for field in dataclasses.fields(value))
     if isinstance(value, Mapping):
@@ -568,9 +568,7 @@ def _is_recipe_value(value: Any) -> bool:
 # ---------------------------------------------------------------- rows in memory
 
 
-_ACCEPTED_DATA_HINT = (
-    "give a list of dicts, a datasets.Dataset, a pandas DataFrame, a file, several, a pattern or a Hub id"
-)
+_ACCEPTED_DATA_HINT = "give a list of dicts, a datasets.Dataset, a pandas DataFrame, file names, a pattern or a Hub id"
 _ANSWER_COLUMNS = ("answer", "solution")
 """Columns of the gold answer, if no setting names one. Data sets for TRL have `solution`."""
 
@@ -590,7 +588,7 @@ class InMemoryRows:
         files.write_file_atomically(path, "".join(self.json_lines))
 
     def check_prompts(self, task: Dataset) -> None:
-        """Raise UserError if the task cannot make a prompt of some rows, unless it skips bad rows."""
+        """Raise UserError if any row makes no prompt; for a task that skips bad rows, only if no row makes one."""
         bad: list[BadRow] = []
         for number, line in enumerate(self.json_lines, start=1):
             where = f"data, row {number}"
@@ -603,7 +601,7 @@ class InMemoryRows:
 
 
 def make_in_memory_rows(data: Any) -> InMemoryRows | None:
-    """Return rows that were given as objects; None if there are none, or `data` names files or a data set."""
+    """Return the rows in `data`; None if it is None, or names files or a data set."""
     if data is None or _format_data_names(data) is not None:
         return None
     module = type(data).__module__.partition(".")[0]
@@ -640,7 +638,7 @@ def _check_named_data(task: Dataset) -> None:
 
 
 def _format_data_names(data: Any) -> str | list[str] | None:
-    """Return the names of files, or of a data set, as the value of a setting; None if data is no names."""
+    """Return names of files or of a data set as the value of a setting; None if `data` is something else."""
     if isinstance(data, str | Path):
         return str(data)
     are_names = isinstance(data, list | tuple) and data and all(isinstance(each, str | Path) for each in data)
@@ -648,9 +646,9 @@ def _format_data_names(data: Any) -> str | list[str] | None:
 
 
 def infer_columns(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that name the columns of question and answer, as far as `section` does not name them.
+    """Return settings that name the columns of question and answer, unless `section` names them.
 
-    A column `prompt` is understood as in TRL: messages are a chat, and a string is used without a chat template.
+    A column `prompt` has the meaning it has in TRL: messages are a chat; a string is used without a chat template.
     """
     found: dict[str, Any] = {}
     if "prompt" in row and not {"question", "messages", "template"} & {*section, *row}:
@@ -662,7 +660,7 @@ def infer_columns(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[st
 
 
 def encode_row(number: int, row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON. Raises UserError, with the name of the column, for a value without JSON form."""
+    """Return a row as a line of JSON. Raises UserError, which names the column, if a value has no JSON form."""
     values: dict[str, Any] = {}
     for column, value in row.items():
         try:
@@ -674,7 +672,7 @@ def encode_row(number: int, row: Mapping[str, Any]) -> str:
 
 
 def _convert_to_json_value(value: Any) -> Any:
-    """Return a value that JSON can hold: numpy's numbers and arrays as Python's, dates as text, NaN as None."""
+    """Convert a value for JSON: numpy numbers and arrays to Python objects, dates to text, NaN to None."""
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, Mapping):
@@ -690,7 +688,7 @@ def _convert_to_json_value(value: Any) -> Any:
 
 
 COMMON_TASK_FIELDS = ("name", "seed", "split", "task")
-"""Fields of a task that are no keywords: `seed` means algorithm.seed, which is the default seed of the task."""
+"""Task fields that are not keywords of `train`: `seed` means algorithm.seed, the default seed of the task."""
 
 _ARGUMENT_NAMES = {
     "policy.model": "model",
@@ -704,8 +702,8 @@ _ARGUMENT_NAMES = {
 def group_settings_by_section(settings: Mapping[str, Any], task: type | None) -> dict[str, dict[str, Any]]:
     """Group keywords by section, as a recipe has them.
 
-    The key alone suffices if one section has it; section_key names any setting. A UserError about a keyword that is
-    ambiguous or unknown has the choices, or similar names.
+    The key alone suffices if one section has it; section_key names any setting. Raises UserError for an
+    ambiguous keyword, with the choices, or an unknown one, with similar names.
     """
     known = list_section_keys(task)
     sections: dict[str, dict[str, Any]] = {}
@@ -730,7 +728,7 @@ def list_section_keys(task: type | None) -> dict[str, list[str]]:
 
 
 def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str, str]:
-    """Return section and key of a keyword."""
+    """Return the section and the key that a keyword sets."""
     full_names = {f"{section}_{key}": (section, key) for section, keys in known.items() for key in keys}
     if name in full_names:
         return full_names[name]
@@ -739,9 +737,9 @@ def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str
         return sections[0], name
     if sections:
         keywords = " or ".join(f"{section}_{name}" for section in sections)
-        raise UserError(f"{name} is a setting of {' and '.join(sections)}: say {keywords}")
+        raise UserError(f"{name} is a setting of {' and '.join(sections)}: use {keywords}")
     if known.get(name):
-        raise UserError(f"{name} is a section: say {name}_{known[name][0]}=... for its setting {known[name][0]}")
+        raise UserError(f"{name} is a section: use {name}_{known[name][0]}=... for its setting {known[name][0]}")
     names = [*(key for keys in known.values() for key in keys), *full_names]
     hint = (
         explain_trl_name(name, partial(_format_keyword, known))

@@ -344,7 +344,7 @@ class TrainCommand:
             advice = "pellucid train {} begins a run of it; --resume takes a run folder"
             config.refuse_recipe_as_run(self.resume, advice)
             if self.recipe or self.run:
-                raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
+                raise UserError("--resume RUN continues with the settings of that run: leave out the recipe and --run")
         recipe = config.find_recipe(self.recipe) if self.recipe else None
         name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
         run_dir = self.resume or self.run or Path("runs") / name
@@ -387,7 +387,7 @@ def _check_recipe_trust(source: Path, settings: Sequence[str], print_code: bool 
     values = config.read_settings(source)
     config.check_key_variables(values, settings, source)
     if print_code and (code := config.list_user_code(values)):
-        print_notes(f"{source} runs code as you: {', '.join(code)}")
+        print_notes(f"{source} runs code with your permissions: {', '.join(code)}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ _SETTING_PLACEHOLDER = re.compile(r"\{([a-z0-9_.]+)\}")
 
 
 def _format_setting_key(setting: str) -> str:
-    """Return a setting as recipes have it. A name without a section, such as `run`, is an option of the command."""
+    """Return a setting as recipes write it. A name without a section, such as `run`, is a command-line option."""
     return setting if "." in setting else f"--{setting}"
 
 
@@ -21,7 +21,7 @@ def explain_trl_name(name: str, format_key: Callable[[str], str] = _format_setti
 
     Args:
         name: The unknown name.
-        format_key: Writes a setting of ours, such as "optimizer.lr", as the reader of the hint would.
+        format_key: Formats a Pellucid setting, such as "optimizer.lr", as the reader of the hint would write it.
     """
     key = name.replace("-", "_")
     text = _load_texts().get(key)
@@ -32,7 +32,7 @@ def explain_trl_name(name: str, format_key: Callable[[str], str] = _format_setti
 
 @cache
 def _load_texts() -> dict[str, str]:
-    """Return what is said of each name."""
+    """Return the text of the hint for each TRL name."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     texts = {name: f"is here {text}" for name, text in tables["counterparts"].items()}
     for text, names in tables["without_counterpart"].items():

@@ -1,4 +1,4 @@
-"""The records that pass between the stages of a training step, and the protocols of its parts. No torch here."""
+"""Records that pass between the stages of a training step, and protocols of its components. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ in OpenAI's format, except that the arguments are an object. The result of a too
 
 ROUND_STRIDE = 10**8 + 7
 """Round r of dynamic sampling uses the prompts of step + r * ROUND_STRIDE, a number that no real step reaches. The
-stride is prime, so that a task that cycles through its rows returns different rows in each round. The numbers of up to
-42 rounds are below 2**32, the limit for seeds."""
+stride is prime, so that a task that cycles through its rows returns different rows in each round. Up to round 42, these
+numbers are below 2**32, the limit for seeds."""
 
 
 # ---------------------------------------------------------------- prompts and completions
@@ -85,7 +85,7 @@ class Sampling:
     top_p: float = 1.0
     """Sample only among the likeliest tokens that together have this probability; 1 is off."""
     min_p: float = 0.0
-    """Sample only among tokens at least this many times as likely as the likeliest; 0 is off."""
+    """Sample only among tokens with at least this share of the probability of the likeliest token; 0 is off."""
     seed: str = ""
     """The seed of the random numbers. The same prompts, sampling and weights give the same completions."""
     turns: int = 8
@@ -132,13 +132,13 @@ class Completion:
     """The ranges [start, end) of token_ids that were given, in ascending order: the prompt's prefix, observations and
     bridge tokens."""
     version: int = 0
-    """The number of training steps that the weights which sampled this completion had taken."""
+    """The number of training steps of the weights that sampled this completion."""
     messages: tuple[Message, ...] = ()
     """The messages of a conversation after the question; empty if there is only one answer."""
     outcome: ConversationOutcome | None = None
     """The result of the conversation, if there was one."""
     branches: tuple[Completion, ...] = ()
-    """Other token sequences of the same conversation, created when its history was rewritten. They have its reward."""
+    """Other token sequences of the same conversation, created by rewriting its history. They get the same reward."""
     thinking: bool = False
     """Whether the chat template wrote `<think>` right before the text, so that the text begins inside a thought."""
 
@@ -173,9 +173,9 @@ class Reward:
     applies: bool = True
     """False if no term of the reward applies to this prompt, so that the grade is missing intentionally."""
     is_decided: bool = True
-    """False if the term that decides which answers are right has no value, so that this one is neither."""
+    """False if the term that decides correctness has no value: the answer is then neither right nor wrong."""
     is_continuous: bool = False
-    """Whether the reward lies on a continuous scale and is no verdict. Evaluation then reports its mean."""
+    """Whether the reward is on a continuous scale and not a verdict. Evaluation then reports its mean."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """The error of each term that failed, by name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class Reward:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no grade: neither right nor wrong, with the mean of the group in place of the reward."""
+        """Whether there is no grade. The answer is neither right nor wrong, and the group mean replaces its reward."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property
@@ -216,7 +216,7 @@ def rewards_are_verdicts(rewards: Iterable[Reward]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a run: its finished steps, all its steps, and the prompts of each."""
+    """The progress of a run: the number of finished steps, of all steps, and of prompts per step."""
 
     global_step: int = 0
     max_steps: int = 1
@@ -233,8 +233,8 @@ class Group:
     rewards: tuple[Reward, ...] = ()
     advantages: tuple[float, ...] = ()
     demonstration: tuple[int, ...] = ()
-    """The tokens of the prompt's prefix, whose likelihood algorithm.prefix_coef can raise, with the end-of-sequence
-    token if it is a complete answer."""
+    """The tokens of the prompt's prefix, and the end-of-sequence token if the prefix is a complete answer.
+    algorithm.prefix_coef can raise their likelihood."""
     is_zero_variance: bool | None = None
     """Whether the rewards are equal up to algorithm.min_reward_range; set only for tasks that observe groups."""
 
@@ -284,8 +284,8 @@ class Evaluation:
     pass_at_k: Estimate
     """The share of prompts for which at least one of k samples is right."""
     greedy_correct: tuple[int | None, ...] = ()
-    """For each prompt 1 if its greedy answer is right, 0 if it is wrong or its reward failed, None if it is left out or
-    undecided; sorted by the text of the questions."""
+    """1 for a prompt whose greedy answer is right, 0 if the answer is wrong or its reward failed, None if the prompt is
+    left out or undecided. Prompts are sorted by the text of the question."""
     questions_digest: str = ""
     """Evaluations with the same digest can be compared question by question."""
     failed: int = 0
@@ -326,7 +326,7 @@ class NotBegunError(UserError):
 
 
 class StrandedError(Exception):
-    """This process lost contact with the other processes of its run. One line and exit status 1: not a user mistake."""
+    """This process lost contact with the others of its run. It is not a user mistake: one line, exit status 1."""
 
 
 # ---------------------------------------------------------------- tasks
@@ -340,11 +340,11 @@ class Task(Protocol):
 
     @property
     def split(self) -> str:
-        """`train` or `test`. Their prompts are disjoint."""
+        """`train` or `test`. The two splits share no prompts."""
         ...
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
-        """Return n prompts for the step after `step` finished ones.
+        """Return n prompts for the step that follows `step` finished steps.
 
         The result must depend only on (seed, split, step) and on the state of a StatefulTask, so that a resumed run
         does not have to repeat earlier steps. Round r of dynamic sampling passes step + r * ROUND_STRIDE.
@@ -362,7 +362,7 @@ def with_split(task: Any, split: str) -> Any:
 def grade_groups(task: Task, groups: Sequence[Group], progress: Progress = Progress()) -> list[Group]:
     """Return the groups with their rewards, in the same order.
 
-    A task with a method `reward_all`, as in a sandbox, gets all pairs of prompt and completion at once.
+    If the task has a method `reward_all`, as a sandbox does, it gets all pairs of prompt and completion at once.
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     reward_all: Any = getattr(task, "reward_all", None)
@@ -398,7 +398,7 @@ def as_stateful_task(task: Task) -> _StatefulTask | None:
     if not hasattr(task, "observe"):  # no isinstance: a wrapper that grades in a sandbox forwards attributes
         return None
     if not hasattr(task, "state") or not hasattr(task, "load_state"):
-        raise UserError("a task that has observe() must have state() and load_state(): a resumed run needs what it saw")
+        raise UserError("a task that has observe() must have state() and load_state(), for resumed runs")
     return cast(_StatefulTask, task)
 
 
@@ -419,7 +419,7 @@ class PolicyTurn(NamedTuple):
 
 
 class EnvironmentReply(NamedTuple):
-    """The reply of an environment. One of `messages`, `prompt` and `outcome` is set."""
+    """The reply of an environment. Exactly one of `messages`, `prompt` and `outcome` is set."""
 
     messages: tuple[Message, ...] = ()
     """Messages to the policy, which has the next turn."""
@@ -435,7 +435,7 @@ class AsyncEnvironments(Protocol):
     """The environments and tools of many conversations at once. No call waits for another conversation."""
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
-        """Start conversation `sibling` about this prompt, without waiting. Its first reply is the question."""
+        """Start conversation `number`, sample `sibling` of the prompt, without waiting. The reply is the question."""
 
     def send_turn(self, number: int, turn: PolicyTurn) -> None:
         """Send a turn of the policy, without waiting for the reply."""
@@ -444,7 +444,7 @@ class AsyncEnvironments(Protocol):
         """End a conversation in which the policy has no more turns. The reply is its outcome."""
 
     def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:
-        """Return the replies that have arrived, with the numbers of their conversations, after a wait for the first."""
+        """Wait up to `seconds` for a reply. Return all that have arrived, with the numbers of their conversations."""
         ...
 
     def close(self) -> None: ...
@@ -465,7 +465,7 @@ class Sampler(Protocol):
         ...
 
     def sync(self, policy: Any, version: int) -> None:
-        """Use the weights of this policy, of `version` finished training steps, from now on."""
+        """Use the weights of this policy from now on. `version` is the number of their training steps."""
 
 
 class Logger(Protocol):

@@ -158,7 +158,7 @@ def test_what_code_runs_is_said_before_it_runs(words, said, tmp_path, monkeypatc
     (tmp_path / file).write_text("print('it runs')\n")
     (tmp_path / "mine.toml").write_text(f'[task]\nname = "{file}:Nothing"\n')
     status, out, err = said(*words)
-    assert out == f"! mine.toml runs code as you: {file}:Nothing\nit runs\n"
+    assert out == f"! mine.toml runs code with your permissions: {file}:Nothing\nit runs\n"
     assert (status, f"{file} has no" in err) == (2, True)
 
 
@@ -270,7 +270,7 @@ MISTAKES = {
     "train --algorithm.stpes 3": 'the command line: algorithm.stpes: no such key; did you mean "steps"?',
     "train one.toml two.toml": "Unrecognized options: two.toml; see pellucid train --help",
     "train --run": "Missing value for argument '--run'. Expected 1 values; see pellucid train --help",
-    "train --resume a b.toml": "--resume RUN goes on with the settings of that run",
+    "train --resume a b.toml": "--resume RUN continues with the settings of that run",
     "train --resume nowhere": "--resume nowhere: there is no run in that folder",
     "eval": "MODEL_OR_RUN",
     "eval x --show many": "Error parsing --show: invalid literal for int() with base 10: 'many'",

@@ -23,7 +23,7 @@ MISTAKES = {
     "trian recipe.toml": 'trian.*did you mean "?train',
     "train recipe.toml --rnu runs/second": "--rnu.*--run",
     "train recipe.toml --run": "--run.*(value|argument)",
-    "train recipe.toml --run runs/first": "runs/first holds a run: go on with --resume runs/first",
+    "train recipe.toml --run runs/first": "runs/first holds a run: resume with --resume runs/first",
     "train recipe.toml another.toml": "another.toml",
     "eval": "(?i)model",
     "init": "(?i)dir|folder",

@@ -34,7 +34,7 @@ def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe,
     assert train(recipe, "--run", tmp_path / "run", *overrides) == 0
     trained = capsys.readouterr().out
     note, _, out = out.partition("\n")
-    assert note == f"! {recipe} runs code as you: {config.read_settings(recipe)['task']['name']}"
+    assert note == f"! {recipe} runs code with your permissions: {config.read_settings(recipe)['task']['name']}"
     settings, _, rest = out.partition("\nmodel  ")
     written = tmp_path / "again.toml"
     written.write_text(settings)

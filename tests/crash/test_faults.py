@@ -190,10 +190,10 @@ def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, t
         starved(patched, lambda rows: next(calls) == 1)  # the gradients of the first micro-batch are there
         patched.setattr(run.grpo, "update_policy", dying)
         assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 8) == 130
-    ran_out = "! memory ran out with 8 rows in a forward pass: 4 from now on, as of algorithm.micro_batch = 4"
+    ran_out = "! memory ran out with 8 rows in a forward pass: 4 from now on, as with algorithm.micro_batch = 4"
     assert capsys.readouterr().out.splitlines().count(ran_out) == 1
     assert train("--resume", run_dir) == 0
-    assert "! memory ran out before: 4 rows in a forward pass at most" in capsys.readouterr().out
+    assert "! memory ran out earlier: at most 4 rows in a forward pass" in capsys.readouterr().out
     same_run(in_fours, run_dir)
 
 

@@ -121,7 +121,7 @@ def test_servers_behind_a_cable_that_is_cut_in_the_middle_of_a_run_cost_time_alo
     told = (tmp_path / "said").read_text()
     print(*(line for line in told.splitlines() if line.startswith("! http") or "no sampler" in line), sep="\n")
     assert says in told
-    assert "is back, with the present weights" in told
+    assert "is back with the current weights" in told
     same_run(whole, cut)
 
 

@@ -150,8 +150,8 @@ def test_where_deepspeed_is_missing_one_line_names_the_extra(recipe, tmp_path, m
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (("--policy.dtype", "float16"), 'policy.dtype = "float16" is for runtime.engine = "ddp"'),
-        (("--algorithm.reference-every", 2), "algorithm.reference_every is not for runtime.engine"),
+        (("--policy.dtype", "float16"), 'policy.dtype = "float16" needs runtime.engine = "ddp"'),
+        (("--algorithm.reference-every", 2), "algorithm.reference_every does not work with runtime.engine"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(settings, complaint, recipe, tmp_path, capsys):

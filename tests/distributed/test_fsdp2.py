@@ -138,7 +138,7 @@ def test_an_adapter_that_cannot_be_merged_ends_all_processes_with_one_line(recip
     settings = ["--policy.lora", 2, "--runtime.engine", "fsdp2", "--evaluate.every", 0, "--algorithm.steps", 1]
     done = in_processes(2, tmp_path / "gone.py", "train", recipe, "--run", tmp_path / "run", *settings, fails=True)
     [line] = {line for line in done.stderr.splitlines() if line.startswith("pellucid:")}
-    assert "model could not be saved (the base is gone); the checkpoint is whole: mend that, then --resume" in line
+    assert "model could not be saved (the base is gone); the checkpoint is intact: fix that, then --resume" in line
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_where_memory_runs_out_with_fsdp2_the_run_ends_and_can_go_on(tmp_path):
     """A backward pass that was broken off leaves it without gradients ever after."""
     (tmp_path / "once.py").write_text(ONCE.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
     done = ran(tmp_path / "once.py")
-    assert "go on with --resume and --algorithm.micro_batch 2" in done.stdout, done.stderr
+    assert "continue with --resume and --algorithm.micro_batch 2" in done.stdout, done.stderr
 
 
 def test_every_group_of_an_engine_waits_as_long_as_the_run_says(tmp_path):

@@ -496,7 +496,7 @@ def test_answers_that_begin_alike_are_one_mover_of_all_their_gradient(browser, t
     assert [line[:2] for line in tables[1]] == [["a", "42.9%"], ["b", "28.6%"], ["c", "21.4%"], ["d", "7.1%"]]
     assert "Changes below 0.13 nats are within the rounding of bfloat16" in says
     assert "All are below 0.0001." in says
-    assert share == ["share of the group's gradient, 2 answers alike\n28.6%"]
+    assert share == ["share of the group's gradient, 2 identical answers\n28.6%"]
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_answers_that_are_alike_are_one_with_all_their_shares(tmp_path):
     rows += [row(0, 1, 0, "other", gradient=0.4, advantage=-1.5, reward=0.0, correct=False)]
     write_tokens(run, 1, rows)
     text = shown(run)
-    assert "[0, 2] 2 answers alike: reward 1, right, advantage 0.378" in text
+    assert "[0, 2] 2 identical answers: reward 1, right, advantage 0.378" in text
     assert "[1] reward 0, wrong, advantage -1.5" in text
     assert "60.0%" in text
     assert "30.0%" not in text
@@ -89,7 +89,7 @@ def test_steps_and_groups_that_are_not_recorded_are_one_line(tmp_path):
     run = small_run(tmp_path / "run", steps=3)
     with pytest.raises(UserError, match=r"3 steps from 1 to 3, the nearest is 3"):
         shown(run, 7)
-    with pytest.raises(UserError, match=r"recorded are 0, 1"):
+    with pytest.raises(UserError, match=r"it recorded groups 0, 1"):
         shown(run, 1, 2)
 
 

@@ -64,11 +64,11 @@ def test_every_setting_has_a_name_of_its_own(task):
 
 
 MISTAKES = {
-    "every": "every is a setting of evaluate and checkpoint: say evaluate_every or checkpoint_every",
-    "top_k": "top_k is a setting of sampler and evaluate: say sampler_top_k or evaluate_top_k",
-    "engine": "engine is a setting of policy and runtime: say policy_engine or runtime_engine",
-    "template": "template is a setting of policy and task: say policy_template or task_template",
-    "evaluate": "evaluate is a section: say evaluate_every=... for its setting every",
+    "every": "every is a setting of evaluate and checkpoint: use evaluate_every or checkpoint_every",
+    "top_k": "top_k is a setting of sampler and evaluate: use sampler_top_k or evaluate_top_k",
+    "engine": "engine is a setting of policy and runtime: use policy_engine or runtime_engine",
+    "template": "template is a setting of policy and task: use policy_template or task_template",
+    "evaluate": "evaluate is a section: use evaluate_every=... for its setting every",
     "group_sise": "pellucid.train has no setting group_sise; did you mean group_size?",
     "evaluate_evry": "pellucid.train has no setting evaluate_evry; did you mean evaluate_every?",
     "questoin": "pellucid.train has no setting questoin; did you mean question?",

@@ -106,7 +106,7 @@ def test_a_loop_may_be_left_and_gone_on_with(recipe, tmp_path, capsys, undisturb
     assert (folder / "report.html").is_file()
     assert not multiprocessing.active_children()
     run_dir.refuse_locked_run_dir(folder)
-    told = f'stopped after step 3, nothing is lost; go on with: pellucid.train(resume="{folder}")\n'
+    told = f'stopped after step 3, nothing is lost; resume with: pellucid.train(resume="{folder}")\n'
     assert told in capsys.readouterr().out
     assert not mine.finished
     assert repr(mine) == f"<Run {folder}: 3 of 6 steps>"
@@ -356,7 +356,7 @@ def test_an_interrupt_before_there_is_a_run_does_not_say_how_to_go_on_with_it(re
     monkeypatch.setattr(run, "build_components", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
-    assert "saved files are kept; the same call starts again\n" in capsys.readouterr().out
+    assert "saved files are kept; the same call starts the run again\n" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
@@ -428,7 +428,7 @@ def test_rows_in_memory_are_a_file_of_the_run(small, capsys):
     assert settings["task"]["data"] == str(mine.folder / "data.jsonl")
     assert len(settings["digests"]["task.data"]) == 64
     assert records(mine.folder / "data.jsonl") == ROWS
-    with pytest.raises(UserError, match=r"data is not what .*run was trained with, its data.jsonl: leave data= out"):
+    with pytest.raises(UserError, match=r"data differs from .*data\.jsonl, the data of this run: leave out data="):
         pellucid.train(resume=mine.folder, data=ROWS[1:], reward="numeric")
     assert pellucid.train(resume=mine.folder, data=ROWS, reward="numeric").finish().finished
     assert train("--resume", mine.folder, "--algorithm.steps", 4) == 0
@@ -442,7 +442,7 @@ def test_a_function_stays_here(small, capsys):
     said = capsys.readouterr()
     assert f'pellucid.train(resume="{folder}"), with the functions and tasks that were given to it' in said.out
     line = (
-        '"here:digits" is an object that was given to pellucid.train: give it again there, or put it into a file and'
+        '"here:digits" is an object that was given to pellucid.train: pass it again, or put it into a file and'
         ' name "path/to/file.py:digits"'
     )
     assert train("--resume", folder) == 2
@@ -528,7 +528,7 @@ def test_a_run_that_another_was_faster_than_leaves_its_rows(small):
     mine, other = (pellucid.train(data=rows, reward=digits, **small) for rows in (ROWS, ROWS[:20]))
     for _ in mine:
         break
-    with pytest.raises(UserError, match=r'holds a run: go on with resume="'):
+    with pytest.raises(UserError, match=r'holds a run: resume with resume="'):
         next(iter(other))
     assert records(small["run"] / "data.jsonl") == ROWS
     assert pellucid.train(resume=small["run"], reward=digits).finish().finished
@@ -771,7 +771,7 @@ def test_a_run_does_not_go_on_with_other_code_than_it_was_asked_for(small, tmp_p
     for _ in mine:
         break
     written(file, "-")
-    with pytest.raises(UserError, match="the file of objective was edited since this run was asked for"):
+    with pytest.raises(UserError, match=r"the file of objective was edited after pellucid\.train was called"):
         mine.finish()
     written(file, "+")
     assert mine.finish().finished
@@ -836,7 +836,7 @@ def mistakes():
     data = {"data": ROWS, "reward": digits}
     return {
         "pellucid.train has no setting group_sise; did you mean group_size?": {**data, "group_sise": 4},
-        "every is a setting of evaluate and checkpoint: say evaluate_every or checkpoint_every": {**data, "every": 4},
+        "every is a setting of evaluate and checkpoint: use evaluate_every or checkpoint_every": {**data, "every": 4},
         "algorithm.group_size: Input should be a valid integer": {**data, "group_size": "many"},
         "pellucid.train: algorithm: group_size = 1 must be at least 2": {**data, "group_size": 1},
         "data is of type int: give a list of dicts": {"data": 7},
@@ -845,7 +845,7 @@ def mistakes():
             "data": pandas.Series(["1+1=", "1+2="], name="question"),
             "reward": digits,
         },
-        'data = "nope" is no local file': {"data": "nope", "reward": digits},
+        'data = "nope" is not a local file': {"data": "nope", "reward": digits},
         "nope.jsonl: there is no such file": {"data": "nope.jsonl", "reward": digits},
         "no.csv: there is no such file": {"data": ["no.csv", "nope.csv"], "reward": digits},
         "pellucid.train has no setting stpes; did you mean steps? pellucid.train has no setting bateau": {
@@ -854,7 +854,7 @@ def mistakes():
             "bateau": 1,
         },
         "data, row 2, is of type int": {"data": [{"question": "?"}, 3], "reward": digits},
-        "nothing says what is right: give reward=": {"data": [{"question": "1"}, {"question": "2"}]},
+        "no reward and no gold answers: give reward=": {"data": [{"question": "1"}, {"question": "2"}]},
         'data, row 1: no column "answer"': {"data": [{"question": "1"}, {"question": "2"}], "reward": "numeric"},
         'data, row 2: the answer "two" holds no number': {
             "data": [{"question": "1", "answer": "1"}, {"question": "2", "answer": "two"}]
@@ -864,15 +864,15 @@ def mistakes():
         "nowhere.toml: there is no such file, and no recipe of this name": {"recipe": "nowhere.toml"},
         'resume="no where": there is no run in that folder': {"resume": "no where"},
         "reward is of type int: give a function": {"data": ROWS, "reward": 3},
-        "reward has a tuple that is no pair of a term and its weight": {"data": ROWS, "reward": (digits, brevity)},
+        "reward has a tuple that is not (term, weight)": {"data": ROWS, "reward": (digits, brevity)},
         "reward is an empty list": {"data": ROWS, "reward": []},
         'reward "numric" is unknown; did you mean "numeric"?': {"data": ROWS, "reward": "numric"},
-        'reward= is for the task "dataset", which data= brings': {"reward": digits},
-        'data= is for the task "dataset", which data= brings': {"data": ROWS, "task": "gsm8k"},
+        'reward= needs task "dataset", which data= selects': {"reward": digits},
+        'data= needs task "dataset", which data= selects': {"data": ROWS, "task": "gsm8k"},
         'task "gsm9k" is unknown; did you mean "gsm8k"?': {"task": "gsm9k"},
         "task is of type object, which has no sample and no reward": {"task": object()},
         "model is a dict: give its folder or Hub id": {**data, "model": {}},
-        "resume= goes on with the settings of that run: leave out recipe= and run=": {"resume": "a", "run": "b"},
+        "resume= continues with the settings of that run: leave out recipe= and run=": {"resume": "a", "run": "b"},
         'resume="nowhere": there is no run in that folder': {"resume": "nowhere"},
     }
 
@@ -937,11 +937,11 @@ def test_a_folder_that_is_used_is_left_alone(small, tmp_path):
     mine = pellucid.train(data=ROWS, reward=digits, **small)
     for _ in mine:
         break
-    with pytest.raises(UserError, match=r'holds a run: go on with resume=".*run", or choose another folder with run='):
+    with pytest.raises(UserError, match=r'holds a run: resume with resume=".*run", or choose another folder with run='):
         pellucid.train(data=ROWS, reward=digits, **small)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "data.jsonl").write_text("mine")
-    with pytest.raises(UserError, match=r"holds data\.jsonl, which is no run's"):
+    with pytest.raises(UserError, match=r"holds data\.jsonl, not a run"):
         pellucid.train(data=ROWS, reward=digits, **{**small, "run": tmp_path / "mine"})
 
 

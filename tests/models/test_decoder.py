@@ -705,7 +705,7 @@ LAYERS = "other layers than attention"
             ),
             "partial rotary",
         ),
-        (lambda: LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "quantised weights"),
+        (lambda: LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "quantized weights"),
     ],
 )
 def test_a_part_that_would_be_computed_wrongly_is_enough(config, reason):

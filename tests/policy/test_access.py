@@ -141,7 +141,7 @@ def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, re
     name = {"folder": str(model_dir), "gguf": str(tmp_path / "m.gguf"), "embedded": "smollm2-135m"}[kind]
     assert train(recipe, "--run", tmp_path / "run", "--policy.model", name, "--policy.revision", "v1") == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line == f"pellucid: policy.revision = 'v1' is for models of a hub, and {name} is not there: omit it"
+    assert line == f"pellucid: policy.revision = 'v1' is for models of a hub, and {name} is not one: omit it"
 
 
 # ---------------------------------------------------------------- code of its own
@@ -200,12 +200,12 @@ def test_code_that_is_not_trusted_is_said_in_one_line_and_does_not_run(own, reci
     assert status == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line == (
-        f"pellucid: policy.model = '{own}' is computed by Python code in its own folder, which would run as you, with"
-        " all that you may do: read it, then set policy.trust_remote_code"
+        f"pellucid: policy.model = '{own}' needs the Python code in its own folder, which would run with all"
+        " your permissions: read it, then set policy.trust_remote_code"
     )
     for arguments in (["eval", own, "--task", recipe], ["doctor", "--plan", recipe, "--policy.model", own]):
         assert answered(*arguments) == 2
-        assert "would run as you" in capsys.readouterr().err
+        assert "would run with all your permissions" in capsys.readouterr().err
     assert not ran(own)
 
 
@@ -215,14 +215,21 @@ def test_code_that_is_trusted_is_said_aloud_and_trained_and_saved_with_the_model
     settings = ["--policy.model", own, "--policy.trust-remote-code", "--policy.lora", lora, *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"! policy.trust_remote_code: Python code of {own} runs as you\n")
-    assert "transformers (code of its own)" in " ".join(printed.split())
+    assert printed.startswith(f"! policy.trust_remote_code: Python code of {own} runs with your permissions\n")
+    assert "transformers (custom code)" in " ".join(printed.split())
     assert ran(own)
     shutil.rmtree(own)
     assert (tmp_path / "run" / "model" / "modeling_own.py").is_file()
     assert answered("eval", tmp_path / "run", "--show", 1) == 0
-    assert f"! policy.trust_remote_code: Python code of {tmp_path}/run/model runs as you" in capsys.readouterr().out
-    with pytest.raises(UserError, match="would run as you") if own.name == "own_own" else torch.no_grad():
+    assert (
+        f"! policy.trust_remote_code: Python code of {tmp_path}/run/model runs with your permissions"
+        in capsys.readouterr().out
+    )
+    with (
+        pytest.raises(UserError, match="would run with all your permissions")
+        if own.name == "own_own"
+        else torch.no_grad()
+    ):
         policy.load_frozen_policy(str(tmp_path / "run" / "model"), torch.device("cpu"), torch.float32, 1.0)
 
 
@@ -242,13 +249,13 @@ def test_a_recipe_that_trusts_its_model_trusts_no_other(own, recipe, model_dir, 
     status = 2 if own.name == "own_own" else 0
     assert answered("eval", own, "--task", other, "--show", 1) == status
     assert answered("eval", own, "--task", itself, "--policy.no-trust-remote-code", "--show", 1) == status
-    assert not ran(own) and "runs as you" not in capsys.readouterr().out
+    assert not ran(own) and "runs with your permissions" not in capsys.readouterr().out
     assert answered("eval", own, "--task", other, "--policy.trust-remote-code", "--show", 1) == 0
     assert ran(own)
     (own.parent / "ran").unlink()
     capsys.readouterr()
     assert answered("eval", own, "--task", itself, "--show", 1) == 0
-    assert f"! policy.trust_remote_code: Python code of {own} runs as you" in capsys.readouterr().out
+    assert f"! policy.trust_remote_code: Python code of {own} runs with your permissions" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -262,7 +269,7 @@ def test_a_run_is_trusted_as_it_was_recorded_whatever_a_recipe_trusts(own, recip
     capsys.readouterr()
     other = trusting(recipe, model_dir, model_dir, "a.toml")
     assert answered("eval", tmp_path / "run", "--task", other, "--show", 1) == (2 if own.name == "own_own" else 0)
-    assert "runs as you" not in capsys.readouterr().out
+    assert "runs with your permissions" not in capsys.readouterr().out
 
 
 def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
@@ -275,11 +282,13 @@ def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
 
 def test_trusted_code_is_served(own, capsys):
     if own.name == "own_own":
-        with pytest.raises(UserError, match=r"would run as you, .*: read it, then give --trust-remote-code$"):
+        with pytest.raises(
+            UserError, match=r"would run with all your permissions: read it, then give --trust-remote-code$"
+        ):
             api.load_served_model(command.ServeCommand((str(own),)))
     served = api.load_served_model(command.ServeCommand((str(own),), trust_remote_code=True))
-    assert served.policy.find_fallback_reason() == "code of its own"
-    assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs as you\n"
+    assert served.policy.find_fallback_reason() == "custom code"
+    assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs with your permissions\n"
 
 
 def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_trusted(own, tmp_path, capsys):
@@ -292,8 +301,11 @@ def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_truste
     pellucid.train(data=rows, reward=nothing, **trusted, **few).finish()
     capsys.readouterr()
     served = api.load_served_model(command.ServeCommand((str(tmp_path / "run"),)))
-    assert served.task is None and served.policy.find_fallback_reason() == "code of its own"
-    assert f"! policy.trust_remote_code: Python code of {tmp_path}/run runs as you" in capsys.readouterr().out
+    assert served.task is None and served.policy.find_fallback_reason() == "custom code"
+    assert (
+        f"! policy.trust_remote_code: Python code of {tmp_path}/run runs with your permissions"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_plan_of_trusted_code_is_that_of_what_it_computes(own, recipe, capsys):
@@ -307,5 +319,5 @@ def test_another_model_than_the_policys_is_not_trusted_with_it(own, recipe, tmp_
     assert answered(*command, "--policy.trust-remote-code") == 2
     assert not ran(own)
     assert answered(*command, "--policy.model", own, "--policy.trust-remote-code") == 2
-    assert f"! policy.trust_remote_code: Python code of {own} runs as you" in capsys.readouterr().out
+    assert f"! policy.trust_remote_code: Python code of {own} runs with your permissions" in capsys.readouterr().out
     assert ran(own)

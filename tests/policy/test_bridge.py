@@ -130,10 +130,10 @@ def test_a_tokenizer_without_a_template_hears_lines():
 def test_what_the_template_forgets_is_said_and_what_it_hides_is_refused():
     kept, forgot = (check_bridge(tokenizer_of(TEMPLATES[name]), [256]) for name in ("qwen3_training", "qwen3"))
     assert kept == ""
-    assert "the chat template writes earlier turns anew" in forgot
+    assert "the chat template changes earlier turns" in forgot
     deaf = CHAT.replace("{{ m.content }}", "{{ m.content if m.role != 'user' }}")
-    with pytest.raises(UserError, match="leaves out what the role user says"):
+    with pytest.raises(UserError, match="leaves out messages of the role user"):
         check_bridge(tokenizer_of(deaf), [256])
     endless = "{% for m in messages %}{{ messages | length }}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    with pytest.raises(UserError, match="writes no end of a turn, and writes it anew when something follows"):
+    with pytest.raises(UserError, match="writes no end of a turn, and changes the turn when a message follows"):
         check_bridge(tokenizer_of(endless), [256])

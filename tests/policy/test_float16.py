@@ -276,7 +276,7 @@ def test_where_torch_cannot_scale_training_is_refused_in_one_line(recipe, tmp_pa
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", unable)
     assert train(recipe, "--run", tmp_path / "run", "--policy.dtype", "float16") == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "pellucid" in line]
-    assert line.startswith('pellucid: policy.dtype = "float16" cannot be trained in on cpu (\'_amp')
+    assert line.startswith('pellucid: policy.dtype = "float16" cannot be trained on cpu (\'_amp')
     assert line.endswith('is not there): set "float32"')
 
 

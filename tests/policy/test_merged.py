@@ -52,7 +52,7 @@ def error_of(weights, base, update):
 
 
 def mean_kl(p, q, ids):
-    """KL(p, q) in nats a token, both computed in fp32."""
+    """KL(p, q) in nats per token, both computed in fp32."""
     with torch.no_grad():
         p, q = (model.float().eval()(ids).logits.double().log_softmax(-1) for model in (p, q))
     return (p.exp() * (p - q)).sum(-1).mean().item()

@@ -153,7 +153,7 @@ def test_for_a_plan_or_a_tokenizer_no_weights_are_downloaded(package, cache):
 def test_what_the_package_says_is_told_in_one_line(package):
     with pytest.raises(UserError) as told:
         load.locate_model("modelscope:No/Body")
-    assert "cannot be downloaded (HTTP 404): mend the name or the connection" in str(told.value)
+    assert "cannot be downloaded (HTTP 404): fix the name or the connection" in str(told.value)
     assert "\n" not in str(told.value)
 
 

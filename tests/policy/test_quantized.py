@@ -145,9 +145,9 @@ def test_the_plan_is_of_what_can_be(tmp_path, recipe, capsys):
     ("settings", "said"),
     [
         (["--policy.load-in-4bit"], "load_in_4bit needs an adapter: set lora, its rank"),
-        ([*IN_4BIT, "--runtime.engine", "fsdp2"], 'runtime.engine = "fsdp2" cannot share out 4-bit numbers: use "ddp"'),
-        ([*IN_4BIT, "--runtime.engine", "deepspeed"], 'runtime.engine = "deepspeed" cannot share out 4-bit numbers'),
-        ([*IN_4BIT, "--optimizer.offload"], "optimizer.offload would gain nothing, an adapter is small: leave it out"),
+        ([*IN_4BIT, "--runtime.engine", "fsdp2"], 'runtime.engine = "fsdp2" cannot shard 4-bit weights: use "ddp"'),
+        ([*IN_4BIT, "--runtime.engine", "deepspeed"], 'runtime.engine = "deepspeed" cannot shard 4-bit weights'),
+        ([*IN_4BIT, "--optimizer.offload"], "optimizer.offload gains nothing, since an adapter is small: leave it out"),
     ],
     ids=["whole", "fsdp2", "deepspeed", "offload"],
 )

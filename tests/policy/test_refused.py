@@ -15,7 +15,7 @@ from tiny_families import checkpoint, model_of
 
 BY_CONFIGURATION = {
     "t5": "t5 has an encoder and a decoder",
-    "clip_text": "transformers has none of the architecture clip_text_model",
+    "clip_text": "transformers has none for clip_text_model",
     "llama, a reward model": "it was saved as LlamaForSequenceClassification, which has another head",
 }
 
@@ -29,7 +29,7 @@ def changed(folder, **settings):
 def test_a_configuration_is_enough_to_be_refused(name, tmp_path, monkeypatch):
     checkpoint(name, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="is no causal language model") as refused:
+    with pytest.raises(UserError, match="is not a causal language model") as refused:
         load.load_pretrained(str(tmp_path), torch.float32)
     assert BY_CONFIGURATION[name] in str(refused.value)
 
@@ -47,7 +47,7 @@ def test_a_head_that_is_the_embedding_is_not_missed(tmp_path):
 
 
 def test_a_model_that_reads_what_is_to_come_is_none(tmp_path):
-    with pytest.raises(UserError, match="BertLMHeadModel reads tokens that are still to come"):
+    with pytest.raises(UserError, match="BertLMHeadModel attends to later tokens"):
         policy.check_lm_head(model_of("bert"))
 
 

@@ -47,7 +47,7 @@ REFUSED = {
     "cannot be read (No such file or directory)": ("", {}),
     "line 1: Unexpected end of template": ("{% for m in messages %}", {}),
     "leaves the question out": ("c", {}),
-    "the chat template reads no enable_thinkin": (THINKING, {"enable_thinkin": False}),
+    "the chat template does not use enable_thinkin": (THINKING, {"enable_thinkin": False}),
 }
 
 

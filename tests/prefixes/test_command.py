@@ -295,9 +295,9 @@ def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(
 @pytest.mark.parametrize(
     ("fault", "mend"),
     [
-        ("401", "put one that it takes into the environment variable PELLUCID_TEST_KEY"),
-        ("403", "put one that it takes into the environment variable PELLUCID_TEST_KEY"),
-        ("404", "name another with --teacher"),
+        ("401", "put a valid key into the environment variable PELLUCID_TEST_KEY"),
+        ("403", "put a valid key into the environment variable PELLUCID_TEST_KEY"),
+        ("404", "choose another with --teacher"),
         ("402", "the quota of PELLUCID_TEST_KEY is used up"),
     ],
 )
@@ -331,9 +331,9 @@ def test_an_error_that_quotes_the_key_is_told_without_it(service, recipe, tmp_pa
         ({"base_url": "https://api.example.com/v1"}, "put it into the environment variable NO_SUCH_KEY"),
         ({"base_url": "api.example.com"}, "write http://HOST:PORT/v1"),
         ({"base_url": "http://[/v1"}, "write http://HOST:PORT/v1"),
-        ({"base_url": "http://me:secret@127.0.0.1/v1"}, "must hold no secret"),
-        ({"base_url": "http://me:secret@127.0.0.1:99999/v1"}, "--base-url is no address"),
-        ({"base_url": "me:secret@127.0.0.1/v1"}, "--base-url is no address"),
+        ({"base_url": "http://me:secret@127.0.0.1/v1"}, "must not contain a secret"),
+        ({"base_url": "http://me:secret@127.0.0.1:99999/v1"}, "--base-url is not an address"),
+        ({"base_url": "me:secret@127.0.0.1/v1"}, "--base-url is not an address"),
         ({"teacher": ""}, "pass --teacher MODEL, --student MODEL, or both"),
         ({"n": 0}, "--n 0 must be at least 1"),
         ({"per_question": 0}, "--per-question 0 must be at least 1"),
@@ -385,7 +385,7 @@ def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monke
 @pytest.mark.parametrize("key", ["sk-ключ", "sk-a\nsk-b"])
 def test_a_key_that_no_header_can_hold_is_not_told(key, monkeypatch):
     monkeypatch.setenv("PELLUCID_TEST_KEY", key)
-    with pytest.raises(UserError, match="holds no key") as told:
+    with pytest.raises(UserError, match="holds no valid key") as told:
         Teacher(options("https://api.example.com/v1", key_env="PELLUCID_TEST_KEY"), str.strip)
     assert "sk-" not in str(told.value)
 
@@ -541,12 +541,12 @@ def test_a_journal_of_other_settings_is_refused(changes, named, service, recipe,
     ("content", "mend"),
     [
         ('{"settings": {"recipe": "other.toml"}, "complete": true}\n', 'begun with recipe = "other.toml"'),
-        ("[]", "is no file of prefixes"),
-        ("[]\n", "is no file of prefixes"),
-        ("{half\n", "is no file of prefixes"),
-        ('{"settings": 3, "complete": true}\n', "is no file of prefixes"),
-        ('{"settings": {}, "complete": true}\n\n', "is no file of prefixes"),
-        ("\n", "is no file of prefixes"),
+        ("[]", "is not a prefix file"),
+        ("[]\n", "is not a prefix file"),
+        ("{half\n", "is not a prefix file"),
+        ('{"settings": 3, "complete": true}\n', "is not a prefix file"),
+        ('{"settings": {}, "complete": true}\n\n', "is not a prefix file"),
+        ("\n", "is not a prefix file"),
     ],
 )
 def test_files_of_something_else_are_left_alone(content, mend, recipe, tmp_path, capsys):

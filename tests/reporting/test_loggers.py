@@ -226,7 +226,7 @@ def test_bad_lines_are_cut_out_in_place_and_what_is_missing_is_said(tmp_path: Pa
     assert [row["step"] for row in read(path)] == [1, 3]
     assert path.stat().st_ino == number, "no copy: the disk may be full"
     assert said == [
-        f"{path}: 1 lines could not be read, and are gone",
+        f"{path}: 1 lines could not be read and were removed",
         f"{path} lacks 1 of 3 steps, the first of them step 2",
     ]
 

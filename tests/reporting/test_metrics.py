@@ -189,5 +189,5 @@ def test_fewer_samples_than_a_group_predict_nothing():
 
 
 def test_the_prompt_with_the_fewest_samples_decides_whether_there_are_enough():
-    with pytest.raises(ValueError, match="3 samples a prompt"):
+    with pytest.raises(ValueError, match="3 samples per prompt"):
         predict_zero_variance_share([[0, 0, 1, 1], [0, 1, 1]], group_size=4)

@@ -172,7 +172,7 @@ def test_an_answer_of_an_evaluation_is_shown_turn_by_turn():
         "policy it is 12",
         "environment Higher.",
         "policy 13",
-        "verdict right, reward 1.00; 3 turns, 2 calls of tools (1 unreadable, 1 arguments)",
+        "verdict right, reward 1.00; 3 turns, 2 tool calls (1 unreadable, 1 arguments)",
     ]
 
 
@@ -225,7 +225,7 @@ def test_the_page_tells_message_by_message_who_said_it(tmp_path):
     ]
     assert items[0][2] == "let me see\ncalls multiply(a=3, unit=&quot;&lt;m&gt;&quot;)"
     assert items[-1][2] == "13"
-    figures = "reward 1.000, 0.250 from the environment, advantage +0.00, 3 turns, 2 calls of tools"
+    figures = "reward 1.000, 0.250 from the environment, advantage +0.00, 3 turns, 2 tool calls"
     assert f"best, {figures} (1 unreadable, 1 arguments), 3 tokens sampled and 2 given, finished" in page
 
 
@@ -297,6 +297,6 @@ def test_steps_without_calls_or_faults_are_drawn_as_such():
 @pytest.mark.parametrize("kind", ["turns/mean", "tools/calls"])
 def test_the_page_has_the_charts_of_conversations(tmp_path, kind):
     logged(tmp_path, group(completion()))
-    titles = {"turns/mean": ["Turns"], "tools/calls": ["Calls of tools", "Failed calls"]}
+    titles = {"turns/mean": ["Turns"], "tools/calls": ["Tool calls", "Failed calls"]}
     drawn_titles = re.findall(r'class="title"[^>]*>([^<]*)<', page_of(tmp_path)[0])
     assert set(titles[kind]) <= set(drawn_titles)

@@ -103,7 +103,7 @@ def test_what_was_given_grades_where_it_was_given_and_nowhere_else(tmp_path):
             assert task.reward(prompt, right).parts["twice"] == 7.0, "defined anew"
         assert is_process_bound(task)
     message = (
-        '"here:twice" is an object that was given to pellucid.train: give it again there, or put it into a file'
+        '"here:twice" is an object that was given to pellucid.train: pass it again, or put it into a file'
         ' and name "path/to/file.py:twice"'
     )
     with pytest.raises(UserError) as told:

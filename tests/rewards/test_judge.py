@@ -286,8 +286,8 @@ FAULTS = {
     "drop": "the connection was dropped",
     "stall": "no answer within 1 s",
     "late": "no answer within 1 s",
-    "garbage": "the answer is no JSON",
-    "twice": "the answer is no JSON",
+    "garbage": "the answer is not JSON",
+    "twice": "the answer is not JSON",
     '{"error": "overloaded"}': "the answer holds no completion",
     '{"choices": [null]}': "the answer holds no completion",
     "{}": "the answer holds no completion",
@@ -338,9 +338,9 @@ def test_what_always_fails_costs_one_completion_its_grade(fault, error, service,
 @pytest.mark.parametrize(
     ("fault", "mend"),
     [
-        ("401", "put one that it takes into the environment variable OPENAI_API_KEY"),
-        ("403", "put one that it takes into the environment variable OPENAI_API_KEY"),
-        ("404", "knows no model 'tiny' (HTTP 404): name another with model, or mend base_url, which often ends in /v1"),
+        ("401", "put a valid key into the environment variable OPENAI_API_KEY"),
+        ("403", "put a valid key into the environment variable OPENAI_API_KEY"),
+        ("404", "has no model 'tiny' (HTTP 404): choose another with model, or fix base_url, which often ends in /v1"),
         ("402", "the quota of OPENAI_API_KEY is used up"),
     ],
 )
@@ -387,7 +387,7 @@ BODIES = {
     ),
     "another host": (
         replies(307, "", Location="http://judge.example:81/v1/chat/completions"),
-        r"http://127.0.0.1:\d+ redirects to http://judge.example:81: if you trust that, name it as the address",
+        r"http://127.0.0.1:\d+ redirects to http://judge.example:81: if you trust it, use it as the address",
     ),
     "another scheme": (replies(308, "", Location="https://127.0.0.1/x"), r"redirects to https://127.0.0.1: "),
     "no address": (replies(307, "", Location="http://[::1"), "the connection was dropped"),
@@ -397,8 +397,8 @@ BODIES = {
         "HTTP 429",
     ),
     "a wait of many digits": (replies(429, "{}", retry_after="1 Jan 99999999999999999999 00:00"), "HTTP 429"),
-    "no bytes of a text": (replies(200, b'{"choices": "\xff\xfe'), "the answer is no JSON"),
-    "a number of too many digits": (replies(200, '{"choices": ' + "9" * 5000 + "}"), "the answer is no JSON"),
+    "no bytes of a text": (replies(200, b'{"choices": "\xff\xfe'), "the answer is not JSON"),
+    "a number of too many digits": (replies(200, '{"choices": ' + "9" * 5000 + "}"), "the answer is not JSON"),
     "a choice that is a number": (replies(200, {"choices": 7}), "the answer holds no completion"),
     "choices by name": (replies(200, {"choices": {"0": 7}}), "the answer holds no completion"),
 }
@@ -519,7 +519,7 @@ def test_a_judge_that_goes_away_is_named(service):
         judge = Judge(settings(proxy.url, retries=1), None)
     [part] = judge.grade(pairs(["A"]))
     assert re.fullmatch(r"http://\S+ cannot be reached \(.+\): start .+, after 2 requests", part.error)
-    with pytest.raises(UserError, match=r"\(Connection refused\): start the service, or mend base_url$"):
+    with pytest.raises(UserError, match=r"\(Connection refused\): start the service, or fix base_url$"):
         Judge(settings(proxy.url), None)
 
 
@@ -795,23 +795,23 @@ def test_without_a_key_where_one_is_needed_nothing_begins(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"base_url": "127.0.0.1:8100"}, "base_url '127.0.0.1:8100' is no address: write http://HOST:PORT/v1"),
-        ({"base_url": "https://me:secret@judge.example/v1"}, "base_url must hold no secret"),
+        ({"base_url": "127.0.0.1:8100"}, "base_url '127.0.0.1:8100' is not an address: write http://HOST:PORT/v1"),
+        ({"base_url": "https://me:secret@judge.example/v1"}, "base_url must not contain a secret"),
         ({"model": ""}, 'model = "" must name the model that judges'),
         ({"key": "my key"}, "key must name an environment variable"),
         ({"template": "{prompt} {rubric}"}, "template must have {completion}"),
         ({"template": '{completion} {"score": 7} {rubric}'}, "which is no placeholder: write {{...}}"),
-        ({"rubric": ""}, 'rubric = "": give one where the template has {rubric}, and nowhere else'),
-        ({"template": "{completion}"}, 'rubric = "R": give one where'),
+        ({"rubric": ""}, 'rubric = "": set it if, and only if, the template has {rubric}'),
+        ({"template": "{completion}"}, 'rubric = "R": set it if, and only if'),
         ({"range": (5, 5)}, "range = [5, 5] must be two numbers, the lowest grade and the highest"),
         ({"range": (0, float("nan"))}, "must be two numbers"),
-        ({"pattern": "("}, "is no regular expression"),
+        ({"pattern": "("}, "is not a valid regular expression"),
         ({"pattern": "[0-9]"}, "needs a group around the grade"),
         ({"pattern": "([0-9])", "json_field": "score"}, "leave out one"),
         ({"words": {"yes": 1}, "json_field": "score"}, "leave out one"),
-        ({"words": {"yes": float("nan")}}, "words must have finite numbers"),
-        ({"body": {"model": "other"}}, "body has model, which is not its to say: leave it out"),
-        ({"body": {"since": object()}}, "body must be what JSON can say"),
+        ({"words": {"yes": float("nan")}}, "words must map to finite numbers"),
+        ({"body": {"model": "other"}}, "body must not set model: leave it out"),
+        ({"body": {"since": object()}}, "body must be serializable as JSON"),
         ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),
         ({"concurrency": 0}, "concurrency = 0 must be at least 1"),
         ({"retries": -1}, "retries = -1 must be at least 0"),
@@ -830,7 +830,7 @@ def test_judge_alone_has_a_table():
     judge = JudgeSettings("http://127.0.0.1:1/v1", "m", rubric="R")
     assert RewardTerm("judge", judge=judge).judge is judge
     for term in ({"name": "judge"}, {"name": "exact", "judge": judge}):
-        with pytest.raises(ValueError, match=r"judge needs a table \[task.rewards.judge\], no other has one"):
+        with pytest.raises(ValueError, match=r"only judge takes a table \[task.rewards.judge\], and requires it"):
             RewardTerm(**term)
 
 

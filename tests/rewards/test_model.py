@@ -413,7 +413,9 @@ def test_the_service_of_a_run_grades_with_its_reward_model(tmp_path):
 def test_code_that_would_run_is_said_aloud_before_it_is_read():
     trusted = RewardModelSettings(trust_remote_code=True)
     task = Dataset(data="d.jsonl", rewards=(RewardTerm("exact"), RewardTerm("model:some/rm", reward_model=trusted)))
-    assert collect_grader_notices(task) == ["reward_model.trust_remote_code: Python code of some/rm runs as you"]
+    assert collect_grader_notices(task) == [
+        "reward_model.trust_remote_code: Python code of some/rm runs with your permissions"
+    ]
     assert collect_grader_notices(Curriculum(task=task)) == collect_grader_notices(task)
     assert collect_grader_notices(Dataset(data="d.jsonl", rewards=(RewardTerm("model:some/rm"),))) == []
     assert collect_grader_notices(Arithmetic()) == []
@@ -441,7 +443,7 @@ def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_pat
     [
         ({"name": "model:"}, 'reward "model:" is unknown'),
         ({"name": "exact", "reward_model": RewardModelSettings()}, 'only "model:FOLDER_OR_HUB_ID" has one'),
-        ({"name": "model:rm", "pattern": "x"}, "regex needs one, no other has one"),
+        ({"name": "model:rm", "pattern": "x"}, "only regex takes one, and requires it"),
     ],
 )
 def test_terms_that_are_wrong(term, told):

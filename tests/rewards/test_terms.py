@@ -237,7 +237,7 @@ def test_length_is_minus_the_share_of_the_limit(tokens, expected):
         ({"name": "numric"}, 'reward "numric" is unknown; did you mean "numeric"?'),
         ({"name": "numeric", "pattern": "x"}, "regex needs one"),
         ({"name": "regex"}, "regex needs one"),
-        ({"name": "regex", "pattern": "("}, "no regular expression"),
+        ({"name": "regex", "pattern": "("}, "not a valid regular expression"),
         ({"name": "length"}, "length needs one above 0"),
         ({"name": "length", "limit": -1}, "length needs one above 0"),
         ({"name": "exact", "limit": 5}, "length needs one above 0"),

@@ -172,7 +172,7 @@ def test_an_adapter_that_did_not_arrive_whole_is_found_out(policy, urls, held, l
 def test_where_a_server_does_not_take_it_all_get_it_merged_which_a_line_says(policy, urls, held, capsys):
     held[1].make_engine = Refuses
     sampler = synced(policy, urls)
-    said = "! sampler.adapter: merged instead of request (vLLM has no adapter on it)\n"
+    said = '! sampler.adapter = "merged" is used instead of "request" (vLLM has no adapter on it)\n'
     assert capsys.readouterr().out == said
     step(policy)
     sampler.sync(policy, 4)

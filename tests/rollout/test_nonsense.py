@@ -115,24 +115,24 @@ ROWS = {
     "infinite": (lambda n, t, p: [n, t, [float("-inf"), *p[1:]]], "a log-prob that is not"),
     "enormous": (lambda n, t, p: [n, t, [-(10**400), *p[1:]]], "a log-prob that is not"),
     "boolean log-prob": (lambda n, t, p: [n, t, [False, *p[1:]]], "a log-prob that is not"),
-    "too many tokens": (lambda n, t, p: [n, t * 500, p * 500], "where 1 to 8 were asked for"),
+    "too many tokens": (lambda n, t, p: [n, t * 500, p * 500], "instead of 1 to 8"),
     "no tokens": (lambda n, t, p: [n, [], []], "a row of 0 tokens"),
-    "breaks off": (lambda n, t, p: [n, [1], [-1.0]], "a row that breaks off"),
-    "after its end": (lambda n, t, p: [n, [EOS, 1], [-1.0, -1.0]], "goes on after its end"),
-    "never asked for": (lambda n, t, p: [n + 10**6, t, p], "a row that it was not asked for"),
-    "no number": (lambda n, t, p: [None, t, p], "a row that it was not asked for"),
-    "a list": (lambda n, t, p: [[n], t, p], "a row that it was not asked for"),
-    "two fields": (lambda n, t, p: [n, t], "a row is not number, tokens and log-probs"),
-    "no row": (lambda n, t, p: 3, "a row is not number"),
+    "breaks off": (lambda n, t, p: [n, [1], [-1.0]], "a row that stops early"),
+    "after its end": (lambda n, t, p: [n, [EOS, 1], [-1.0, -1.0]], "continues after an end token"),
+    "never asked for": (lambda n, t, p: [n + 10**6, t, p], "a row that was not requested"),
+    "no number": (lambda n, t, p: [None, t, p], "a row that was not requested"),
+    "a list": (lambda n, t, p: [[n], t, p], "a row that was not requested"),
+    "two fields": (lambda n, t, p: [n, t], "a row that is not [number, tokens, log-probs]"),
+    "no row": (lambda n, t, p: 3, "a row that is not [number"),
 }
 BODIES = {
-    "a row twice": (more, "has answered"),
+    "a row twice": (more, "or is finished"),
     "no JSON": (body_of("/step", b"<html>"), "no JSON"),
     "nested": (body_of("/step", b"[" * 100_000), "no JSON"),
     "a list": (body_of("/step", b"[]"), "no steps and rows"),
     "no steps": (body_of("/step", b'{"said": []}'), "no steps and rows"),
     "rows are no list": (body_of("/step", b'{"steps": 1, "said": {}}'), "no steps and rows"),
-    "steps without rows": (idle(), "more steps than the rows can take"),
+    "steps without rows": (idle(), "more steps than the rows can need"),
     "too large": (body_of("/step", b" " * 2**21), "bytes"),
 }
 
@@ -170,7 +170,7 @@ def test_a_server_that_sends_nonsense_is_gone_with_one_line_and_the_others_sampl
         for _ in range(3):
             assert sampler.generate(CountDigits().sample(0, 4), SAMPLING) == right
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"! {url}: it sends nonsense: ")
+    assert line.startswith(f"! {url}: it sent an invalid response: ")
     assert says in line
     assert line.endswith("rows go to the others")
 

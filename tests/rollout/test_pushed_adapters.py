@@ -97,9 +97,9 @@ def test_what_is_written_is_what_peft_reads_with_a_scale_of_1(tmp_path):
     ("settings", "says"),
     [
         ({"use_dora": True}, r"0\.self_attn\.q_proj is not a plain linear layer"),
-        ({"modules_to_save": ["lm_head"]}, "lm_head.* is trained besides"),
-        ({"lora_bias": True}, r"lora_B\.default\.bias is trained besides"),
-        ({"target_modules": ["embed_tokens"]}, "lora_embedding_A.* is trained besides"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.* is trained as well"),
+        ({"lora_bias": True}, r"lora_B\.default\.bias is trained as well"),
+        ({"target_modules": ["embed_tokens"]}, "lora_embedding_A.* is trained as well"),
         ({"r": 513}, "policy.lora is above 512"),
     ],
 )

@@ -236,7 +236,7 @@ def test_an_engine_that_stands_still_gives_its_rows_to_the_other(policy, urls, h
     else:
         engine.add_request = lambda *row: None
     assert sampler.generate(prompts, SAMPLING) == right
-    says = {"hangs": "no answer in 1 s", "forgets": "its engine has stood still for 1 s"}[how]
+    says = {"hangs": "no answer in 1 s", "forgets": "its engine has made no progress for 1 s"}[how]
     assert f"! {urls[1]}: {says}: its 8 rows go to the others" in capsys.readouterr().out
     let_go.set()
     engine.__dict__.pop("step", None), engine.__dict__.pop("add_request", None)
@@ -258,7 +258,7 @@ def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(
         sampler.sync(policy, 3)
         assert sampler.generate(prompts, SAMPLING) == right
     said += capsys.readouterr().out
-    assert said.count("it takes 30 tokens a row, and this run counts on 512: start it with a larger --cache-gb") == 1
+    assert said.count("it supports rows of 30 tokens, but this run needs 512: start it with a larger --cache-gb") == 1
     assert held[1].engine.pushed == 0, "weights need not be brought to it"
     assert [server.is_up for server in sampler.engine.servers] == [True, False]
     with pytest.raises(UserError, match="holds prompts of 6"):
@@ -346,7 +346,7 @@ def test_a_server_that_is_killed_loses_nothing(policy, pair, capsys):
     sampler.sync(policy, 4)  # by the other alone
     pair[0].start()  # knows no model and has no weights
     until_all_are_back(sampler, prompts, alone(policy, prompts, version=4))
-    assert "is back, with the present weights" in capsys.readouterr().out
+    assert "is back with the current weights" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_a_service_that_is_no_sampler_is_told(monkeypatch, tmp_path):
 
     with HTTPServer(("127.0.0.1", 0), Page) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(UserError, match="is no sampler server"):
+        with pytest.raises(UserError, match="is not a sampler server"):
             preflight.run_preflight_checks(
                 settings_of("--sampler.urls", f"http://127.0.0.1:{server.server_port}"), tmp_path
             )

@@ -114,4 +114,4 @@ def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_bac
             if all(server.is_up for server in sampler.engine.servers):
                 break
         assert all(server.is_up for server in sampler.engine.servers)
-    assert capsys.readouterr().out.count("is back, with the present weights") == 2
+    assert capsys.readouterr().out.count("is back with the current weights") == 2

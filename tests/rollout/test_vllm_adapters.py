@@ -226,7 +226,7 @@ def test_an_adapter_that_vllm_does_not_take_is_merged_which_a_line_says(monkeypa
     monkeypatch.setattr(VLLMEngine, "_get_adapter_matrix", elsewhere)
     policy = adapted(targets=("q_proj",))
     sampler = synced(policy)
-    said = "! sampler.adapter: merged instead of request (vLLM has no adapter on q_proj)\n"
+    said = '! sampler.adapter = "merged" is used instead of "request" (vLLM has no adapter on q_proj)\n'
     assert capsys.readouterr().out == said
     for name, p in policy.trainable().items():
         p.data += 0.05 if "q_proj.lora_B" in name else 0.0
@@ -239,7 +239,8 @@ def test_a_model_that_vllm_runs_without_adapters_only_is_merged(monkeypatch, cap
     monkeypatch.setattr("vllm.v1.worker.lora_model_runner_mixin.supports_lora", lambda model: False)
     policy = adapted()
     sampler = synced(policy)
-    said = "! sampler.adapter: merged instead of request (vLLM: LlamaForCausalLM does not support LoRA yet.)\n"
+    why = "vLLM: LlamaForCausalLM does not support LoRA yet."
+    said = f'! sampler.adapter = "merged" is used instead of "request" ({why})\n'
     assert capsys.readouterr().out == said
     step(policy, 0.05)
     sampler.sync(policy, 4)

@@ -127,7 +127,7 @@ def test_a_service_is_started_looked_at_and_stopped(service, tmp_path, capsys):
     assert not (tmp_path / "here" / "serve.pid").exists()
     assert serve("status", *where) == 3
     assert serve("stop", *where) == 0
-    assert capsys.readouterr().out == "nothing runs\n" * 2
+    assert capsys.readouterr().out == "no service is running\n" * 2
 
 
 def test_a_second_service_in_a_folder_is_refused_and_the_first_stays(service, tmp_path, capsys):
@@ -135,7 +135,7 @@ def test_a_second_service_in_a_folder_is_refused_and_the_first_stays(service, tm
     first = held(tmp_path)
     assert serve("start", *service()) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"a service runs already: {first['url']}, pid {first['pid']}" in line
+    assert f"a service is already running: {first['url']}, pid {first['pid']}" in line
     assert held(tmp_path) == first
     assert not gone(first["pid"])
 
@@ -211,7 +211,7 @@ def test_a_process_that_got_the_pid_of_a_dead_service_is_let_be(service, tmp_pat
         where = ["--folder", str(tmp_path / "here")]
         assert serve("status", *where) == 3
         assert serve("stop", *where) == 0
-        assert capsys.readouterr().out == "nothing runs\n" * 2
+        assert capsys.readouterr().out == "no service is running\n" * 2
         assert serve("restart", *where) == 0
         assert held(tmp_path)["pid"] != other.pid
         assert other.poll() is None, "it was not stopped"
@@ -468,7 +468,7 @@ def test_sigterm_answers_whoever_waits(started, model_dir, tmp_path):
             pass
         os.kill(held(tmp_path)["pid"], signal.SIGTERM)
         for status, answer in (answer.result() for answer in answers):  # on a slow machine some do not end in time
-            assert status == 200 or (status, answer["error"]["message"]) == (503, "the service is ending")
+            assert status == 200 or (status, answer["error"]["message"]) == (503, "the service is shutting down")
     wait_until_gone(started[-1].pid)
 
 

@@ -353,7 +353,7 @@ def test_what_does_not_end_in_time_is_told_in_the_form_of_the_api(stream):
             head, _, body = ends(client).partition(b"\r\n\r\n")
             assert (b"200 OK" if stream else b"503 Service Unavailable") in head
             assert b'"message"' in body
-            assert b"the service is ending" in body
+            assert b"the service is shutting down" in body
 
 
 @pytest.mark.slow
@@ -373,7 +373,7 @@ def test_what_is_not_in_the_engine_is_told_as_well():
         head, _, body = ends(client).partition(b"\r\n\r\n")
         go_on.set()
         assert b"503 Service Unavailable" in head
-        assert json.loads(body)["error"]["message"] == "the service is ending"
+        assert json.loads(body)["error"]["message"] == "the service is shutting down"
 
 
 @pytest.mark.slow
@@ -389,5 +389,5 @@ def test_half_a_body_is_told_in_the_form_of_the_api_and_leaves_no_traceback(capl
         served.stop()
         head, _, body = ends(client).partition(b"\r\n\r\n")
     assert b"503 Service Unavailable" in head
-    assert json.loads(body)["error"]["message"] == "the service is ending"
+    assert json.loads(body)["error"]["message"] == "the service is shutting down"
     assert not [record for record in caplog.records if record.exc_info]

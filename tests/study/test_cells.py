@@ -167,7 +167,7 @@ def test_a_run_whose_settings_cannot_be_read_is_not_removed(cell):
     """It may be finished: somebody has edited its config.json."""
     run_dir = write_run(cell.run_dir, [1, 0])
     (run_dir / "config.json").write_text('{"algorithm": {},}')
-    with pytest.raises(UserError, match=r"config\.json cannot be read: mend it"):
+    with pytest.raises(UserError, match=r"config\.json cannot be read: fix it"):
         check_run_dir(cell, RECIPE)
 
 

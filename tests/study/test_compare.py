@@ -134,10 +134,10 @@ def test_one_comparison_of_two_seeds_is_said_to_be_coarse(study_dir, tmp_path, c
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
     page = Page((tmp_path / "page.html").read_text())
     assert "1 comparison was made" in page
-    assert "one in twenty is expected to look apart by chance" in page
-    assert "2 seeds to a comparison make a coarse interval" in page
-    assert "one comparison of equals in 2 looks apart" in page
-    assert "one comparison of equals in 2 looks apart" in capsys.readouterr().out
+    assert "one in twenty is expected to differ by chance" in page
+    assert "2 seeds per comparison give a coarse interval" in page
+    assert "one in 2 comparisons of equal variants shows a difference" in page
+    assert "one in 2 comparisons of equal variants shows a difference" in capsys.readouterr().out
     assert "+37.5 [+0.0, +75.0]" in page
     assert "The other variant is not shown to be above or below grpo." in page
 
@@ -153,14 +153,14 @@ def test_what_excludes_0_is_concluded(tmp_path):
     page = Page((tmp_path / "page.html").read_text())
     assert "up is above; down is below grpo in held-out greedy accuracy. For 1 other variant" in page
     assert "3 comparisons were made" in page
-    assert "One seed to a comparison" in page
+    assert "One seed per comparison" in page
 
 
 def test_the_comparison_with_the_fewest_seeds_decides_what_is_said(study_dir, tmp_path):
     """As it is in the middle of a study."""
     write_run(study_dir / "late" / "seed-0", [1] * 4, questions="q0")
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
-    assert "One seed to a comparison" in Page((tmp_path / "page.html").read_text())
+    assert "One seed per comparison" in Page((tmp_path / "page.html").read_text())
 
 
 def test_seeds_that_asked_the_same_questions_are_resampled_together(tmp_path):

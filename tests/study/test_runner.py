@@ -123,7 +123,7 @@ def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole
     until(has_steps(first.run_dir), process)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    assert "the same command goes on" in (tmp_path / "said").read_text()
+    assert "the same command continues" in (tmp_path / "said").read_text()
     assert "--resume" in first.log_path.read_text(), "the run saved itself"
     assert not second.run_dir.exists()
 
@@ -139,7 +139,7 @@ def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole
     until_unlocked(into / ".lock")
 
     assert study(study_file, "--into", into) == 0
-    assert f"4 runs in {into}: 3 done, 1 to go\ngrpo seed 1: goes on" in capfd.readouterr().out
+    assert f"4 runs in {into}: 3 done, 1 to go\ngrpo seed 1: resumed" in capfd.readouterr().out
     assert [path.stat().st_mtime_ns for path in copies] == before, "what is done is not done again"
     for cell in (first, second):
         other = StudyRun(whole[0], cell.variant, cell.seed).run_dir
@@ -228,7 +228,7 @@ def test_a_failing_run_is_named_and_does_not_stop_the_others(study_file, whole, 
     assert study(one_seed, "--into", tmp_path / "into") == 2
     printed = capsys.readouterr().out
     assert "failed (exit 2): grpo seed 0: pellucid: the disk is full\n" in printed
-    assert f"again: pellucid train {tmp_path}/into/grpo/recipe.json --algorithm.seed 0 --run" in printed
+    assert f"to retry: pellucid train {tmp_path}/into/grpo/recipe.json --algorithm.seed 0 --run" in printed
     assert "centered seed 0: done" in printed
 
 

@@ -204,7 +204,7 @@ def test_settings_out_of_range_are_refused(wrong, named):
 
 
 def test_a_task_without_working_needs_a_file():
-    with pytest.raises(UserError, match="Silent writes no working"):
+    with pytest.raises(UserError, match="Silent has no `working`"):
         Prefixed(Silent()).with_split("train")
 
 

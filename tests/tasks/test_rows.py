@@ -76,7 +76,7 @@ def error_of(source, subset="", split="train"):
     ("name", "content", "says"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON: Expecting value"),
-        ("b.jsonl", b'{"a": 1}\n[1]\n', "b.jsonl, line 2: of type list, where an object"),
+        ("b.jsonl", b'{"a": 1}\n[1]\n', 'b.jsonl, line 2: must be an object {"column": value}, not of type list'),
         ("c.jsonl", b"\n\n", "c.jsonl: there are no rows"),
         ("d.jsonl", b'{"a": "\xff"}', "d.jsonl, line 1: not UTF-8 text: invalid start byte"),
         ("e.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "e.jsonl, line 1: not JSON"),
@@ -87,18 +87,18 @@ def error_of(source, subset="", split="train"):
         ("j.jsonl", b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "j.jsonl, line 1: lists or objects are nested"),
         ("a.csv", b"", "a.csv: there are no rows"),
         ("b.csv", b"a,b\n", "b.csv: there are no rows"),
-        ("c.csv", b"a,b\n1,2\n1,2,3\n", "c.csv, line 3: not as many fields as the 2 of the header"),
-        ("d.csv", b"a,b\n1\n", "d.csv, line 2: not as many fields"),
+        ("c.csv", b"a,b\n1,2\n1,2,3\n", "c.csv, line 3: the number of fields is not 2 as in the header"),
+        ("d.csv", b"a,b\n1\n", "d.csv, line 2: the number of fields"),
         ("e.csv", b'a,b\n"1"x,2\n', "e.csv, after line 1: not CSV"),
         ("g.csv", b"a\tb\n1\t2\n", "g.csv, line 1: the header has tabs and no commas: name the file .tsv"),
-        ("a.tsv", b"a\tb\n1\n", "a.tsv, line 2: not as many fields as the 2 of the header"),
+        ("a.tsv", b"a\tb\n1\n", "a.tsv, line 2: the number of fields is not 2 as in the header"),
         ("b.tsv", b'a\tb\n"1"x\t2\n', "b.tsv, after line 1: not TSV"),
-        ("a.json", b'{"a": 1}\n{"a": 2}', "a.json: no list [{"),
-        ("b.json", b"", "b.json: no list [{"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', "a.json: must be a list [{"),
+        ("b.json", b"", "b.json: must be a list [{"),
         ("c.json", b"[]", "c.json: there are no rows"),
         ("d.json", b'[{"a": 1},\n\n {"a": }]', "d.json: not JSON: Expecting value: line 3"),
         ("e.json", b'[{"a": 1},\n {"a": 2}\n {"a": 3}]', "e.json: not JSON: Expecting ',' delimiter: line 3"),
-        ("f.json", b'[{"a": 1},\n 2]', "f.json, row 2: of type int, where an object"),
+        ("f.json", b'[{"a": 1},\n 2]', 'f.json, row 2: must be an object {"column": value}, not of type int'),
         ("g.json", b'[{"a": 1}] []', "g.json: not JSON: Extra data: line 1"),
         ("h.json", b'[{"a": 1},', "h.json: not JSON: "),
         ("i.json", b'[\n{"a": "\xff"}]', "i.json, line 2: not UTF-8 text: invalid start byte"),
@@ -320,7 +320,7 @@ def test_a_local_file_can_be_held_out_from_a_hub_data_set(hub, tmp_path):
 
 def test_an_unreachable_hub_is_one_line_that_names_the_local_formats(hub):
     message = error_of("owner/away")
-    assert 'data = "owner/away" is no local file (.jsonl, .json, .csv, .tsv, .parquet)' in message
+    assert 'data = "owner/away" is not a local file (.jsonl, .json, .csv, .tsv, .parquet)' in message
     assert "the Hugging Face Hub cannot be reached" in message
 
 

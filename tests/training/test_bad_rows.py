@@ -143,7 +143,7 @@ def test_a_run_that_its_data_ends_is_saved_and_goes_on_with_the_data_mended(tmp_
     assert train(recipe, "--run", folder, *settings) == 2
     line = error_of(capsys)
     assert "a prompt of 200 tokens leaves no room" in line
-    assert line.endswith(f"; saved after step 3: mend the data, then pellucid train --resume {folder}")
+    assert line.endswith(f"; saved after step 3: fix the data, then pellucid train --resume {folder}")
     assert (folder / "report.html").is_file()
 
     exported = tmp_path / "exported"
@@ -174,7 +174,7 @@ def test_two_processes_save_together_where_the_data_of_one_ends_them(tmp_path, r
     recipe.write_text(text.replace(name, own))
     words = [recipe, "--run", tmp_path / "run", "--checkpoint.every", 0, "--evaluate.every", 0]
     finished = in_processes(2, "-m", "pellucid", "train", *words, fails=True)
-    assert "saved after step 3: mend the data" in finished.stderr
+    assert "saved after step 3: fix the data" in finished.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
@@ -196,13 +196,13 @@ def test_rows_in_memory_may_be_others_where_they_have_ended_the_run(tmp_path, mo
     for step in pellucid.train(data=rows, run=folder, steps=4, **settings):
         if step.step == 2:
             break
-    with pytest.raises(pellucid.UserError, match="data is not what"):
+    with pytest.raises(pellucid.UserError, match="data differs from"):
         pellucid.train(data=others, resume=folder)
     (folder / "bad_data.txt").write_text("as of a run that its data has ended")
     assert pellucid.train(data=others, resume=folder).finish().finished
     assert len(records(folder / "data.jsonl")) == 13
     assert not (folder / "bad_data.txt").exists()
-    with pytest.raises(pellucid.UserError, match="data is not what"):
+    with pytest.raises(pellucid.UserError, match="data differs from"):
         pellucid.train(data=rows, resume=folder, steps=5)
 
 

@@ -46,7 +46,7 @@ def test_a_save_that_dies_half_way_leaves_the_earlier_ones_whole(tmp_path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_sync_and_digest", full)
-    with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are whole"):
+    with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are intact"):
         save(tmp_path, 2)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001"]
     assert list((tmp_path / "checkpoints").iterdir()) == list_checkpoints(tmp_path), "no rubbish is left behind"
@@ -136,7 +136,7 @@ def test_any_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path, file, 
     assert facts["step"] == 1
     assert set(tensors["policy"]["a"].flatten().tolist()) == {1.0}
     assert "step-000002 is damaged" in line
-    assert "step-000001 is taken" in line
+    assert "step-000001 is loaded instead" in line
 
 
 def test_all_files_of_the_optimizer_cannot_go_unnoticed(tmp_path):
@@ -159,7 +159,7 @@ def test_where_none_is_whole_one_line_names_them_and_the_mend(tmp_path):
         checkpoint.load_newest_checkpoint(tmp_path)
     line = str(refused.value)
     assert line.count("is damaged") == 2
-    assert "bring one back from a copy, or start again" in line
+    assert "restore one from a copy, or start in another folder" in line
     assert "\n" not in line
 
 

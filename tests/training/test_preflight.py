@@ -14,7 +14,7 @@ from pellucid.config import Config, SamplerConfig
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.training.preflight import MAX_GIVEN_CHARACTERS, find_cut_off_warnings, show_exchange, show_signal
+from pellucid.training.preflight import MAX_GIVEN_CHARACTERS, find_cut_off_warnings, show_first_completion, show_signal
 from pellucid.types import Completion, ConversationOutcome, Group, Prompt, Reward
 
 HINT = '[task] name = "prefixed"'
@@ -69,7 +69,9 @@ def talk(tokens, given, finished=True, messages=({"role": "assistant", "content"
 
 
 def exchange(capsys, completion, prompt_ids=(1, 2), policy=None):
-    show_exchange(policy or make_policy(), Group(Prompt("p", "?", "7"), prompt_ids, (completion,), (Reward(0.5),)))
+    show_first_completion(
+        policy or make_policy(), Group(Prompt("p", "?", "7"), prompt_ids, (completion,), (Reward(0.5),))
+    )
     return capsys.readouterr().out.strip().splitlines()
 
 
@@ -117,7 +119,7 @@ def test_what_is_cut_off_names_the_setting_by_which_it_was(capsys):
     turns = (
         "{} of 4 samples have a turn that was cut off at sampler.turn_tokens = 3: raise it, or ask for shorter turns"
     )
-    length = "{} of 4 samples were cut off at sampler.max_tokens = 5, which is for all that follows the question"
+    length = "{} of 4 samples were cut off at sampler.max_tokens = 5, which counts all tokens after the question"
     told = list(find_cut_off_warnings([by_turn, at_end, by_length, whole], cfg.sampler, (EOS,)))
     assert told[0] == turns.format("50%")
     assert told[1].startswith(length.format("25%"))

@@ -208,7 +208,7 @@ def test_a_reward_that_is_not_meant_for_some_prompts_has_not_failed(recipe, tmp_
     assert [row["reward/failed"] for row in steps] == [0, 0]
     assert all(row["reward/no_term"] > 0 for row in steps)
     told = capsys.readouterr().out
-    assert "completions that no reward is meant for" in told
+    assert "completions to which no reward applies" in told
 
 
 def test_what_rewards_print_stands_in_the_run_s_log(recipe, tmp_path, capfd):

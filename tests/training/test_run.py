@@ -320,7 +320,7 @@ def test_a_layer_that_the_model_does_not_have_is_one_line(layer, recipe, tmp_pat
     capsys.readouterr()
     assert train(recipe, "--run", tmp_path / "run", *similar, "--algorithm.similarity-layer", layer) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"pellucid: algorithm.similarity_layer = {layer}: this model has 0, the embedding, to 2"
+    assert said == f"pellucid: algorithm.similarity_layer = {layer}: this model has layers 0, the embedding, to 2"
 
 
 @pytest.mark.slow

@@ -256,7 +256,7 @@ def test_steps_of_other_settings_are_not_forgotten(recipe, tmp_path, monkeypatch
     before = (died / "metrics.jsonl").read_text()
     capsys.readouterr()
     assert train(recipe, "--run", died, "--optimizer.lr", "1e-4") == 2
-    assert f"another optimizer.lr: begin again with --resume {died}" in capsys.readouterr().err
+    assert f"another optimizer.lr: start again with --resume {died}" in capsys.readouterr().err
     assert (died / "metrics.jsonl").read_text() == before
 
 
@@ -276,7 +276,7 @@ def test_someone_s_files_are_left_alone(recipe, tmp_path, capsys, file):
     (folder / file).write_text('{"step": 7, "architectures": []}\n')
     assert train(recipe, "--run", folder) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"{folder} holds {file}, which is no run's" in line
+    assert f"{folder} holds {file}, not a run" in line
     assert [path.name for path in folder.iterdir()] == [file]
     assert (folder / file).read_text() == '{"step": 7, "architectures": []}\n'
 
@@ -288,7 +288,7 @@ def test_a_config_of_which_a_part_is_gone_is_one_line(recipe, short_run, capsys,
     path.write_text(json.dumps({name: value for name, value in settings.items() if name != lost}))
     assert train("--resume", short_run, "--algorithm.steps", 4) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"{path} is no run's, or damaged: bring it back from a copy, or start in another folder")
+    assert line.endswith(f"{path} is damaged or not part of a run: restore it from a copy, or start in another folder")
 
 
 def test_steps_beside_a_config_of_which_a_part_is_gone_are_left_alone(recipe, short_run, capsys):
@@ -301,7 +301,7 @@ def test_steps_beside_a_config_of_which_a_part_is_gone_are_left_alone(recipe, sh
     path.write_text(json.dumps({name: value for name, value in settings.items() if name != "digests"}))
     assert train(recipe, "--run", short_run, "--algorithm.steps", 9, "--evaluate.every", 0) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"{path} is no run's, or damaged: bring it back from a copy, or start in another folder")
+    assert line.endswith(f"{path} is damaged or not part of a run: restore it from a copy, or start in another folder")
 
 
 def test_a_finished_run_without_checkpoints_is_not_begun_again(recipe, short_run, capsys):
@@ -404,7 +404,7 @@ def test_a_model_that_cannot_be_saved_is_lost_where_there_is_no_checkpoint_and_t
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Policy, "save", full)
-    for every, told in ((0, "has left no checkpoint of it"), (1, "the checkpoint is whole: make room, then --resume")):
+    for every, told in ((0, "there is no checkpoint"), (1, "the checkpoint is intact: make room, then --resume")):
         assert short(recipe, tmp_path / str(every), "--checkpoint.every", every) == 2
         assert told in capsys.readouterr().err
 
@@ -421,13 +421,11 @@ def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_
 
     with monkeypatch.context() as patched:
         patched.setattr(Policy, "build_merged_model", unreadable)
-        for every, told in ((0, "checkpoint.every = 0 has left no checkpoint of it"), (1, "the checkpoint is whole")):
+        for every, told in ((0, "there is no checkpoint (checkpoint.every = 0)"), (1, "the checkpoint is intact")):
             run_dir = tmp_path / str(every)
             assert short(recipe, run_dir, "--policy.lora", 2, "--checkpoint.every", every) == 2
             [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pellucid:")]
-            assert line.startswith(
-                f"pellucid: {run_dir / 'model'} could not be saved ({gone}); {told}: mend that, then"
-            )
+            assert line.startswith(f"pellucid: {run_dir / 'model'} could not be saved ({gone}); {told}: fix that, then")
             assert not list(run_dir.glob("*.partial"))
     assert train("--resume", tmp_path / "1") == 0
     assert (tmp_path / "1" / "adapter" / "adapter_model.safetensors").is_file()

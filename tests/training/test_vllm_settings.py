@@ -58,7 +58,7 @@ def test_a_step_ahead_is_refused_where_it_cannot_be_right():
     [
         (["--runtime.engine", "fsdp2"], "one process"),
         (["--runtime.engine", "deepspeed"], "one process"),
-        (["--policy.load-in-4bit", "--policy.lora", "8"], "no base in 4 bits"),
+        (["--policy.load-in-4bit", "--policy.lora", "8"], "does not support a 4-bit base"),
         (["--sampler.top-k", "5"], "top_k, top_p and min_p"),
         (["--sampler.min-p", "0.1"], "top_k, top_p and min_p"),
         (["--evaluate.top-p", "0.9"], "top_k, top_p and min_p"),

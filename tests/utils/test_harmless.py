@@ -13,7 +13,7 @@ from conftest import make_policy
 from pellucid import cli
 from pellucid.cli import TrainCommand
 from pellucid.reporting.console import ConsoleLogger, PlainLogger, find_first_error, make_verdict_table
-from pellucid.training.preflight import show_exchange
+from pellucid.training.preflight import show_first_completion
 from pellucid.types import Completion, Group, Prompt, Reward, UserError
 from pellucid.utils.text import escape_controls
 
@@ -75,7 +75,7 @@ def test_a_verdict_obeys_nothing(hostile, capsys):
 def test_the_first_exchange_obeys_nothing(hostile, capsys, monkeypatch):
     policy = make_policy()
     monkeypatch.setattr(type(policy), "decode", lambda *_, **__: hostile)
-    show_exchange(policy, group("", error=hostile, answer=hostile))
+    show_first_completion(policy, group("", error=hostile, answer=hostile))
     said = capsys.readouterr().out
     assert "prompt tokens" in said
     assert not FORBIDDEN & set(said)

@@ -87,13 +87,13 @@ def test_where_it_is_not_there_what_is_cached_is_loaded(look, listening, capsys,
         RewardModel("some/other", RewardModelSettings())
     assert constants.HF_HUB_OFFLINE
     assert capsys.readouterr().out == (
-        f"! {constants.ENDPOINT} cannot be reached (Connection refused): only what is cached can be loaded\n"
+        f"! {constants.ENDPOINT} cannot be reached (Connection refused): only cached files can be loaded\n"
     )
 
 
 def test_nor_is_it_asked_for_data(look, listening, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     listening.close()
-    with pytest.raises(UserError, match=r'"some/data" is no local file .* the Hugging Face Hub cannot be reached'):
+    with pytest.raises(UserError, match=r'"some/data" is not a local file .* the Hugging Face Hub cannot be reached'):
         read_hub_dataset("some/data", "", "train")
     assert datasets.config.HF_HUB_OFFLINE

@@ -5,7 +5,7 @@ Each part that settings can vary has its own file: advantages.py, objectives.py,
 imports torch and types.py; models, files, process groups and libraries are accessed through the protocols in
 protocols.py and types.py.
 
-Use `group_advantages` and `policy_loss` (standalone.py) in a training loop of your own.
+Use `group_advantages` and `policy_loss` (standalone.py) in your own training loop.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class Grades(NamedTuple):
     lengths: Tensor
     """[P, G] in tokens."""
     parts: Tensor
-    """[P, G, K] the terms of a composite reward before their weights. A reward without terms is the only term, K =
-    1."""
+    """[P, G, K] the terms of a composite reward before weighting. A reward without terms is the only term, K = 1."""
     weights: Tensor
     """[P, K] the weight of each term."""
 
@@ -70,12 +69,15 @@ def standardize(rewards: Tensor, correction: int = 0) -> Tensor:
     return subtract_mean(rewards) / std.masked_fill(is_zero_variance(rewards), 1.0)
 
 
-def equalize_rewards(grades: Grades, is_silent: Tensor) -> Grades:
-    """Make the rewards of silent groups, [P, 1] bool, equal, for functions that compare groups with each other."""
+def equalize_rewards(grades: Grades, has_zero_variance: Tensor) -> Grades:
+    """Set the rewards of groups with `has_zero_variance` [P, 1] bool to their mean, and their parts to 0.
+
+    Functions that compare groups with each other then see groups without differences.
+    """
     means = grades.rewards.mean(-1, keepdim=True)
     return grades._replace(
-        rewards=torch.where(is_silent, means, grades.rewards),
-        parts=grades.parts.masked_fill(is_silent[:, :, None], 0.0),
+        rewards=torch.where(has_zero_variance, means, grades.rewards),
+        parts=grades.parts.masked_fill(has_zero_variance[:, :, None], 0.0),
     )
 
 
@@ -95,7 +97,7 @@ def grpo_sample_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
 def centered(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """r - mean (Dr. GRPO, arXiv 2503.20783).
 
-    The mean includes r itself, so the expected gradient is 1 - 1/G of the unbiased one.
+    The mean includes r itself, so the expected gradient is 1 - 1/G times the unbiased one.
     """
     return subtract_mean(grades.rewards)
 
@@ -238,8 +240,8 @@ def standardize_within_cells(rewards: Tensor, same_cell: Tensor, share: Tensor) 
     group_mean, group_std = rewards.mean(-1, keepdim=True), rewards.std(-1, correction=0, keepdim=True)
     baseline = share * mean + (1 - share) * group_mean
     scale = share * std + (1 - share) * group_std
-    is_silent = is_zero_variance(rewards) | (is_equal & (share == 1))
-    return ((rewards - baseline) / scale.masked_fill(is_silent, 1.0)).masked_fill(is_silent, 0.0)
+    has_zero_variance = is_zero_variance(rewards) | (is_equal & (share == 1))
+    return ((rewards - baseline) / scale.masked_fill(has_zero_variance, 1.0)).masked_fill(has_zero_variance, 0.0)
 
 
 ADVANTAGES: dict[str, _AdvantageFunction] = {
@@ -273,5 +275,6 @@ def compute_advantages_from_grades(grades: Grades, shaped: Tensor, cfg: GRPOConf
     compute = get_advantage_function(cfg.advantage)
     if not cfg.min_reward_range:
         return compute(grades._replace(rewards=shaped), cfg)
-    is_silent = is_zero_variance(grades.rewards, cfg.min_reward_range)
-    return compute(equalize_rewards(grades._replace(rewards=shaped), is_silent), cfg).masked_fill(is_silent, 0.0)
+    has_zero_variance = is_zero_variance(grades.rewards, cfg.min_reward_range)
+    equalized = equalize_rewards(grades._replace(rewards=shaped), has_zero_variance)
+    return compute(equalized, cfg).masked_fill(has_zero_variance, 0.0)

@@ -156,7 +156,7 @@ class Batch:
     def sum_by_rollout(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Add up x [B, T] over the sampled tokens of each rollout. Return the sums [P * G, 1] and a mask of that shape.
 
-        If each row is a rollout of its own, they are x itself, not summed, and action_mask.
+        If each row is a rollout of its own, return x, not summed, and action_mask.
         """
         if self.rollout_indices is None:
             return x, self.action_mask
@@ -218,7 +218,7 @@ def pad_sequences(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 
 def append_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
-    """Append a row of given tokens for each of these prompts, indices [n], that has a demonstration.
+    """Append a row of given tokens for each of these prompts (indices [n]) that has a demonstration.
 
     The tokens of the new rows have likelihood weight 1; all other values there are 0.
     """

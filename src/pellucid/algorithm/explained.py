@@ -93,18 +93,18 @@ def find_gradient_rules(
 ) -> Tensor:
     """Return the rule that removed the policy gradient of each token: the first one that applies. [B, T] int"""
     assert batch.advantages is not None and batch.token_weights is not None
-    nowhere = torch.zeros_like(batch.action_mask)
-    low, high = (nowhere if x is None else x for x in (output.clipped_low, output.clipped_high))
+    no_tokens = torch.zeros_like(batch.action_mask)
+    low, high = (no_tokens if x is None else x for x in (output.clipped_low, output.clipped_high))
     candidates = {
         "given": ~batch.action_mask,
         "overlong_filter": batch.token_weights == 0,
         "no_advantage": batch.advantages == 0,
-        "entropy_share": nowhere if batch.loss_mask is None else ~batch.loss_mask,
+        "entropy_share": no_tokens if batch.loss_mask is None else ~batch.loss_mask,
         "correction": importance == 0,
         "clip_low": low,
-        "dual_clip": high & (batch.advantages < 0) if cfg.dual_clip else nowhere,
+        "dual_clip": high & (batch.advantages < 0) if cfg.dual_clip else no_tokens,
         "clip_high": high,
-        "other": ~nowhere,
+        "other": ~no_tokens,
     }
     rule = torch.zeros_like(batch.response_ids)
     for name, applies in reversed(candidates.items()):

@@ -79,7 +79,7 @@ class TrainingState:
     replay_buffer: list[tuple[int, Batch]] = field(default_factory=list)
     """Pairs (step, batch), newest first, of earlier rollouts that later steps train on again."""
     next_rollouts: Rollouts | None = None
-    """The rollouts of the next step, where they are generated one step ahead (async_grpo.py)."""
+    """The rollouts of the next step, if they are generated one step ahead (async_grpo.py)."""
 
 
 class StepResult(NamedTuple):
@@ -110,10 +110,10 @@ def train(
 
     Args:
         sampler: Receives the weights of the policy after each step.
-        reference: The model from which the KL is measured; needed where cfg.kl_coef > 0.
+        reference: The model to which the KL is measured; required if cfg.kl_coef > 0.
         state: The state after the last finished step, updated in place. None starts from step 0.
         sampling: How completions are sampled. Each step replaces `n` and `seed`.
-        collector: Generates the rollouts. None generates those of each step when the step begins.
+        collector: Generates the rollouts. With None, each step first generates its own.
     """
     state = state or TrainingState()
     state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
@@ -227,13 +227,14 @@ def compute_advantages(
 
 
 def select_own_groups(x: Tensor, runtime: Runtime) -> Tensor:
-    """Return the rows of this process's groups from those of all processes."""
+    """Select the rows of this process's groups from those of all processes."""
     return torch.stack(list(runtime.shard(list(x))))
 
 
 def shape_rewards(rewards: Tensor, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
     """Return the rewards [P, G] after similarity shaping, the length penalty and the KL penalty on the raw reward."""
     if cfg.similarity != "none":
+        # `collate` puts branches after all rollouts, so the first rows are the rollouts.
         completions = batch if batch.rollout_indices is None else batch.select_rows(slice(rewards.numel()))
         chunks = completions.split_into_chunks(cfg.micro_batch)
         states = torch.cat([policy.embed(chunk, cfg.similarity_layer).cpu() for chunk in chunks])
@@ -375,7 +376,7 @@ def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor,
 
 
 def make_objective_inputs(logprobs: Tensor, batch: Batch) -> ObjectiveInputs:
-    """Make the inputs of the objective. Without old_logprobs, the policy itself has sampled, and the ratio is 1."""
+    """Make the inputs of the objective. Without old_logprobs, the policy has not changed, and the ratio is 1."""
     assert batch.advantages is not None
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]

@@ -35,7 +35,7 @@ class MetricTotals:
         self.gap_max = 0.0
 
     def add_tokens(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add metrics, each [N] over the N tokens to which it applies. `loss` holds the term of each token in a sum."""
+        """Add metrics, each [N] over the N tokens to which it applies. `loss` holds each token's term of a sum."""
         nonempty = {name: value for name, value in metrics.items() if len(value)}
         for name, value in nonempty.items():
             self.sums[name] += float(value.sum())
@@ -50,7 +50,7 @@ class MetricTotals:
         last = self.step_metrics[-1]
         return {name: value / counts[name] for name, value in sums.items()} | {
             "sampler/gap_max": max(gather([self.gap_max])),
-            "loss": loss / steps,  # the token weights make this sum a mean already
+            "loss": loss / steps,  # the token weights already make this sum a mean
             "grad_norm": sum(s["grad_norm"] for s in self.step_metrics) / steps,
             **{name: last[name] for name in LAST_VALUE_METRICS if name in last},
             **{name: sum(s[name] for s in self.step_metrics) for name in SUMMED_METRICS if name in last},
@@ -58,7 +58,7 @@ class MetricTotals:
 
 
 def sum_by_name(shares: list[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the sums of all processes by name; some may lack a name, as without prefixes."""
+    """Add up the values of all processes by name. A process may lack a name, such as "prefix/nll"."""
     names = dict.fromkeys(name for share in shares for name in share)
     return {name: sum(share.get(name, 0.0) for share in shares) for name in names}
 
@@ -93,7 +93,7 @@ class StageClock:
 
 
 def compute_sampling_metrics(groups: Sequence[Group], zero_variance: int) -> dict[str, float]:
-    """Return metrics of dynamic sampling: how many groups were generated, and the tokens of all their sequences."""
+    """Return metrics of dynamic sampling: the number of generated groups, and the tokens of all their sequences."""
     tokens = sum(s.length for group in groups for c in group.completions for s in (c, *c.branches))
     return {"groups/drawn": len(groups), "groups/drawn_dead": zero_variance / len(groups), "tokens": float(tokens)}
 
@@ -133,7 +133,7 @@ def compute_kl_penalty_effect(penalty: Tensor | float, gather: Callable[[list[An
 def compute_kl_loss_effect(
     logprobs: Tensor, ref_logprobs: Tensor | None, exact_kl: Tensor | None, cfg: GRPOConfig
 ) -> dict[str, Tensor]:
-    """Return the tokens [B, T] whose factor in the gradient of the KL in the loss is above MIN_VISIBLE_CHANGE.
+    """Return a mask [B, T] of tokens whose factor in the gradient of the KL loss is above MIN_VISIBLE_CHANGE.
 
     The factor in the gradient of k2 is kl_coef |log(pi / ref)|, and that of k3 is the same to first order. The exact KL
     has no factor per token: there it is kl_coef sqrt(2 KL), the root mean square to second order.
@@ -150,7 +150,7 @@ def compute_kl_loss_effect(
 
 
 def find_inert_settings(cfg: GRPOConfig) -> list[str]:
-    """Return a line for each setting that has no effect with the others, which says what would give it an effect."""
+    """Return a line for each setting without effect. The line says how to give the setting an effect."""
     lines = []
     if not cfg.is_off_policy and (cfg.objective == "dcpo" or cfg.clip_difficulty or cfg.dual_clip):
         lines.append(
@@ -185,10 +185,10 @@ class InertSettingWatcher:
 
 def _describe_inert_metric(name: str) -> str:
     if name == "prefix/nll":
-        return 'algorithm.prefix_coef is inert: no prompt had a prefix; [task] name = "prefixed" gives them'
+        return 'algorithm.prefix_coef is inert: no prompt had a prefix; set [task] name = "prefixed"'
     if name == "prefix/share":
         return (
-            f"no question had a prefix in {INERT_AFTER_STEPS} steps: task.file is of other questions, or of another"
-            " task.seed"
+            f"no question had a prefix in {INERT_AFTER_STEPS} steps: task.file was written for other questions, or for"
+            " another task.seed"
         )
-    return f"{name} was 0 in {INERT_AFTER_STEPS} steps: what it measures does nothing in this setting"
+    return f"{name} was 0 in {INERT_AFTER_STEPS} steps: the technique that it measures has no effect here"

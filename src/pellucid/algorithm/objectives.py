@@ -47,7 +47,7 @@ class ObjectiveOutput(NamedTuple):
     """The output of an objective. Each field is [B, T], or [B, 1] if there is one value for each response."""
 
     value: Tensor
-    """What is maximized, with gradient."""
+    """The value that is maximized, with gradient."""
     log_ratio: Tensor
     """log(pi / pi_old) of the token or of its response, whichever the objective uses."""
     clipped_low: Tensor | None = None
@@ -55,7 +55,7 @@ class ObjectiveOutput(NamedTuple):
     clipped_high: Tensor | None = None
     """bool: the gradient is 0 because the ratio is too high."""
     clip_changed: Tensor | None = None
-    """bool: the token is clipped and would not be with the bounds 1 - clip_low and 1 + clip_high, or the reverse."""
+    """bool: the bounds 1 - clip_low and 1 + clip_high would clip the token and `bounds` do not, or the reverse."""
     bounds: _RatioBounds | None = None
     """The bounds with which `clipped_low` and `clipped_high` compare the ratio."""
 
@@ -69,8 +69,8 @@ _ObjectiveFunction = Callable[[ObjectiveInputs, GRPOConfig], ObjectiveOutput]
 def ppo_clip(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
     """min(A ratio, A clip(ratio, 1 - clip_low, 1 + clip_high)) (PPO, arXiv 1707.06347, equation 7).
 
-    There is no gain beyond the trust region. Separate bounds are from DAPO, arXiv 2503.14476, section 3.1. Rows with a
-    clip_high of their own use that instead.
+    There is no gain beyond the trust region. Separate bounds are from DAPO, arXiv 2503.14476, section 3.1. Rows with
+    their own clip_high use it instead.
     """
     fixed, log_ratio = compute_fixed_bounds(tokens, cfg), compute_log_ratio(tokens)
     if tokens.clip_high is None:
@@ -145,8 +145,8 @@ def sapo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 def gmpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
     """A exp(mean of clipped log-ratios): in a geometric mean, outlier tokens count less (GMPO, arXiv 2507.20673).
 
-    Log-ratios are clipped to [-clip_low, clip_high], each only on the side towards which the sign of A moves it. The
-    paper sets both to 0.4. All tokens of a response have the same value, and a ratio each.
+    A log-ratio is clipped to at most clip_high where A > 0, and to at least -clip_low elsewhere. The paper sets both to
+    0.4. All tokens of a response have the same value, but their own ratios.
     """
     log_ratio, advantages = compute_log_ratio(tokens), average_response_advantages(tokens).advantages
     low, high = clamp_log_ratio(log_ratio).clamp(min=-cfg.clip_low), clamp_log_ratio(log_ratio).clamp(max=cfg.clip_high)
@@ -209,7 +209,7 @@ def average_over_response(x: Tensor, mask: Tensor) -> Tensor:
 def average_response_advantages(tokens: ObjectiveInputs) -> ObjectiveInputs:
     """Replace the advantages of the tokens of a response by their mean, [B, 1].
 
-    It is computed from the differences to the first one, so that the mean of equal advantages is bitwise equal to them.
+    The mean is computed from differences to the first one, so the mean of equal advantages is bitwise equal to them.
     """
     advantages = tokens.advantages.expand(tokens.mask.shape)
     first = advantages.gather(-1, tokens.mask.byte().argmax(-1, keepdim=True))
@@ -221,7 +221,7 @@ def compute_clipped_surrogate(
 ) -> ObjectiveOutput:
     """PPO's clipped surrogate with a log-ratio [B, T], or [B, 1] for one ratio per response, clipped to `bounds`.
 
-    `fixed` are the bounds that these replace, for the metric that shows the difference.
+    `fixed` are the bounds that `bounds` replaces, for the metric `effect/clip`.
     """
     ratio, advantages = clamp_log_ratio(log_ratio).exp(), tokens.advantages
     value = compute_clipped_value(ratio, advantages, bounds, cfg).expand(tokens.mask.shape)
@@ -268,7 +268,7 @@ def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> _RatioB
 def compute_clip_high_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
     """clip_high times clip(1 + clip_difficulty (mean - share of right answers in the group), 0.5, 2), [P, G].
 
-    `correct` [P, G] is 1 where an answer is right, and `mean` its mean of the step. A group of NaN has average
+    `correct` [P, G] is 1 where an answer is right, and `mean` is its mean over the step. A group of NaN has average
     difficulty.
     """
     hardness = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
@@ -281,23 +281,23 @@ def compute_clip_metrics(output: ObjectiveOutput, mask: Tensor) -> dict[str, Ten
     `effect/clip` marks the tokens for which their own bounds and the fixed bounds lead to different decisions.
     """
     log_ratio = output.log_ratio.detach()
-    nowhere = torch.zeros_like(mask)
+    unclipped = torch.zeros_like(mask)
     metrics = {
         "ratio/mean": clamp_log_ratio(log_ratio).exp(),
         "ratio/overflow": log_ratio.abs() > MAX_LOG_RATIO,
-        "clip/low": nowhere if output.clipped_low is None else output.clipped_low,
-        "clip/high": nowhere if output.clipped_high is None else output.clipped_high,
+        "clip/low": unclipped if output.clipped_low is None else output.clipped_low,
+        "clip/high": unclipped if output.clipped_high is None else output.clipped_high,
     }
     metrics |= {} if output.clip_changed is None else {"effect/clip": output.clip_changed}
     return {name: x.expand(mask.shape) for name, x in metrics.items()}
 
 
 # ---------------------------------------------------------------- aggregation: the weight of each token
-# Each function takes counts over the minibatches of all processes and returns weights [B, T]:
+# Each function returns weights [B, T]. Its counts are over the minibatches of all processes:
 #   mask: [B, T] bool, the tokens that are trained on.
-#   rollouts: [], how many rollouts have such a token.
-#   tokens: [], how many such tokens there are.
-#   lengths: [B, 1], the trained tokens of the rollout of each row. A rollout has several rows where an agent rewrote
+#   rollouts: [], the number of rollouts with such a token.
+#   tokens: [], the number of such tokens.
+#   lengths: [B, 1], the trained tokens in the rollout of each row. A rollout has several rows where an agent rewrote
 #       its history. None means that each row is a rollout.
 
 

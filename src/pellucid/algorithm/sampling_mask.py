@@ -6,9 +6,9 @@ was not sampled from (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, stores such 
 threshold would take less space, but it is valid only for the logits of the weights that sampled, and these change with
 the first optimizer step.
 
-The mask of a token is a run, a sequence of int32 words: the allowed ids in ascending order or, if that is no longer, a
-bitmap with one bit for each token of the vocabulary. An empty run allows every token. `words` [M] concatenates all runs
-of a batch, and `spans` [..., 2] holds the start and the end of each.
+The mask of a token is a segment of int32 words: the allowed ids in ascending order or, unless it is longer, a bitmap
+with one bit for each token of the vocabulary. An empty segment allows every token. `words` [M] concatenates all
+segments of a batch, and `spans` [..., 2] holds the start and the end of each.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SamplingMask(NamedTuple):
         words, (start, end) = self.words, self.spans.unbind(-1)
         width, allows_all = count_bitmap_words(vocabulary), end == start
         is_bitmap = allows_all | (end - start == width)
-        runs = words[(start[is_bitmap, None] + arange_like(width, words)).clamp(max=len(words) - 1)]
-        bits = _unpack_bits(runs)[:, :vocabulary] | allows_all[is_bitmap, None]
+        segments = words[(start[is_bitmap, None] + arange_like(width, words)).clamp(max=len(words) - 1)]
+        bits = _unpack_bits(segments)[:, :vocabulary] | allows_all[is_bitmap, None]
         counts = (end - start).masked_scatter(is_bitmap, bits.sum(-1))
         column = arange_like(int(counts.max()) if len(counts) else 1, words)
         is_id = column < counts[:, None]
@@ -55,19 +55,19 @@ class SamplingMask(NamedTuple):
 def pack_masks(allowed: Tensor) -> list[Tensor]:
     """Return the words of each row of [B, V] bool, on the CPU."""
     row, ids = allowed.nonzero(as_tuple=True)
-    runs = ids.to("cpu", torch.int32).split(row.bincount(minlength=len(allowed)).tolist())
+    segments = ids.to("cpu", torch.int32).split(row.bincount(minlength=len(allowed)).tolist())
     return [
-        run if len(run) < count_bitmap_words(allowed.shape[-1]) else _pack_bits(allowed[i]).cpu()
-        for i, run in enumerate(runs)
+        segment if len(segment) < count_bitmap_words(allowed.shape[-1]) else _pack_bits(allowed[i]).cpu()
+        for i, segment in enumerate(segments)
     ]
 
 
 def collate_masks(masks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     """Concatenate the masks of B rows of tokens: words [M], and spans [B, T, 2], empty after the end of a row."""
-    lengths = [torch.tensor([len(run) for run in row], dtype=torch.long) for row in masks]
+    lengths = [torch.tensor([len(segment) for segment in row], dtype=torch.long) for row in masks]
     padded = pad_sequence(lengths, batch_first=True)
     ends = padded.flatten().cumsum(0).view_as(padded)
-    return torch.cat([run for row in masks for run in row]), torch.stack([ends - padded, ends], -1)
+    return torch.cat([segment for row in masks for segment in row]), torch.stack([ends - padded, ends], -1)
 
 
 def count_bitmap_words(vocabulary: int) -> int:

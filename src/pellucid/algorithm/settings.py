@@ -63,10 +63,11 @@ class GRPOConfig:
     group_size: int = 8
     """G: completions of each prompt."""
     max_rounds: int = 1
-    """Dynamic sampling: groups whose task rewards are equal are replaced by those of other prompts, in at most this
-    many rounds. If a task rewards brevity, rewards are never equal: set min_reward_range."""
+    """Dynamic sampling: groups whose task rewards are equal are replaced by groups of other prompts, in at most this
+    many rounds. A length term makes almost all rewards differ a little: set min_reward_range to ignore that."""
     max_staleness: int = 1
-    """Replay: how many steps train on a rollout, with the old log-probs of the step that sampled it; 1 is on-policy."""
+    """Replay: the number of steps that train on each rollout, with the old log-probs of the step that sampled it; 1 is
+    on-policy."""
     epochs: int = 1
     """Passes over the rollouts of a step; more than one needs an objective with a ratio."""
     minibatches: int = 1
@@ -82,9 +83,10 @@ class GRPOConfig:
     length_buckets: int = 3
     """advantage = "length_grouped": quantile buckets of the lengths in a group."""
     length_min_cell: int = 3
-    """Buckets of fewer completions are compared with the whole group."""
+    """Completions in a bucket of fewer than this are compared with the whole group."""
     length_shrinkage: float = 4.0
-    """The mean and std of a bucket of n have the weight n / (n + length_shrinkage); the group has the rest."""
+    """The mean and std of a bucket of n completions have the weight n / (n + length_shrinkage); those of the group have
+    the rest of the weight."""
 
     objective: ObjectiveName | str = "ppo_clip"
     """The objective to maximize; or your own, "path/to/file.py:function"."""
@@ -96,8 +98,9 @@ class GRPOConfig:
     clip_cap: float = 10.0
     """objective = "dcpo": the highest upper bound of the ratio."""
     clip_difficulty: float = 0.0
-    """objective = "ppo_clip": clip_high of a prompt is multiplied by 1 + clip_difficulty * (share of right answers in
-    the step - in its group), clipped to [0.5, 2]: hard prompts may move further. This is not from a paper."""
+    """objective = "ppo_clip": clip_high of a prompt is multiplied by 1 + clip_difficulty * (s - g), clipped to
+    [0.5, 2], where s and g are the shares of right answers in the step and in the prompt's group. The ratios of hard
+    prompts may then grow further. This is not from a paper."""
     dual_clip: float = 0.0
     """If A < 0, the objective is at least dual_clip * A (arXiv 1912.09729): 3 is usual, 0 is off."""
     soft_temperature: tuple[float, float] = (1.0, 1.05)
@@ -113,7 +116,9 @@ class GRPOConfig:
 
     kl: KLEstimatorName = "k1"
     kl_in: Literal["reward", "raw_reward", "loss"] = "reward"
-    """reward: norm(R) - kl_coef * (K - mean K of the others). raw_reward: norm(R - kl_coef * K). loss: per token."""
+    """R is the reward, K the KL of a response, and norm the advantage function. reward: the advantage is norm(R) -
+    kl_coef * (K - mean K of the siblings). raw_reward: it is norm(R - kl_coef * K). loss: kl_coef times the KL of each
+    token is added to the loss."""
     kl_coef: float = 0.0
     """Weight of the KL penalty; at 0 no reference model is loaded."""
     kl_target: float = 0.0
@@ -125,7 +130,8 @@ class GRPOConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     prefix_coef: float = 0.0
-    """Weight of -log pi of the tokens of prefixes, averaged over a minibatch; task `prefixed` gives prefixes."""
+    """Weight of the negative log-likelihood of prefix tokens, averaged over a minibatch; task `prefixed` gives
+    prefixes."""
 
     similarity: Literal["none", "smooth", "diversity"] = "none"
     """Reward shaping by hidden states. smooth: rewards move towards those of similar answers. diversity: rewards fall
@@ -141,11 +147,11 @@ class GRPOConfig:
     overlong_filter: bool = False
     """Do not train on completions that did not end before the length limit."""
     entropy_share: float = 1.0
-    """Only this share of the tokens, those of highest entropy, gets the objective's gradient (arXiv 2506.01939)."""
+    """The share of tokens that get the objective's gradient: those with the highest entropy (arXiv 2506.01939)."""
     correction: Literal["none", "token", "sequence", "geometric"] = "none"
     """Importance weights for the sampler gap, from w = pi_old / pi_sampler. token: min(w, correction_cap). sequence:
     the product over a response, or 0 above correction_cap. geometric: 1, or 0 if the geometric mean over a response
-    is off by more than correction_cap."""
+    is outside [1 / correction_cap, correction_cap]."""
     correction_cap: float = 2.0
 
     seed: int = 0
@@ -172,7 +178,7 @@ class GRPOConfig:
     def _check_ranges(self) -> None:
         for name in ("similarity_mix", "reference_decay"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be from 0 to below 1")
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0 and below 1")
         if not 0 < self.entropy_share <= 1:
             raise ValueError(f"entropy_share = {self.entropy_share} must be above 0 and at most 1")
         if not (self.similarity_temperature > 0 and min(self.soft_temperature) > 0):
@@ -194,7 +200,7 @@ class GRPOConfig:
         if self.clip_difficulty and self.objective != "ppo_clip":
             raise ValueError(f'clip_difficulty has no use with objective = "{self.objective}": set "ppo_clip", or 0')
         if self.kl == "k3_weighted" and self.kl_in != "loss":
-            raise ValueError('kl = "k3_weighted" is weighed by the ratio, which only the loss has: set kl_in = "loss"')
+            raise ValueError('kl = "k3_weighted" is weighted by the ratio, which only the loss has: set kl_in = "loss"')
         if (self.kl_target or self.reference_every) and not self.kl_coef:
             raise ValueError("kl_target and reference_every need a reference: set kl_coef above 0")
         if self.advantage == "gdpo" and self.shapes_rewards:
@@ -260,7 +266,7 @@ class AdamWConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas = {self.betas} must be from 0 to below 1")
+            raise ValueError(f"betas = {self.betas} must be at least 0 and below 1")
         if not self.eps > 0:
             raise ValueError(f"eps = {self.eps} must be positive")
 

@@ -19,7 +19,7 @@ def smooth_rewards(rewards: Tensor, states: Tensor, cfg: GRPOConfig) -> Tensor:
 
     This is mathgrpo's `similarity` with states [P, G, D] that are averaged over tokens and centered in their group,
     since all answers to one prompt have states of similar direction. A reward changes by at most mix times the range of
-    its group. At a high temperature the map is affine, and `grpo` standardizes this away.
+    its group. At a high temperature the map is affine, which `grpo` cancels by standardizing.
     """
     unit = F.normalize(states.double() - states.double().mean(1, keepdim=True), dim=-1)
     is_itself = torch.eye(rewards.shape[-1], dtype=torch.bool, device=rewards.device)
@@ -62,7 +62,7 @@ def compute_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, m
 
     "token" is min(w, cap), truncated importance sampling (F. Yao et al., 2025). "sequence" is the product of w over the
     response, or 0 if it is above the cap. "geometric" is 1, or 0 if the geometric mean of w over the response is
-    outside [1 / cap, cap]. "none" is 1. The mask [B, T] has the sampled tokens.
+    outside [1 / cap, cap]. "none" is 1. The mask [B, T] marks the sampled tokens.
     """
     gap = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
     if cfg.correction == "none":
@@ -83,6 +83,6 @@ def find_corrected_tokens(weights: Tensor, cfg: GRPOConfig) -> Tensor:
 
 
 def find_entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """Find the threshold that this share of the entropies [N], in nats, reaches (arXiv 2506.01939)."""
+    """Find the threshold that this share of the entropies [N], in nats, reaches or exceeds (arXiv 2506.01939)."""
     count = max(1, round(share * len(entropy)))
     return entropy.topk(count).values[-1]

@@ -1,7 +1,7 @@
-"""Advantages and loss for a training loop of your own: the functions of the loop, on tensors, with settings by name.
+"""Advantages and loss for your own training loop: Pellucid's functions on tensors, with settings as keywords.
 
-Every setting is a key of `[algorithm]`. Settings of other stages of a step raise a UserError, as tensors of a wrong
-shape do.
+Every setting is a key of `[algorithm]`. A setting of another stage of the step, or a tensor of the wrong shape, raises
+UserError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOSS_SETTINGS = (
     *("kl", "kl_coef", "entropy_coef", "correction", "correction_cap"),
 )
 _LOSS_KL_ESTIMATORS = ("k2", "k3", "k3_weighted")
-"""Estimators whose gradient in the loss is that of a KL. That of k1 is 0 in expectation, and exact needs logits."""
+"""Estimators with the gradient of a KL in the loss. The gradient of k1 is 0 in expectation; exact needs logits."""
 
 
 def group_advantages(
@@ -60,7 +60,7 @@ def group_advantages(
     cfg = make_grpo_config(settings, _ADVANTAGE_SETTINGS, "group_advantages")
     values = fill_with_sibling_mean(convert_to_float64("rewards", rewards, 2)).nan_to_num(0.0)
     if cfg.advantage.startswith("length_grouped") and lengths is None:
-        raise UserError(f'advantage = "{cfg.advantage}" compares completions of like length: give lengths=')
+        raise UserError(f'advantage = "{cfg.advantage}" compares completions of similar length: give lengths=')
     if cfg.advantage == "gdpo" and parts is None:
         raise UserError('advantage = "gdpo" compares the terms of a reward: give parts=')
     terms = values[..., None]
@@ -97,16 +97,16 @@ def policy_loss(
     tokens: int | Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Compute the loss [] of some completions, whose `backward()` gives the gradient of a GRPO step.
+    """Compute the scalar loss of some completions. Its `backward()` gives the gradient of a GRPO step.
 
-    The values of padding are ignored in all tensors.
+    Padding is ignored in all tensors.
 
     Args:
         logprobs: [B, T] of each response token under the policy, in nats, with gradient.
         advantages: [B], [P, G] with B = P * G in the same order, or [B, T].
         mask: [B, T] the tokens that the policy sampled.
-        old_logprobs: [B, T] under the policy that sampled. None means that it is the policy that is trained, which is
-            so in the first optimizer step.
+        old_logprobs: [B, T] under the policy that sampled. None means that the policy has not changed since sampling,
+            as in the first optimizer step.
         sampler_logprobs: [B, T] as the sampler computed them, for `correction`.
         ref_logprobs: [B, T] under the reference, for `kl_coef` with kl = "k2", "k3" or "k3_weighted".
         entropy: [B, T] in nats, with gradient, for `entropy_coef`.
@@ -153,7 +153,7 @@ def policy_loss(
 
 
 def _name_functions(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
-    """Replace functions in the settings by generated names; return also a dict from names to functions."""
+    """Return the settings with generated names in place of functions, and a dict from those names to the functions."""
     names = {key: f"{IN_PROCESS_PREFIX}{key}" for key, value in settings.items() if callable(value)}
     return {**settings, **names}, {name: settings[key] for key, name in names.items()}
 

@@ -21,13 +21,13 @@ from accelerate.utils import broadcast_object_list
 from pellucid.types import StrandedError
 
 ROLL_CALL_TIMEOUT_SECONDS = 5.0
-"""The time in which the remaining processes answer a roll call. Ranks that do not are reported as missing."""
+"""The time limit for answering a roll call. Ranks that do not answer are reported as missing."""
 _STORE_RANK = 0
 """The rank that hosts the store."""
 
 
 class ProcessGroup(Protocol):
-    """The processes of a run, for evaluations and checkpoints: `Runtime`, or `SingleProcess` without others."""
+    """The processes of a run, for evaluations and checkpoints: `Runtime`, or `SingleProcess` if there is only one."""
 
     @property
     def is_main(self) -> bool: ...
@@ -51,7 +51,7 @@ SINGLE_PROCESS = SingleProcess()
 def join_process_group(device: torch.device, timeout_minutes: float) -> PartialState:
     """Join the process group of the run, with a timeout for each collective operation.
 
-    The group is left at exit, since an open group may abort a process that ends. On GPUs it also has gloo, for tensors
+    The group is left at exit, since an open group may abort the exit. On GPUs it also has gloo, for tensors
     that an engine keeps in host memory.
     """
     if device.type == "cuda" and "WORLD_SIZE" in os.environ and not dist.is_initialized():
@@ -78,7 +78,7 @@ def _leave_process_group(owner_pid: int) -> None:
 
 
 def broadcast_decision(decide: Callable[[], str], device: torch.device, timeout_minutes: float) -> str:
-    """Return the decision of the main process in every process, since each would measure something else."""
+    """Return the decision of the main process in every process, since each would measure different values."""
     state = join_process_group(device, timeout_minutes)
     return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
@@ -94,8 +94,8 @@ def detect_lost_processes(run_dir: Path) -> Iterator[None]:
             raise
         missing = ", ".join(map(str, find_missing_ranks())) or "unknown: the connection broke"
         raise StrandedError(
-            f"another process of this run has ended or does not answer (rank {missing}); what was saved is whole: go on"
-            f" with as many processes and --resume {run_dir}"
+            f"another process of this run has ended or does not answer (rank {missing}); saved files are intact:"
+            f" resume with the same number of processes and --resume {run_dir}"
         ) from error
 
 

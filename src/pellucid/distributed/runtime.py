@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Runtime:
-    """One process, or as many as a launcher started, which train on the gradient of a global sum.
+    """This process and the others that a launcher started, which train on the gradient of a global sum.
 
     `total_updates` is the number of optimizer steps of the run, for the learning rate.
     """
@@ -38,9 +38,9 @@ class Runtime:
         total_updates: int,
         cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008 - frozen
     ) -> None:
-        self.cfg, self.total_updates, self.updates = optimizer, total_updates, 0
+        self.optimizer_cfg, self.total_updates, self.updates = optimizer, total_updates, 0
         self.max_micro_batch_rows = 0
-        """The most rows of a forward pass since memory ran out; 0 if it never has."""
+        """The maximum rows in a forward pass since memory ran out; 0 if it never has."""
         self.out_of_memory_hint = "set a lower sampler.max_tokens"
         """The advice in the error if memory runs out with one row."""
         self.policy, self.device = policy, policy.device
@@ -60,7 +60,7 @@ class Runtime:
         return self.rank == 0
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return every `world_size`-th item, from the rank on: a minibatch has the same prompts for any world size."""
+        """Return every `world_size`-th item from `rank` on, so that minibatches do not depend on the world size."""
         return items[self.rank :: self.world_size]
 
     def gather(self, items: Sequence[Any]) -> list[Any]:
@@ -106,15 +106,15 @@ class Runtime:
         if rows == 1:
             raise UserError(f"memory ran out with one row in a forward pass: {self.out_of_memory_hint}")
         if self.world_size > 1 or not self.engine.reset_for_retry():
-            raise UserError(f"{ran_out}: go on with --resume and --algorithm.micro_batch {rows // 2}")
-        print(f"! {ran_out}: {rows // 2} from now on, as of algorithm.micro_batch = {rows // 2}", flush=True)
+            raise UserError(f"{ran_out}: continue with --resume and --algorithm.micro_batch {rows // 2}")
+        print(f"! {ran_out}: {rows // 2} from now on, as with algorithm.micro_batch = {rows // 2}", flush=True)
         return rows // 2
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of an optimizer step, in the context of the engine.
 
         If parameters are sharded, each pass gathers them in all processes, so a process with fewer micro-batches makes
-        passes of one row and no gradient.
+        up for them with passes of one row whose gradient is 0.
         """
         own = len(micro_batches)
         rounds = max(self.gather([own])) if self.engine.is_lockstep else own
@@ -131,6 +131,6 @@ class Runtime:
     def step(self) -> dict[str, float]:
         """Clip the gradient, take an optimizer step and clear the gradient. Return metrics."""
         self.updates += 1
-        lr = self.cfg.compute_lr(self.updates, self.total_updates)
+        lr = self.optimizer_cfg.compute_lr(self.updates, self.total_updates)
         metrics = self.engine.step(lr)
         return {**metrics, "lr": lr, "idle": float(metrics["grad_norm"] == 0)}

@@ -29,9 +29,9 @@ def has_sharded_tensors(state: Mapping[str, Tensor]) -> bool:
 
 
 def save_shards(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
-    """Write the shards of this process into a folder, together with all processes. Return the files of this process.
+    """Write the shards of this process into a folder, and return their files. All processes must call this.
 
-    Raises OSError in all of them if one cannot write.
+    Raises OSError in every process if one cannot write.
     """
     _save_distributed(state, HuggingFaceStorageWriter(str(folder), save_distributed=True))
     return list(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
@@ -45,7 +45,7 @@ def _save_distributed(state: Mapping[str, Tensor], writer: HuggingFaceStorageWri
 
 
 def save_consolidated_model(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Write sharded tensors as files that transformers reads. They are joined on disk, not in memory."""
+    """Write sharded tensors as files that transformers can read. The shards are joined on disk, not in memory."""
     writer = HuggingFaceStorageWriter(
         str(folder),
         _assign_files(state),
@@ -58,7 +58,7 @@ def save_consolidated_model(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _assign_files(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of the file of each tensor, counted from 1."""
+    """Return the file number of each tensor, counted from 1."""
     numbers, number, file_bytes = {}, 1, 0
     for name, x in state.items():
         size = x.numel() * x.element_size()
@@ -69,9 +69,9 @@ def _assign_files(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def load_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Load tensors that `save_shards` wrote, together with all processes.
+    """Load tensors that `save_shards` wrote. All processes must call this.
 
-    `like` has by name tensors with the shape, dtype and sharding to load; other names are ignored.
+    `like` maps names to tensors with the shape, dtype and sharding to load; other names are ignored.
     """
     reader = HuggingFaceStorageReader(str(folder))
     names = reader.read_metadata().state_dict_metadata

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 Moments = Mapping[str, Mapping[str, Tensor]]
-"""The tensors of an optimizer by moment and by parameter name."""
+"""The tensors of an optimizer, by moment and then by parameter name."""
 
 
 def build_optimizer(cfg: AdamWConfig, policy: Policy) -> torch.optim.Optimizer:
     parameters = policy.trainable().values()
-    facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+    settings = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     if cfg.offload and not policy.sharded_modules:
-        return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
+        return OffloadedAdamW(parameters, **settings, masters=list(policy.masters().values()))
     if optimizer.supports_one_pass(parameters):
         decoders = [module for module in policy.module.modules() if isinstance(module, Decoder)]
         return OnePassAdamW(
-            parameters, **facts, cast_weights=[part for each in decoders for part in each.list_cast_weights()]
+            parameters, **settings, cast_weights=[part for each in decoders for part in each.list_cast_weights()]
         )
-    return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
+    return torch.optim.AdamW(parameters, **settings, fused=policy.device.type != "mps")
 
 
 class TorchEngine:
@@ -65,7 +65,7 @@ class TorchEngine:
         self.optimizer = build_optimizer(cfg, policy)
         self.scaler = GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
         self.has_nonfinite_loss = False
-        """Whether a loss of the next optimizer step, in this process, was not finite."""
+        """Whether this process had a loss that was not finite since the last optimizer step."""
 
     @property
     def is_lockstep(self) -> bool:
@@ -73,7 +73,7 @@ class TorchEngine:
         return self.mesh is not None
 
     def shard_reference(self, reference: Policy) -> None:
-        """Shard a frozen policy if it is on the device of the trained one, and that one is sharded."""
+        """Shard the reference if the policy is sharded and both are on the same device."""
         if self.mesh and reference.device == self.policy.device:
             fsdp2.shard_policy(reference, self.mesh, offload=False)
 
@@ -91,7 +91,7 @@ class TorchEngine:
     def reset_for_retry(self) -> bool:
         """Drop the gradients of an interrupted step. Return whether the step can be repeated.
 
-        With FSDP2 it cannot: after an interrupted backward pass it waits for its end, and returns no gradients.
+        With FSDP2 it cannot: after an interrupted backward pass, FSDP2 waits for its end and returns no gradients.
         """
         self.optimizer.zero_grad(set_to_none=True)
         return self.mesh is None
@@ -115,8 +115,8 @@ class TorchEngine:
     def update_loss_scale(self, norm: float) -> dict[str, float]:
         """Update the loss scale of fp16 (arXiv 1710.03740, section 3.2), and return metrics.
 
-        A gradient that overflowed halves the scale, and 2000 in a row that did not double it. If a loss was not finite,
-        or the scale is 1, the scale is not the reason: it stays, and the step is skipped as in any dtype.
+        The scale is halved if the gradient overflows, and doubled after 2000 steps without overflow. If a loss was not
+        finite or the scale is 1, the scale is not the cause: it stays, and the step is skipped as in any dtype.
         """
         is_finite, scale = math.isfinite(norm), self.scaler.get_scale()
         overflow = not is_finite and scale > 1 and not self.any_rank(self.has_nonfinite_loss)
@@ -128,11 +128,11 @@ class TorchEngine:
         return metrics
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all parameters by name, trained ones in fp32; of sharded ones the shard of this process."""
+        """Return all parameters by name, or their shards in this process; trained ones in fp32."""
         return {**self.policy.weights(), **self.policy.masters()}
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the trained ones among them."""
+        """Return the trained parameters by name, in fp32."""
         return self.policy.masters()
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
@@ -154,7 +154,7 @@ class TorchEngine:
                 self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors."""
+        """Return the state that a checkpoint saves besides tensors."""
         return {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
 
     def load_state(self, facts: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, which run unchanged as agents that ask the policy."""
+"""Runs environments of the package `verifiers` unchanged, as agents that query the policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["Chat"]
 _HARNESS_MODULE = "pellucid_chat"
-sys.modules[_HARNESS_MODULE] = sys.modules[__name__]  # verifiers finds a harness by a module's name, which has no dots
+sys.modules[_HARNESS_MODULE] = sys.modules[__name__]  # verifiers finds a harness by a module name without dots
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
@@ -51,7 +51,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
             tools, names, servers = await connect_mcp({"mcpServers": addresses}, stack)
             while not messages or messages[-1]["role"] != "assistant":
                 request = client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or openai.omit)
-                message = (await request).choices[0].message  # raises, also if the environment has ended the episode
+                message = (await request).choices[0].message  # also raises after the environment has ended the episode
                 messages.append(message.model_dump(exclude_none=True))
                 for call in message.tool_calls or ():
                     assert call.type == "function"
@@ -63,7 +63,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 
 @dataclass(frozen=True)
 class Episode:
-    """Runs an episode of the task whose data, as JSON values, is row["task"], and returns its reward."""
+    """Runs an episode of a task and returns its reward. row["task"] has the data of the task as JSON values."""
 
     env_json: str
     """The table `[env]` of verifiers, as JSON."""
@@ -82,7 +82,7 @@ class Episode:
             episode = await env.run_episode(task, policy)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError(errors[0].message if errors else "the episode came to nothing")
+            raise RuntimeError(errors[0].message if errors else "the episode failed without an error")
         for trace in episode.traces:
             agent = trace.agent
             if not agent.trainable and agent.config.client == policy.client:
@@ -93,19 +93,19 @@ class Episode:
 
 
 def _load_episode(env_json: str) -> Episode:
-    """Return an episode, with its environment loaded before any time is counted."""
+    """Return an episode. Load its environment here, before any time limit starts."""
     load_environment(env_json)
     return Episode(env_json)
 
 
 @cache
 def load_environment(env_json: str) -> vf.Env:
-    """Return the environment of a table `[env]` in JSON. Its agents run in this process, by default with `Chat`."""
+    """Return the environment of a JSON table `[env]`. Its agents run in this process, by default with `Chat`."""
     table = json.loads(env_json)
     taskset = table.get("taskset", {}).get("id", "")
     kind = vf.env_config_type(taskset, table.get("id", ""))
     defaults: dict[str, Any] = {"runtime": {"type": "subprocess"}}
-    if vf.default_harness_id(taskset) == "bash":  # it brings none of its own
+    if vf.default_harness_id(taskset) == "bash":  # the taskset has no harness of its own
         defaults["harness"] = {"id": _HARNESS_MODULE}
     for name, field in kind.model_fields.items():
         if isinstance(field.default, vf.AgentConfig):

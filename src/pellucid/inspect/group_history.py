@@ -25,7 +25,7 @@ _MAX_SHOWN_ANSWERS = 10
 _CURVE_TITLES = {
     "reward": ("Reward", "mean of its answers"),
     "length": ("Length", "mean of its answers, tokens"),
-    "entropy": ("Entropy", "nats a token"),
+    "entropy": ("Entropy", "nats per token"),
 }
 """The title of each curve, and what it measures."""
 _Summary = Mapping[str, Any]

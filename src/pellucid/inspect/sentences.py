@@ -29,7 +29,7 @@ def format_sentence(key: str, language: str = "en", **values: Any) -> str:
 
 
 def format_significant(value: float | None) -> str:
-    """Return a number in three significant digits, as the page writes it too. Example: "-0.0123"."""
+    """Return a number with two or three significant digits, as the page writes it. Example: "-0.0123"."""
     if value is None:
         return "-"
     if value == 0:
@@ -41,20 +41,20 @@ def format_significant(value: float | None) -> str:
     return f"{value:.3g}" if magnitude < 1000 else f"{value:.0f}"
 
 
-# The sentence on a token: what the update did to it and why. page/sentence.js chooses in the same way; a test compares
-# the two.
+# The sentence that explains a token: what the update did to it and why. page/sentence.js chooses it in the same way; a
+# test compares the two.
 
 
 _ROUNDING_NATS = {"bfloat16": 0.13, "float16": 0.016}
-"""A change of a log-prob below this, in nats, may be rounding alone, by the dtype of the logits."""
+"""By dtype of the logits: a change of a log-prob below this many nats may be rounding alone."""
 _FLOAT32_ROUNDING_NATS = 5e-4
 """The same for logits in float32."""
 MIN_SHOWN_DIFFERENCE = 1e-4
-"""Differences of log-probs smaller than this are 0 on the page, where they are said to be below it."""
+"""The page rounds differences of log-probs to this unit. Sentences call smaller differences "less than" it."""
 
 
 def get_logits_dtype(metadata: Mapping[str, Any]) -> str:
-    """Return the dtype of the logits by the metadata of a file; float32 if it does not name one."""
+    """Return the dtype of the logits from the metadata of a file; float32 if it does not name one."""
     return str(metadata.get("dtype") or "float32")
 
 
@@ -63,7 +63,7 @@ def get_logits_rounding(metadata: Mapping[str, Any]) -> float:
 
 
 def explain_token(token: Mapping[str, Any], language: str = "en", metadata: Mapping[str, Any] | None = None) -> str:
-    """Return the sentence on a token of a file with this metadata.
+    """Return the sentence that explains a token. `metadata` is that of its file.
 
     A token has kind, rule, advantage, ratio, bound, push and change; None stands for a number that is missing.
     """

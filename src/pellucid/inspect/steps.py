@@ -1,6 +1,6 @@
 """The recorded tokens of a step as columns for a page or a terminal.
 
-Differences are computed here, from the numbers as they were recorded, and not from numbers rounded for a page.
+Differences are computed here, from the recorded numbers, and not from numbers rounded for a page.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pellucid.reporting.token_files import KIND_SAMPLED, get_token_metadata
 _SEQUENCE_KEYS = ("group", "completion", "branch")
 _SEQUENCE_COLUMNS = ("prompt_id", "reward", "correct", "finished", "parts", "error", "version")
 _NUMBER_COLUMNS = ("ratio", "advantage", "weight", "importance", "push", "gradient", "bound")
-"""The columns of the file that the page has under the same name, besides those of texts and log-probs."""
+"""Columns that have the same name in the file and on the page, except those of texts and log-probs."""
 _RELATIVE_COLUMNS = ("weight", "push", "gradient")
-"""Columns whose numbers shrink with the number of tokens in a step, so that digits are relative to the largest."""
+"""Columns whose numbers shrink with the number of tokens in a step, so they are rounded relative to the largest."""
 _SIGNIFICANT_DIGITS = 4
 """Significant digits of a number for the page."""
 GROUP_MEASURE_COLUMNS = ("group", "kind", "gradient", "entropy_before")
@@ -37,8 +37,8 @@ class StepTokens:
     sequences: Sequence[Mapping[str, Any]]
     """The prompt of each group (completion -1), its completions and their branches, with rows [start, end)."""
     columns: Mapping[str, Sequence[Any]]
-    """token (id), text, kind, rule, the columns of NUMBER_COLUMNS, and before, after, sampler, ref (log-probs in nats,
-    before and after the whole step), change = after - before, gap = before - sampler, drift = before - ref,
+    """token (id), text, kind, rule, the columns of _NUMBER_COLUMNS, the log-probs before, after (of the whole step),
+    sampler and ref in nats, change = after - before, gap = before - sampler, drift = before - ref, entropy,
     entropy_change."""
 
     def join_text(self, sequence: Mapping[str, Any]) -> str:
@@ -53,7 +53,7 @@ class StepTokens:
 
 
 def build_step_tokens(table: pa.Table) -> StepTokens:
-    """Return the columns of a file of tokens, in which both NaN and null are None."""
+    """Return the columns of a token file, with None for NaN and null."""
     numbers = {
         name: [value if np.isfinite(value) else None for value in values.tolist()]
         for name, values in _compute_numbers(table).items()
@@ -69,7 +69,7 @@ def _compute_numbers(table: pa.Table) -> dict[str, np.ndarray]:
     """Return the numbers of the tokens: [N] each, NaN for a number that is missing."""
     entropy = _get_floats(table, "entropy_before")
     start, after = _get_floats(table, "logprob_start"), _get_floats(table, "logprob_after")
-    # The log-prob before the step, if it is recorded. In a step of one update it is that before the update.
+    # The log-prob before the step if recorded, else that before the update: in a step of one update they are equal.
     before = np.where(np.isnan(start), _get_floats(table, "logprob_before"), start)
     sampler, ref = _get_floats(table, "sampler_logprob"), _get_floats(table, "ref_logprob")
     return {
@@ -89,7 +89,7 @@ def _compute_numbers(table: pa.Table) -> dict[str, np.ndarray]:
 def measure_groups(table: pa.Table) -> dict[int, dict[str, float | None]]:
     """Return for each group the sum of its gradient norms, and the mean entropy of its sampled tokens in nats.
 
-    They have four significant digits.
+    Both are rounded to four significant digits.
     """
     groups, sampled = table["group"].to_numpy(), table["kind"].to_numpy() == KIND_SAMPLED
     gradient, entropy = _get_floats(table, "gradient"), _get_floats(table, "entropy_before")
@@ -125,10 +125,10 @@ def _split_sequences(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def encode_for_page(table: pa.Table) -> dict[str, Any]:
-    """Return the step as a JSON object, with numbers of SIGNIFICANT_DIGITS digits.
+    """Return the step as a JSON object, with numbers rounded to _SIGNIFICANT_DIGITS.
 
-    Tokens are indices into `vocabulary`, a list of pairs of token id and text. A column without any value is null. The
-    log-probs of a token that was scored are that before the update, and differences from it.
+    Tokens are indices into `vocabulary`, a list of pairs of token id and text. A column without any value is null. A
+    scored token has one log-prob, `before`, and the differences from it; other tokens have the other log-probs.
     """
     metadata, texts, numbers = get_token_metadata(table), _get_texts(table), _compute_numbers(table)
     is_unscored = np.isnan(numbers["before"])
@@ -159,7 +159,7 @@ def encode_for_page(table: pa.Table) -> dict[str, Any]:
 def _encode_alternatives(
     vocabulary: dict[tuple[Any, Any], int], table: pa.Table, name: str
 ) -> list[list[float | None] | None] | None:
-    """Return for each row the indices of its likeliest tokens in the vocabulary, each followed by its log-prob."""
+    """Return for each row the vocabulary indices of its likeliest tokens, each followed by its log-prob."""
     columns = (table[f"{name}{part}"].to_pylist() for part in ("", "_text", "_logprob"))
     rows = [
         [] if row[0] is None else [top for top in zip(*row, strict=True) if top[2] is not None]
@@ -178,7 +178,7 @@ def round_values(
 ) -> list[float | None]:
     """Round values to significant digits; those that are not finite become None.
 
-    Nothing is finer than `floor`; None is MIN_SHOWN_DIFFERENCE times the largest value.
+    No digit is finer than `floor`; None means MIN_SHOWN_DIFFERENCE times the largest value.
     """
     numbers = np.array(values, dtype=np.float64)
     numbers[~np.isfinite(numbers)] = np.nan

@@ -1,4 +1,4 @@
-"""`pellucid show`: a group of a step in the terminal, in color if the terminal has colors."""
+"""`pellucid show`: prints a group of a step in the terminal, in color if the terminal has colors."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _INCREASE_RGB, _DECREASE_RGB = (33, 102, 172), (217, 95, 2)
 """A pair of colors that color-blind people can tell apart."""
 _SHADES = (0.25, 0.5, 0.75, 1.0)
 _MAX_SHOWN_TOKENS = 2000
-"""The number of tokens of an answer that are shown."""
+"""The maximum number of tokens of an answer that are shown."""
 _MAX_EXPLAINED_TOKENS = 6
-"""The number of tokens that have a sentence, those that carry most of the gradient."""
+"""The number of tokens that are explained: those that carry most of the gradient."""
 
 
 def show_group(run_dir: Path, step: int | None, group: int | None, by: str, console: Console | None = None) -> int:
     """Print a group of a step, with its tokens colored by a quantity. Return the exit status.
 
-    Without a step it is the last one that is recorded, without a group the one with the largest sum of gradients.
+    `step` defaults to the last recorded step, `group` to the group with the largest sum of gradients.
 
     Raises:
         UserError: The step or the group is not recorded.
@@ -40,18 +40,18 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
     run, console = open_recorded_run(run_dir), console or Console(highlight=False)
     recorded = token_files.list_recorded_steps(run_dir)
     if not recorded:
-        raise UserError(f"{run_dir} has no recorded step yet: wait until one has ended")
+        raise UserError(f"{run_dir} has no recorded step yet: wait until a step has ended")
     step = recorded[-1] if step is None else step
     if step not in recorded:
         steps = f"{format_count(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}"
         nearest = min(recorded, key=lambda other: abs(other - step))
-        raise UserError(f"{run_dir} has no tokens of step {step}: recorded are {steps}, the nearest is {nearest}")
+        raise UserError(f"{run_dir} has no tokens of step {step}: it recorded {steps}, the nearest is {nearest}")
     tokens, summary = run.read_tokens(step), run.read_summary(step)
     rows: dict[int, Mapping[str, Any]] = {row["group"]: row for row in summary["groups"] if row["recorded"]}
     if group is None:
         group = max(rows, key=lambda j: rows[j]["gradient"] or 0.0)
     if group not in rows:
-        raise UserError(f"step {step} has no tokens of group {group}: recorded are {', '.join(map(str, rows))}")
+        raise UserError(f"step {step} has no tokens of group {group}: it recorded groups {', '.join(map(str, rows))}")
     title = f"{escape_controls(run.run_dir.resolve().name)}, step {step}, group {group}"
     gradient, signal = rows[group]["gradient"], format_sentence(f"signal.{rows[group]['signal']}")
     about = signal if gradient is None else f"{signal}, sum of gradients {format_significant(gradient)}"
@@ -63,14 +63,14 @@ def show_group(run_dir: Path, step: int | None, group: int | None, by: str, cons
     largest = max((abs(tokens.columns[by][i] or 0.0) for i in rows_of_group), default=0.0)
     for copies in sequences:
         console.print(_render_sequence(tokens, copies, by, largest))
-    legend = f"colours: {format_sentence(f'by.{by}')}, blue above 0, orange below; underlined: no gradient"
+    legend = f"colors: {format_sentence(f'by.{by}')}, blue above 0, orange below; underlined: no gradient"
     console.print(Text(legend, "dim"))
     console.print(_build_gradient_table(tokens, group, sequences))
     return 0
 
 
 def _merge_equal_answers(tokens: StepTokens, group: int) -> list[list[Mapping[str, Any]]]:
-    """Return the sequences of a group with their copies, in the order of page/tokens.js: prompt, answers, branches."""
+    """Return the sequences of a group, equal answers together, as page/tokens.js does: prompt, answers, branches."""
     ids = tokens.columns["token"]
     sequences = [each for each in tokens.sequences if each["group"] == group]
     prompts = [[each] for each in sequences if each["completion"] < 0]
@@ -106,13 +106,13 @@ def _format_sequence_title(tokens: StepTokens, copies: Sequence[Mapping[str, Any
     advantages = tokens.columns["advantage"][sequence["start"] : sequence["end"]]
     first = next((value for value in advantages if value is not None), None)
     advantage = "" if first is None else f", advantage {format_significant(first)}"
-    several = f"{len(copies)} answers alike: " if len(copies) > 1 else ""
+    several = f"{len(copies)} identical answers: " if len(copies) > 1 else ""
     numbers = ", ".join(str(each["completion"]) for each in copies)
     return f"[{numbers}] {several}{reward}{verdict}{cut}{branch}{advantage}"
 
 
 def _choose_style(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest: float) -> str:
-    """Return the style of a token: dim if given, underlined if without gradient, else with a colored background."""
+    """Return the style of a token: dim if given, else colored by its value, and underlined if it has no gradient."""
     if columns["kind"][i] in (KIND_GIVEN, KIND_PROMPT):
         return "dim"
     value = columns[by][i] or 0.0

@@ -1,7 +1,7 @@
-"""The operators of a layer besides matrix products, as autograd Functions and without gradient.
+"""The operators of a layer besides matrix products, as autograd Functions; without gradient, as plain calls.
 
 Their backward passes are written by hand, because autograd would keep intermediate results. Each call uses the compiled
-kernel of `native` if it takes the tensor, else the operator of `ops`, which says what it computes.
+kernel of `native` if it supports the tensor, else the operator of `ops`, which documents the computation.
 
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size.
 """
@@ -59,7 +59,7 @@ def apply_swiglu(gate_up: Tensor) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """RMSNorm (arXiv 1910.07467)."""
+    """RMSNorm (arXiv 1910.07467). `forward` runs without gradient, so it calls the kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

@@ -3,8 +3,8 @@
 `decode` samples with these layers and a KV cache, `score` computes log-probs with gradient. Both compute in `dtype`
 with the residual stream in fp32, so that a token is scored as it was sampled.
 
-Dropout and rotary scalings that depend on the length are left out on purpose: `find_fallback_reason` says so, and
-transformers computes such a model.
+Dropout is always off. Rotary scalings that depend on the sequence length are not supported on purpose:
+`find_fallback_reason` reports them, and transformers computes such a model.
 
 Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I intermediate size, V vocabulary.
 """
@@ -44,9 +44,9 @@ class ModelShape(NamedTuple):
     key_heads: int
     head_size: int
     eps: float
-    """Of RMSNorm."""
+    """The epsilon of RMSNorm."""
     tied: bool
-    """Whether the head is the embedding."""
+    """Whether the head shares the weights of the embedding."""
     is_sliding: tuple[bool, ...]
     """For each layer, whether a token attends only to the last `window` tokens, itself included."""
     window: int
@@ -63,16 +63,16 @@ def find_fallback_reason(config: Any) -> str:
         or "rope_theta" not in rope,
         "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "other layers than attention": not _has_only_attention(config),
-        "quantised weights": getattr(config, "quantization_config", None) is not None,
+        "quantized weights": getattr(config, "quantization_config", None) is not None,
     }
     return ", ".join(reason for reason, applies in reasons.items() if applies)
 
 
 def get_context_length(config: Any) -> int:
-    """Return up to how many tokens a token's log-prob does not depend on the other rows of its batch.
+    """Return the length up to which the log-probs of a row do not depend on the other rows of its batch.
 
-    transformers gives all rows of a batch the rotary frequencies of the longest row, and keeps keys that were rotated
-    by others. Beyond the length from which frequencies change, a log-prob would depend on neighbors.
+    transformers gives all rows of a batch the rotary frequencies of the longest row, and its KV cache keeps keys that
+    were rotated by other frequencies. LongRoPE changes them at a length; from there on, log-probs depend on other rows.
     """
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     rope = getattr(config, "rope_parameters", None) or {}
@@ -82,14 +82,14 @@ def get_context_length(config: Any) -> int:
 
 
 def _has_only_attention(config: Any) -> bool:
-    """Return whether all layers are attention, full or, in an architecture with windows, sliding."""
+    """Return whether all layers are full attention, or sliding attention if the architecture has windows."""
     window = config.model_type != "llama" and getattr(config, "sliding_window", None)
     known = {"full_attention", "sliding_attention"} if window else {"full_attention"}
     return set(getattr(config, "layer_types", None) or known) <= known
 
 
 def find_sliding_layers(config: Any) -> tuple[bool, ...]:
-    """Return for each layer whether it has a sliding window. In Mistral all have or none, whatever layer_types says."""
+    """Return whether each layer has a sliding window. In Mistral all or none have one, whatever layer_types says."""
     if config.model_type == "mistral":
         return (config.sliding_window is not None,) * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -100,10 +100,10 @@ def find_sliding_layers(config: Any) -> tuple[bool, ...]:
 
 
 class LayerWeights(NamedTuple):
-    """Weights as `F.linear` takes them; projections of the same input are one matrix.
+    """The weights of a layer as `F.linear` takes them. Projections of the same input are joined into one matrix.
 
-    Biases of qkv are those of Qwen2, others those of attention_bias and mlp_bias in the configuration; the norms of
-    queries and keys are those of Qwen3.
+    Qwen2 has `qkv_bias`, and Qwen3 has norms of queries and keys. The settings attention_bias and mlp_bias of the
+    configuration add biases.
     """
 
     attention_norm: Tensor
@@ -164,7 +164,7 @@ class ResidualStream(NamedTuple):
     hidden: Tensor
     """[N, D]"""
     pending: Tensor | None = None
-    """[N, D] in the compute dtype: the output of the last layer, which the next norm adds in its pass over memory."""
+    """[N, D] in the compute dtype: the output of the last layer. The next norm adds it in the same pass."""
 
     def add_pending(self) -> Tensor:
         return self.hidden if self.pending is None else self.hidden + self.pending
@@ -194,9 +194,9 @@ def compute_layer_output(layer: LayerWeights, hidden: Tensor, attended: Tensor, 
 
 
 def project(x: Tensor, weight: Tensor | MatrixParts | TrainedMatrix, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear of x [n, K] by any kind of weight, also one that `prepack_weights` has converted.
+    """Compute F.linear of x [n, in] for any kind of weight, including those that `prepack_weights` has converted.
 
-    A single row is computed as two: oneDNN sums it in another order than a row among others.
+    A single row is computed as two, because oneDNN sums one row in another order than several.
     """
     if len(x) == 1:
         return project(x.expand(2, -1), weight, bias)[:1]
@@ -210,7 +210,7 @@ def project(x: Tensor, weight: Tensor | MatrixParts | TrainedMatrix, bias: Tenso
 
 
 class _DecoderLayer(nn.Module):
-    """A layer. It looks up the parameters of `block` in each call."""
+    """A layer that looks up the parameters of `block`, a layer of transformers, in each call."""
 
     def __init__(self, block: nn.Module, shape: ModelShape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -221,14 +221,14 @@ class _DecoderLayer(nn.Module):
             for name, sources in _CHECKPOINT_PARAMETERS.items()
             if sources[0] in known
         }
-        # Norms are not cast: the residual stream is not in the compute dtype.
+        # Norms are not cast: the residual stream is in fp32.
         self.norms = {name: locations[0] for name, locations in parts.items() if name.endswith("norm")}
         self.cast_weights = {
             name: CastWeights(locations, dtype) for name, locations in parts.items() if name not in self.norms
         }
 
     def collect_weights(self) -> LayerWeights:
-        """Return the weights as the parameters are now, with gradient if that is enabled."""
+        """Return the current weights, with gradient if it is enabled."""
         weights: dict[str, Any] = {name: part.get_weights() for name, part in self.cast_weights.items()}
         norms = {name: promote_to_fp32(getattr(*location)) for name, location in self.norms.items()}
         return LayerWeights(**weights, **norms)
@@ -251,7 +251,7 @@ class _DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of transformers' `model`, whose parameters it looks up in each call; it computes in `dtype`."""
+    """The decoder of a transformers `model`. It looks up the parameters in each call, and computes in `dtype`."""
 
     def __init__(self, config: Any, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -281,8 +281,8 @@ class Decoder(nn.Module):
         self.final_norm_location = self.final_norm, "weight"
         self.device = getattr(*self.final_norm_location).device
         self.uses_cuda_graphs: bool | None = None if self.device.type == "cuda" else False
-        """Whether decode steps are CUDA graphs; None until the first was compared."""
-        # transformers' to the last bit: rounded otherwise, they rotate position 2,000 by 1e-4 radians more or less.
+        """Whether decode steps run as CUDA graphs; None until the first graph was compared with an eager step."""
+        # The same bits as in transformers: other rounding would turn position 2,000 by 1e-4 radians more or less.
         self.frequencies = LlamaRotaryEmbedding(config).inv_freq.to(self.device)
         self.can_prepack = (
             self.device.type == "cpu"
@@ -300,14 +300,14 @@ class Decoder(nn.Module):
             part.is_uncached = True
 
     def collect_outer_weights(self) -> tuple[TrainedMatrix, Tensor, TrainedMatrix]:
-        """Return embedding, last norm [D] and head as they are now."""
+        """Return the current embedding, last norm [D] and head."""
         embedding, head = (
             TrainedMatrix(part.get_cast_copy(), tuple(part.get_masters())) for part in (self.embedding, self.head)
         )
         return embedding, promote_to_fp32(getattr(*self.final_norm_location)), head
 
     def collect_weights(self) -> DecoderWeights:
-        """Return all weights as they are now, with gradient if that is enabled."""
+        """Return all current weights, with gradient if it is enabled."""
         embedding, norm, head = self.collect_outer_weights()
         return DecoderWeights(embedding, [layer.collect_weights() for layer in self.layers], norm, head)
 
@@ -319,7 +319,7 @@ class Decoder(nn.Module):
 
 
 def prepack_weights(weights: DecoderWeights, rows: int) -> DecoderWeights:
-    """Convert matrices to oneDNN's layout for products of so many rows; without gradient, on the CPU, in bf16."""
+    """Convert matrices to oneDNN's layout for products of `rows` rows: on the CPU, in bf16, without gradient."""
 
     def pack(weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows)

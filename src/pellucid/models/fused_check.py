@@ -26,8 +26,8 @@ from pellucid.models.native import (
 )
 
 SELF_CHECK_CONFIG = LlamaConfig(
-    vocab_size=1136,  # among so many logits, another order of sums changes some
-    hidden_size=576,  # larger than a block of the sums, as is intermediate_size
+    vocab_size=1136,  # with so many logits, another order of sums changes some of them
+    hidden_size=576,  # larger than a block of the sums, like intermediate_size
     intermediate_size=1088,
     num_hidden_layers=1,
     num_attention_heads=9,
@@ -36,7 +36,7 @@ SELF_CHECK_CONFIG = LlamaConfig(
     mlp_bias=True,
 )
 _SELF_CHECK_PROMPTS = ([[5, 3, 7], [11] * 17], [list(range(30))])
-"""Prompts by prefill, of up to 32 tokens: for so few the order of sums of oneDNN is known with AMX as well."""
+"""The prompts of two prefills, up to 32 tokens each: for so few, oneDNN's order of sums with AMX is known."""
 _SELF_CHECK_APPENDED_TOKENS = list(range(7, 38))
 """Tokens appended to a row, so that it has more tokens of its own than AMX sums in one block."""
 _SELF_CHECK_STEPS = 3
@@ -54,7 +54,7 @@ def can_use_cuda_graphs(device: torch.device) -> bool:
     decoder = build_self_check_decoder(device)
     batch = DecodeBatch(decoder, 4)
     batch.admit(_SELF_CHECK_PROMPTS[0], 2)
-    for _ in range(_SELF_CHECK_STEPS):  # the first without a graph, the second compares, the third replays
+    for _ in range(_SELF_CHECK_STEPS):  # the first runs without a graph, the second compares, the third replays
         batch.step(torch.arange(4, device=device))
     return decoder.uses_cuda_graphs is True
 

@@ -1,4 +1,4 @@
-"""Decoding of other architectures with transformers, and two checks: of its KV cache, and of batch invariance."""
+"""Decodes architectures that our decoder lacks, with transformers; checks its KV cache, and batch invariance."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class FallbackDecodeBatch:
-    """Rows that transformers decodes together, like `DecodeBatch`; new ones only when all others have finished."""
+    """Rows that transformers decodes together, like `DecodeBatch`. New rows join only when all others have finished."""
 
     can_append = False
-    """Whether rows can wait for the environment, and continue after `append_tokens`. Here they leave, and the whole
-    conversation is a new prompt."""
+    """Whether rows can wait for the environment, and continue after `append_tokens`. Here they leave the batch, and the
+    whole conversation becomes a new prompt."""
 
     def __init__(self, model: PreTrainedModel, max_rows: int) -> None:
         # In train mode, gradient checkpointing would disable the cache.
         self.model, self.max_rows = model.eval(), max_rows
         self.cache: Any = DynamicCache()
         self.is_recurrent = "cache_params" in inspect.signature(model.forward).parameters
-        """Whether the model is like Mamba, whose forward pass names its cache so, and takes no mask with it."""
+        """Whether `forward` names its cache `cache_params`, as in Mamba, and takes no mask in a decode step."""
         self.attention_mask = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         """[n, tokens so far], prompts padded on the left."""
 
@@ -46,7 +46,7 @@ class FallbackDecodeBatch:
         self.cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids)
         rows = torch.arange(len(prompts), device=lengths.device).repeat_interleave(copies)
-        # Every kind of layer can reorder its cache; only attention can repeat or select.
+        # Every kind of layer can reorder its cache; only attention layers can repeat or select rows.
         self.cache.reorder_cache(rows)
         self.attention_mask = self.attention_mask[rows]
         return logits[rows]
@@ -63,7 +63,7 @@ class FallbackDecodeBatch:
             self.cache.reorder_cache(rows)
 
     def _forward(self, ids: Tensor) -> Tensor:
-        """New tokens [n, S] -> logits [n, V] of the next. Positions count from the first token behind the padding."""
+        """New tokens [n, S] -> logits [n, V] of the next. Positions count from the first token after the padding."""
         mask = self.attention_mask
         if self.is_recurrent:
             inputs = {"attention_mask": mask if ids.shape[1] == mask.shape[1] else None, "cache_params": self.cache}
@@ -77,14 +77,14 @@ class FallbackDecodeBatch:
 # With batch invariance the logits of a row have the same bits alone and among any other rows, so a greedy completion
 # does not depend on other requests.
 #
-# A matrix product sums each row separately, but with more rows a kernel may sum in another order. In bf16 oneDNN's
-# kernels do so with AMX, and not with AVX-512. Nothing else that is computed here depends on other rows.
+# A matrix product sums each row separately, but with more rows a kernel may sum in another order. In bf16, oneDNN's
+# kernels change the order with AMX, but not with AVX-512. No other computation here depends on other rows.
 
 
 _TRIAL_PROMPT_LENGTHS = (7, 2)
-"""Lengths of the prompts of the cache check, in tokens: one needs padding, one is longer than a convolution of four."""
+"""Prompt lengths of the cache check, in tokens: one needs padding, one is longer than a convolution of width four."""
 _INVARIANCE_PROMPT_LENGTHS = (3, 17, 40)
-"""Lengths of the prompts of the check, in tokens: below and above the multiples to which caches are padded."""
+"""Prompt lengths of the invariance check, in tokens: below and above the multiples to which caches are padded."""
 _INVARIANCE_STEPS = 4
 """Decode steps after each prompt."""
 
@@ -96,7 +96,7 @@ def make_trial_prompts(model: PreTrainedModel, lengths: Sequence[int] = _TRIAL_P
 
 
 def disable_amx() -> None:
-    """Restrict oneDNN to AVX-512, unless the environment has a setting. Call it before torch computes anything.
+    """Restrict oneDNN to AVX-512, unless ONEDNN_MAX_CPU_ISA is set. Call this before torch computes anything.
 
     https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
     """
@@ -109,12 +109,12 @@ def check_batch_invariance(policy: Policy, rows: int) -> None:
         dtype = str(policy.dtype).removeprefix("torch.")
         raise UserError(
             f"--batch-invariant: on this machine a row's logits in {dtype} depend on the rows beside it:"
-            " try --dtype bfloat16, whose products are oneDNN's, or go without"
+            " try --dtype bfloat16, which uses oneDNN, or leave the option out"
         )
 
 
 def is_batch_invariant(policy: Policy, rows: int) -> bool:
-    """Check three prompts and a few tokens after them, alone and in batches of up to `rows`. It proves nothing."""
+    """Test three prompts and a few tokens after them, alone and in batches of up to `rows`. This is no proof."""
     prompts = make_trial_prompts(policy.model, _INVARIANCE_PROMPT_LENGTHS)
     expected = [_compute_step_logits(policy, [prompt], 1)[:, 0] for prompt in prompts]
     repeats = max(1, rows // len(prompts))
@@ -141,12 +141,12 @@ def _compute_step_logits(policy: Policy, prompts: list[list[int]], copies: int) 
 
 
 MODEL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What libraries raise if a model and its cache do not fit each other."""
+"""Errors that libraries raise if a model and its cache do not fit each other."""
 _TRIAL_COPIES = 2
 LOGIT_TOLERANCES = {torch.float32: 1e-2, torch.float64: 1e-2}
-"""The largest difference from logits without a cache, as `measure_relative_difference` measures it."""
+"""The largest allowed difference from logits without a cache, as `measure_relative_difference` measures it."""
 HALF_PRECISION_TOLERANCE = 0.2
-"""The same in bfloat16 and float16: roundings make a few hundredths, wrong logits a fifth at least."""
+"""The same for bfloat16 and float16: rounding causes a few hundredths, wrong logits at least a fifth."""
 
 
 @torch.no_grad()
@@ -175,15 +175,15 @@ def describe_logit_difference(model: PreTrainedModel, rows: Sequence[Sequence[in
     share = measure_relative_difference(logits.float(), expected)
     if share <= LOGIT_TOLERANCES.get(model.dtype, HALF_PRECISION_TOLERANCE):
         return ""
-    return f"logits are {share:.0%} off those without a cache"
+    return f"logits differ by {share:.0%} from those without a cache"
 
 
 def measure_relative_difference(x: Tensor, expected: Tensor) -> float:
-    """Return the largest distance of a row [n, V] from the expected one, relative to the spread of the latter."""
+    """Return the largest distance of a row of x [n, V] from the expected row, relative to the spread of the latter."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((x - expected).norm(dim=-1) / spread).max())
 
 
 def format_error_line(error: BaseException) -> str:
-    """Return the error in one line, of 120 characters at most."""
+    """Return the error in one line of at most 120 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:120]

@@ -1,9 +1,9 @@
-"""Scoring: hidden states of rollouts with gradient. What a group shares is computed once, and no padding is.
+"""Scoring: hidden states of rollouts with gradient. Shared tokens are computed once, and padding is not computed.
 
 A group shares its prompt and the prefix that all its responses begin with. The tokens are packed in one dimension:
 first those of prompts and shared prefixes, then the other tokens of each response. Only attention works on rows. The
-last token of a response predicts nothing and is left out. The layout is computed on the CPU, because sizes depend on
-it: so nothing waits for the device.
+last token of a response predicts nothing and is left out. The layout is computed on the CPU: tensor sizes depend on
+it, and the CPU need not wait for the device.
 
 Shapes: N tokens in all, P prompts padded to S tokens, B rows padded to T tokens, D hidden size.
 """
@@ -35,8 +35,8 @@ from pellucid.models.decoder import Decoder, QueryKeyValue, ResidualStream
 from pellucid.models.linear import TrainedMatrix, look_up_embeddings
 
 SIMD_LANES = 16
-"""Keys of a prompt, and those of a row, are padded to a multiple of it. A softmax sums in the lanes of the processor's
-vectors: keys that are in the same lanes have a sum of the same bits, whatever the padding.
+"""The keys of a prompt, and a row's own keys, are padded to a multiple of this. A softmax sums in the vector lanes of
+the processor: as long as keys stay in the same lanes, padding does not change the bits of the sum.
 """
 
 
@@ -61,7 +61,7 @@ class PackedRows:
     def bias(self) -> Tensor:
         """[rows, 1, T, keys]: 0 for a key that is attended to, else -inf; keys are padded.
 
-        It is large for long sequences, so it is made only if attention is computed by operators that need it.
+        It is large for long sequences, so it is made only if the attention operator needs it.
         """
         return self.make_bias()
 
@@ -71,22 +71,22 @@ def pack_prompts(
 ) -> tuple[PackedRows, Tensor]:
     """Pack prompts; return them, and their lengths [P] on the CPU."""
     lengths = torch.tensor([len(ids) for ids in prompts])
-    steps = torch.arange(round_up(max(map(len, prompts))))
-    is_token = steps < lengths[:, None]
+    positions = torch.arange(round_up(max(map(len, prompts))))
+    is_token = positions < lengths[:, None]
     ids = torch.tensor([token for row in prompts for token in row])
 
     def make_bias() -> Tensor:
-        steps_on_device = torch.arange(len(steps), device=device)
-        visible = steps_on_device <= steps_on_device[:, None]
+        positions_on_device = torch.arange(len(positions), device=device)
+        visible = positions_on_device <= positions_on_device[:, None]
         return make_attention_bias(visible.expand(len(prompts), -1, -1), dtype)
 
-    return pack_rows(ids, steps.expand_as(is_token)[is_token], is_token, device, make_bias), lengths
+    return pack_rows(ids, positions.expand_as(is_token)[is_token], is_token, device, make_bias), lengths
 
 
 def pack_rows(
     ids: Tensor, positions: Tensor, is_token: Tensor, device: torch.device, make_bias: Callable[[], Tensor]
 ) -> PackedRows:
-    """Build the PackedRows of tokens, with one copy to the device. `is_token` [rows, T]: where they are when padded."""
+    """Build the PackedRows of tokens, with one copy to the device. `is_token` [rows, T] marks them in padded rows."""
     indices = is_token.flatten().nonzero()[:, 0]
     ids, positions, indices = torch.stack([ids, positions, indices]).to(device)
     return PackedRows(ids, positions, indices, (len(is_token), is_token.shape[1]), make_bias)
@@ -178,7 +178,7 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Bat
     row_lengths = is_input.sum(-1)
     last_prompt_token = (lengths.cumsum(0) - 1)[prompt_of, None]
     first_own_token = len(prompts.ids) + (row_lengths.cumsum(0) - row_lengths)[:, None]
-    offsets = torch.arange(batch.response_mask.shape[1]) - prefix_lengths  # from the first token of a row's own
+    offsets = torch.arange(batch.response_mask.shape[1]) - prefix_lengths  # from the first token after the prefix
     sources = torch.where(offsets <= 0, last_prompt_token + offsets, first_own_token + offsets - 1)[batch.scored_mask]
     sequences = PackedSequences(torch.cat([lengths, row_lengths]).cumsum(0), prompt_of)
     return _BatchLayout(
@@ -194,7 +194,7 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Bat
 
 
 def _compute_response_bias(starts: Tensor, capacity: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Compute the bias [B, 1, width, keys] of rows behind prompts of lengths `starts` [B], padded to `capacity`."""
+    """Compute the bias [B, 1, width, keys] of rows after prompts of lengths `starts` [B], padded to `capacity`."""
     own = torch.arange(round_up(width), device=starts.device)
     prompt_visible = torch.arange(capacity, device=starts.device) < starts[:, None]
     own_visible = own <= own[:width, None]
@@ -217,7 +217,7 @@ def _reduce_min_by_prompt(x: Tensor, prompt_of: Tensor, prompts: int) -> Tensor:
 
 
 def _shift_rows(x: Tensor, offsets: Tensor) -> Tensor:
-    """[B, T] -> [B, T - min(offsets)]: drop the first tokens of each row, as many as offsets [B, 1]; pad with 0."""
+    """[B, T] -> [B, T - min(offsets)]: drop the first `offsets` [B, 1] tokens of each row, and pad with 0."""
     indices = torch.arange(x.shape[1] - int(offsets.min()), device=x.device) + offsets
     is_inside = indices < x.shape[1]
     return x.gather(1, indices.clamp(max=x.shape[1] - 1)).masked_fill(~is_inside, 0)
@@ -226,17 +226,17 @@ def _shift_rows(x: Tensor, offsets: Tensor) -> Tensor:
 def apply_sliding_window(layout: _BatchLayout, window: int) -> _BatchLayout:
     """Return the layout for a layer with a sliding window."""
     prompts, responses, starts = layout.prompts, layout.responses, layout.prompt_lengths[:, None]
-    steps = torch.arange(layout.prompt_capacity, device=starts.device)[None]
+    positions = torch.arange(layout.prompt_capacity, device=starts.device)[None]
 
     def make_bias() -> Tensor:
         length, keys = responses.bias.shape[2:]
         own = starts + torch.arange(keys - layout.prompt_capacity, device=starts.device)  # [B, own keys]
-        key_positions = torch.cat([steps.expand(len(own), -1), own], 1)
+        key_positions = torch.cat([positions.expand(len(own), -1), own], 1)
         return mask_beyond_window(responses.bias, own[:, :length], key_positions, window)
 
     return layout._replace(
         sequences=layout.sequences._replace(window=window),
-        prompts=replace(prompts, make_bias=lambda: mask_beyond_window(prompts.bias, steps, steps, window)),
+        prompts=replace(prompts, make_bias=lambda: mask_beyond_window(prompts.bias, positions, positions, window)),
         responses=replace(responses, make_bias=make_bias),
     )
 
@@ -245,7 +245,7 @@ def apply_sliding_window(layout: _BatchLayout, window: int) -> _BatchLayout:
 
 
 def compute_hidden_states(decoder: Decoder, batch: Batch, recompute: bool = False) -> tuple[Tensor, TrainedMatrix]:
-    """Compute the hidden states [N, D], after the last norm, that predict the N scored tokens of a batch, row by row.
+    """Compute the hidden states [n, D], after the last norm, that predict the n scored tokens of a batch, row by row.
 
     With `recompute` only the residual stream of each layer is kept for the backward pass. Also returns the head [V, D].
     """
@@ -254,7 +254,7 @@ def compute_hidden_states(decoder: Decoder, batch: Batch, recompute: bool = Fals
     embedding, last_norm, head = decoder.collect_outer_weights()
     rotary = decoder.compute_rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
-    # On a GPU a sparse gradient would wait for the device to return which rows there are.
+    # On a GPU, a sparse gradient would wait for the device to return the indices of its rows.
     sparse = decoder.head is decoder.embedding and decoder.device.type == "cpu"
     stream = ResidualStream(look_up_embeddings(ids, embedding, sparse).to(last_norm.dtype))
     for layer, is_sliding in zip(decoder.layers, shape.is_sliding, strict=True):

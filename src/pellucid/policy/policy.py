@@ -1,4 +1,4 @@
-"""The policy: a causal language model and its tokenizer, with what the algorithm and the samplers need of them."""
+"""The policy: a causal language model and its tokenizer, as the algorithm and the samplers use them."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ class Policy:
         masters: Mapping[str, Tensor] | None = None,
         load_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
     ) -> None:
-        """Create a policy, whose forward passes compute in `dtype`, with log-probs of softmax(logits / temperature).
+        """Create a policy that computes in `dtype`; its log-probs are those of softmax(logits / temperature).
 
         Args:
             entropy_grad: whether the entropy has a gradient.
             gradient_checkpointing: recompute activations in the backward pass.
             adapter: the peft model, if an adapter is trained.
-            engine: auto, or transformers, which computes without our decoder.
-            masters: fp32 masters on the CPU by name, where the parameters themselves are narrower.
-            load_base: loads the base of an adapter in fp32, where the policy has it in 4 bits.
+            engine: "auto", or "transformers" to compute without our decoder.
+            masters: fp32 masters on the CPU by name, if the parameters have a narrower dtype.
+            load_base: loads the base of an adapter in fp32, if the policy has it in 4 bits.
         """
         self.model, self.tokenizer, self.dtype, self.adapter = load.silence_dropout(model), tokenizer, dtype, adapter
         self.engine, self._masters, self._load_base = engine, masters or {}, load_base
         self.device = model.device
-        """Where it computes. An engine may keep the parameters on another device."""
+        """The device of forward passes. An engine may keep the parameters on another device."""
         self.decoder = None if self.find_fallback_reason() else Decoder(model.config, model, dtype)
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing)
         self.module: nn.Module = self.scorer
@@ -121,13 +121,13 @@ class Policy:
         if self.engine == "transformers":
             return "policy.engine"
         if load.has_custom_code(self.model):
-            return "code of its own"
+            return "custom code"
         if self.adapter is not None:
             return "an adapter on a 4-bit base" if self._load_base else "an adapter"
         return find_fallback_reason(self.model.config)
 
     def create_decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
-        """Create an empty batch with so many slots, which decodes with the present weights."""
+        """Create an empty batch with `rows` slots, which decodes with the present weights."""
         if self.decoder:
             self.gather()
             return DecodeBatch(self.decoder, rows, fused_check.select_fused_decoder(self.decoder))
@@ -139,9 +139,9 @@ class Policy:
         return self.encode_question(prompt) + self.encode_prefix(prompt)
 
     def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a prompt, up to where the answer begins.
+        """Return the token ids of a prompt, without its prefix.
 
-        Raise DataError if the chat template raises, there are no tokens, or the model does not have one of them.
+        Raise DataError if the chat template raises, there are no tokens, or the model lacks one of them.
         """
         named = f"prompt {prompt.id}: " if prompt.id else ""
         try:
@@ -157,9 +157,9 @@ class Policy:
         return encode_prefix(self.tokenizer, prompt)
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens, without special tokens and a last EOS token unless `special` is true.
+        """Return the text of tokens. Special tokens and a last EOS token are left out unless `special` is true.
 
-        EOS tokens are left out by their ids, since not every tokenizer flags all of them as special.
+        The EOS token is found by its id, since not every tokenizer flags all EOS tokens as special.
         """
         if not special:
             token_ids = strip_eos(token_ids, self.eos_ids)
@@ -180,7 +180,7 @@ class Policy:
         return [module for module in self.model.modules() if type(module).__name__ in kinds]
 
     def list_external_parameters(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-        """Return modules with the parameters of other modules that they compute with, as DeepSpeed needs them."""
+        """Return modules that compute with parameters of other modules, and these parameters, for DeepSpeed."""
         if self.decoder:
             layers = [(layer, list(layer.parameters())) for layer in self.blocks()]
             of_layers = {id(p) for _, parameters in layers for p in parameters}
@@ -191,7 +191,7 @@ class Policy:
 
     @property
     def gathered_dtype(self) -> torch.dtype | None:
-        """The dtype in which an engine gathers layers; None is that of the parameters, which transformers casts."""
+        """The dtype in which an engine gathers layers; None keeps the parameters' dtype, and transformers casts."""
         return self.dtype if self.decoder else None
 
     @torch.no_grad()
@@ -238,7 +238,7 @@ class Policy:
 
     @torch.no_grad()
     def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load master weights that `masters` returned. Raise UserError if they are those of another model."""
+        """Load master weights that `masters` returned. Raise UserError if they belong to another model."""
         masters = self.masters()
         if masters.keys() != tensors.keys():
             raise UserError(POLICY_MISMATCH)
@@ -246,7 +246,7 @@ class Policy:
             p.copy_(masters[name].copy_(tensors[name]))
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all parameters by name, frozen or not; of sharded ones the shard of this process."""
+        """Return all parameters by name, frozen or not; for a sharded one, the shard of this process."""
         self.reshard()
         return dict(self.model.named_parameters())
 
@@ -277,9 +277,8 @@ class Policy:
     def build_merged_model(self, masters: Mapping[str, Tensor], device: torch.device | None = None) -> PreTrainedModel:
         """Return a copy in fp32 with the adapter merged into its base.
 
-        It is in fp32, since in bf16 the sum of a weight and its update would mostly round to the weight again. A base
-        in 4 bits is loaded again, onto the CPU. If processes share the parameters, call `gather` in all of them, then
-        this in one.
+        In bf16 the sum of a weight and its update would mostly round to the weight again. A base in 4 bits is loaded
+        again, onto the CPU. If processes share the parameters, call `gather` in all of them, then this in one.
 
         Args:
             masters: the full weights of the adapter by name.
@@ -287,8 +286,8 @@ class Policy:
         """
         if self._load_base:
             return merge_adapter_weights(add_matching_adapter(self._load_base()[0], self.adapter), masters)
-        computing = (self._inference_copy if self.sharded_modules else None) or self.model
-        return merge_adapter_weights(copy_model(computing, torch.float32, share=False, device=device), masters)
+        source = (self._inference_copy if self.sharded_modules else None) or self.model
+        return merge_adapter_weights(copy_model(source, torch.float32, share=False, device=device), masters)
 
 
 def load_policy(
@@ -356,7 +355,7 @@ def load_frozen_policy(
 
 
 LORA_REFERENCE_ERROR = (
-    "algorithm.reference_every: the reference of a LoRA policy is its base, which stays as it is: set 0"
+    "algorithm.reference_every: the reference of a LoRA policy is its base, which never changes: set 0"
 )
 
 
@@ -375,4 +374,4 @@ class LoraReference:
 
     def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]:
         with self.policy.adapter.disable_adapter():
-            return self.policy.scorer.compute_hidden_states(batch)  # called within the forward pass of the policy
+            return self.policy.scorer.compute_hidden_states(batch)  # runs within the policy's forward pass

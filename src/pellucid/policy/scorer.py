@@ -37,7 +37,7 @@ class HiddenStateModel(Protocol):
 
 
 class Scorer(nn.Module):
-    """The forward pass as a module, since DDP and FSDP act around the `forward` of a module.
+    """The forward pass as a module, since DDP and FSDP wrap the `forward` of a module.
 
     `forward(scorer.score, batch)` is `scorer.score(batch)`; the same holds for the other methods.
     """
@@ -79,7 +79,7 @@ class Scorer(nn.Module):
         flat = compute_token_logprobs(
             hidden, head, tokens, self.temperature, self.entropy_grad, reference, sampling_mask
         )
-        # One copy to the CPU: nothing that is computed from them, to the last metric, waits for the device again.
+        # One copy to the CPU, so that no later computation, such as that of metrics, waits for the device again.
         flat_on_host = torch.stack(flat).to(mask.device)
         scores = Scores(*(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in flat_on_host))
         if self.score_hook and batch.token_weights is not None and torch.is_grad_enabled():
@@ -100,14 +100,14 @@ class Scorer(nn.Module):
         return compute_token_statistics(hidden, tokens, context)
 
     def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, LMHead]:
-        """Return the hidden states [N, D] that the N scored tokens are predicted from, and the LM head."""
+        """Return the hidden states [N, D] from which the N scored tokens are predicted, and the LM head."""
         if self.decoder is None:
             return self.compute_hidden_states_by_transformers(batch).to(self.dtype), get_lm_head(self.model, self.dtype)
         hidden, head = compute_hidden_states(self.decoder, batch, self.gradient_checkpointing)
         return hidden, LMHead(head.tensor, head.masters[0])
 
     def compute_hidden_states_by_transformers(self, batch: Batch) -> Tensor:
-        # transformers recomputes activations only in train mode; dropout is silenced in both.
+        # transformers recomputes activations only in train mode; dropout is disabled in both modes.
         self.model.train(self.gradient_checkpointing)
         output, starts = self._run_base_model(batch)
         hidden = output.last_hidden_state
@@ -137,9 +137,9 @@ class Scorer(nn.Module):
         """Return the output of transformers' model, and the starts of responses [B]."""
         input_ids, starts = join_sequences(batch)
         if input_ids.shape[1] > (limit := get_context_length(self.model.config.get_text_config())):
-            raise UserError(f"a row of {input_ids.shape[1]} tokens is longer than what this model reads, {limit}")
+            raise UserError(f"a row of {input_ids.shape[1]} tokens exceeds the context length of this model, {limit}")
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16)):
-            # Padding is on the right, which no token attends to: no attention mask, default positions.
+            # No token attends to the padding on its right: no attention mask is needed, and positions are the default.
             return self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False, **options), starts
 
 
@@ -181,13 +181,13 @@ def check_lm_head(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def find_lm_head_fault(model: PreTrainedModel) -> str:
-    """Compare in fp32 behind the output layer, whatever the dtype of the weights: bf16 rounds a soft-cap by 1%."""
+    """Return why scores would be wrong, or "". Logits are compared in fp32, since bf16 rounds a soft-cap by 1%."""
     ids, head = torch.arange(1, 5, device=model.device)[None], get_lm_head(model, model.dtype)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     beginning = model.base_model(input_ids=ids[:, :2], use_cache=False).last_hidden_state[0]
     tolerance = LOGIT_TOLERANCES.get(model.dtype, HALF_PRECISION_TOLERANCE)
     if measure_relative_difference(beginning.float(), hidden[:2].float()) > tolerance:
-        return "reads tokens that are still to come, and is no causal language model"
+        return "attends to later tokens, so it is not a causal language model"
     ours = head.compute_logits(hidden.to(model.dtype))
     product, output = head._replace(scale=1.0, softcap=0.0), cast(nn.Module, model.get_output_embeddings())
     hook = output.register_forward_hook(
@@ -195,4 +195,4 @@ def find_lm_head_fault(model: PreTrainedModel) -> str:
     )
     theirs = model(input_ids=ids, use_cache=False).logits[0].float()
     hook.remove()
-    return "" if torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3) else "changes its logits behind the output layer"
+    return "" if torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3) else "changes its logits after the output layer"

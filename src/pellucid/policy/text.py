@@ -20,7 +20,7 @@ def strip_eos(ids: Sequence[int], eos_ids: Collection[int]) -> Sequence[int]:
 
 
 class TokenTexts:
-    """Texts of tokens, with a cache. decode: ids to text, with special tokens."""
+    """The texts of tokens, with a cache. `decode` turns ids into text, with special tokens."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode, self._token_texts = decode, dict[int, str]()
@@ -45,7 +45,7 @@ class TokenTexts:
         return texts if "".join(texts) == self.decode(ids) else self.decode_each_stepwise(ids)
 
     def decode_each_stepwise(self, ids: Sequence[int]) -> list[str]:
-        """As `decode_each`, by decoding every prefix of the sequence."""
+        """Return the same as `decode_each`, by decoding every prefix of the sequence."""
         text, ends = self.decode(ids), [0]
         for count in range(1, len(ids)):
             beginning = self.decode(ids[:count]).rstrip(REPLACEMENT)
@@ -87,7 +87,7 @@ class TokenBytes:
         return self.cache[token]
 
     def format_token(self, token: int) -> str:
-        r"""Return a text that names a token: its own, or for a part of a character its bytes, as OpenAI writes them.
+        r"""Return a name for a token: its text, or the bytes of a part of a character, as OpenAI writes them.
 
         Example: " it", or "bytes:\\xe6\\x95".
         """

@@ -1,7 +1,7 @@
-"""Sampled tokens to a message: the text of a turn, and its tool calls.
+"""Parses sampled tokens into a message: the text of a turn, and its tool calls.
 
 If the tokenizer describes how its model writes calls (`response_template`), transformers parses them. Otherwise, or if
-transformers cannot parse them, calls are found in the common formats below. All else remains text.
+transformers cannot parse them, calls are found in the common formats below. Everything else remains text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse_turn(
         context: the token ids before them.
         tools: the tools that may be called; without tools, no calls are parsed.
         eos_ids: the EOS tokens, which a tokenizer may not flag as special.
-        cut_characters: how many characters to omit at the end: a stop string, and what its last token has after it.
+        cut_characters: how many characters to omit at the end: a stop string and the rest of its last token.
     """
     all_ids, ids = ids, strip_eos(ids, eos_ids)
     content = _cut(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
@@ -67,11 +67,11 @@ def _parse_by_response_template(
     eos_ids: Collection[int],
     cut_characters: int,
 ) -> tuple[PolicyTurn | None, str]:
-    """Return the turn as transformers parses it, or why it cannot; neither if the tokenizer has no template."""
+    """Return the turn that transformers parses, or why it cannot; neither if the tokenizer has no template."""
     if not getattr(tokenizer, "response_template", None):
         return None, ""
     sampled: Any = list(ids)
-    if cut_characters:  # the answer ends within a token, so that it is given as text
+    if cut_characters:  # the answer ends within a token, so it is passed as text
         sampled = _cut(str(tokenizer.decode(list(strip_eos(ids, eos_ids)))), cut_characters)
     try:
         message: Any = tokenizer.parse_response(sampled, prefix=list(context), tools=[dict(tool) for tool in tools])
@@ -84,7 +84,7 @@ def _parse_by_response_template(
 
 
 def _get_end_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos_ids: Collection[int]) -> str:
-    """Return the text of the last token if it is special or an EOS token; else nothing."""
+    """Return the text of the last token if it is special or an EOS token; else an empty string."""
     last = str(tokenizer.decode(list(ids[-1:]), skip_special_tokens=False))
     return last if last in get_special_tokens(tokenizer) or strip_eos(ids, eos_ids) != ids else ""
 
@@ -97,7 +97,7 @@ def _decode_with_call_markers(tokenizer: PreTrainedTokenizerBase, ids: Sequence[
 
 
 def _build_turn(message: Message, calls: Sequence[Any], faults: Sequence[str] = ()) -> PolicyTurn:
-    """Return the message with those of its calls that can be parsed."""
+    """Return a turn with the calls that can be parsed, and the faults of the others."""
     readable: list[dict[str, Any]] = []
     unreadable = list(faults)
     for value in calls:
@@ -113,19 +113,19 @@ def parse_function(value: Any) -> dict[str, Any]:
     """Return the name and the arguments of a call. Raise ValueError if it does not have them."""
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict):
-        raise ValueError(f"no object: {function}")
+        raise ValueError(f"not an object: {function}")
     name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
         raise ValueError("no name")
     try:
         arguments = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
-        # Fails for numbers that JSON does not have, and for incomplete characters.
+        # Fails for numbers that JSON does not have, and for lone surrogates.
         text = json.dumps([name, {} if arguments is None else arguments], ensure_ascii=False, allow_nan=False)
         name, arguments = json.loads(text.encode())
     except _PARSE_ERRORS as error:
         raise ValueError(f"{name}: arguments are not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise ValueError(f"{name}: arguments are no object: {arguments}")
+        raise ValueError(f"{name}: arguments are not an object: {arguments}")
     return {"name": name, "arguments": arguments}
 
 
@@ -146,10 +146,10 @@ _PYTHONIC_CALL_PATTERN = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
 """The beginning of a list of calls in Python."""
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 _PARSE_ERRORS = (ValueError, TypeError, KeyError, RecursionError)
-"""What is raised for values that cannot be parsed."""
+"""The exceptions for values that cannot be parsed."""
 _JSON_DECODER = json.JSONDecoder()
 _MAX_UNREADABLE_CALLS = 100
-"""After so many unreadable calls the rest of a turn is text, since each one costs a search of all of it."""
+"""After this many unreadable calls the rest of a turn is text, since each one costs a search of all of it."""
 
 
 class _ParsedCalls(NamedTuple):
@@ -158,13 +158,13 @@ class _ParsedCalls(NamedTuple):
     calls: tuple[Any, ...]
     """JSON values, valid calls or not."""
     faults: tuple[str, ...] = ()
-    """Errors, a line each, of what is marked as a call and is not JSON."""
+    """One-line errors for text that is marked as a call and is not JSON."""
     text: str = ""
     """The rest of the text."""
 
 
 def _find_calls(text: str, thinking: bool, names: set[str]) -> _ParsedCalls | None:
-    """Return the calls of a text, for tools of these names; None if it has none. Calls in thoughts are ignored.
+    """Return the calls in a text, given the names of the tools; None if it has none. Calls in thoughts are ignored.
 
     thinking: whether the text begins inside a thought.
     """
@@ -181,12 +181,12 @@ def _join_texts(*texts: str) -> str:
 
 
 def _format_fault(value: Any) -> str:
-    """Return the beginning of a text as one line, without incomplete characters, which cannot be encoded."""
+    """Return the beginning of a text as one line, with lone surrogates escaped, since they cannot be encoded."""
     return format_one_line(str(value)[:1000], 200).encode(errors="backslashreplace").decode()
 
 
 def _parse_marked_calls(text: str) -> _ParsedCalls | None:
-    """Return the calls behind markers; None if there is no marker."""
+    """Return the calls after markers; None if there is no marker."""
     texts: list[str] = []
     calls: list[Any] = []
     faults: list[str] = []
@@ -201,19 +201,19 @@ def _parse_marked_calls(text: str) -> _ParsedCalls | None:
 
 
 def _parse_enclosed_calls(text: str, start: int) -> tuple[list[Any], str, int]:
-    """As `parse_json_sequence`, up to a closing tag. If it is missing, the text goes on behind the JSON."""
+    """Like `_parse_json_sequence`, up to a closing tag. If it is missing, the text continues after the JSON."""
     values, fault, rest = _parse_json_sequence(text, start)
     end = _CALL_END_PATTERN.search(text, start if fault else rest)
     assert end is not None
     if fault:
         return values, fault, end.end()
     if end[0] and text[rest : end.start()].strip():
-        return [], f"not JSON: behind it stands {_format_fault(text[rest : end.start()])}", end.end()
+        return [], f"not JSON: followed by {_format_fault(text[rest : end.start()])}", end.end()
     return values, "", end.end() if end[0] else rest
 
 
 def _parse_json_sequence(text: str, start: int) -> tuple[list[Any], str, int]:
-    """Parse JSON values from an index of a text on: in a list or not, with semicolons between them or not.
+    """Parse the JSON values from index `start` of a text: lists or single values, with or without semicolons between.
 
     Returns:
         The values, the error of the value after them, and the index of the rest of the text.
@@ -232,9 +232,9 @@ def _parse_json_sequence(text: str, start: int) -> tuple[list[Any], str, int]:
 
 
 def _parse_bare_calls(text: str, names: set[str]) -> _ParsedCalls | None:
-    """Return the calls of a text that has only calls; None if it has something else.
+    """Return the calls of a text that consists of calls; None if it has something else.
 
-    Invalid JSON or Python counts as a call if it begins as a call of a known tool.
+    Invalid JSON or Python counts as a call if it begins like a call of a known tool.
     """
     body = _strip_fence(text)
     if name := _find_pythonic_name(body):
@@ -260,7 +260,7 @@ def _strip_fence(text: str) -> str:
 
 
 def _find_pythonic_name(text: str) -> str:
-    """Return the name of the first call if a text is a list of calls in Python; else nothing."""
+    """Return the name of the first call if a text is a Python list of calls; else an empty string."""
     beginning = _PYTHONIC_CALL_PATTERN.match(text)
     end = text.removesuffix("]").rstrip().removesuffix(",").rstrip()
     return beginning[1] if beginning and text.endswith("]") and end.endswith(")") and len(end) > beginning.end() else ""
@@ -274,7 +274,7 @@ def _is_call(value: Any, names: set[str]) -> bool:
 
 
 def _is_function(value: Any, names: set[str]) -> bool:
-    """Return whether a JSON value is only a name with arguments. Without arguments, the name must be that of a tool."""
+    """Return whether a JSON value has only a name and arguments. Without arguments, the name must be that of a tool."""
     if not isinstance(value, dict) or "function" in value:
         return False
     arguments = value.get("arguments", value.get("parameters"))
@@ -286,20 +286,20 @@ def _is_function(value: Any, names: set[str]) -> bool:
 
 
 def _parse_pythonic_calls(text: str, is_known_tool: bool) -> _ParsedCalls | None:
-    """Return the calls of a list in Python; if one cannot be parsed, an error, or None if it is no call of a tool."""
+    """Return the calls in a Python list. If one cannot be parsed: an error for a known tool, else None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns of invalid escapes
             tree = ast.parse(text, mode="eval").body
         return _ParsedCalls(tuple(_parse_python_call(node) for node in getattr(tree, "elts", ())))
     except (SyntaxError, MemoryError, *_PARSE_ERRORS) as error:
-        return _ParsedCalls((), (f"no calls: {_format_fault(error)}",)) if is_known_tool else None
+        return _ParsedCalls((), (f"not a call: {_format_fault(error)}",)) if is_known_tool else None
 
 
 def _parse_python_call(node: ast.expr) -> dict[str, Any]:
-    """Return a call. Raise ValueError for another node, and for arguments that are not literals with names."""
+    """Return a call. Raise ValueError for other nodes, and for arguments without names or literal values."""
     if not isinstance(node, ast.Call):
-        raise ValueError(f"{ast.unparse(node)} is none")
+        raise ValueError(ast.unparse(node))
     if node.args or not all(keyword.arg for keyword in node.keywords):
         raise ValueError(f"{ast.unparse(node)} has arguments without names")
     arguments = {keyword.arg: _evaluate_literal(keyword.value) for keyword in node.keywords}
@@ -309,12 +309,12 @@ def _parse_python_call(node: ast.expr) -> dict[str, Any]:
 def _evaluate_literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(_JSONConstantReplacer().visit(node))
-    except ValueError:  # its message has an address in memory
-        raise ValueError(f"{ast.unparse(node)} is no literal") from None
+    except ValueError:  # its message contains a memory address
+        raise ValueError(f"{ast.unparse(node)} is not a literal") from None
 
 
 class _JSONConstantReplacer(ast.NodeTransformer):
-    """Replaces the constants of JSON by those of Python."""
+    """Replaces JSON constants with Python constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node

@@ -16,8 +16,8 @@ _LABEL = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _CLOSING_MARKS = "\"'”’)\\]」』）》"
-# No operator may follow a boundary: "5! = 120" and "5! + 1" are one sentence each.
-# A row of periods is tried only at its beginning, or a model that writes a million of them would take hours.
+# A sentence does not end before an operator: "5! = 120" and "5! + 1" are one sentence each.
+# A match starts only at the first of several periods; otherwise a million of them would take hours.
 _SENTENCE_END = re.compile(
     rf"(?<![.!?])[.!?]+[{_CLOSING_MARKS}]*(?=\s+[^\s=+*/<>^-]|\s*$)|[。！？]+[{_CLOSING_MARKS}]*"
 )
@@ -29,7 +29,7 @@ _LIST_NUMBER = re.compile(r"\s*\d+\.")
 def extract_thinking(text: str) -> str:
     """Return the thinking before the answer, if tags separate them: a prefix must not give the answer away.
 
-    If the thinking is empty, return the text behind it.
+    If the thinking is empty, return the text after it.
 
     Example: extract_thinking("<think>3 and 4.</think><answer>7</answer>") == "<think>3 and 4."
     """
@@ -42,7 +42,7 @@ def clean_text(text: str) -> str:
 
     Example: clean_text("**Thinking:** <think>First,\\n 3 < 4.</think>") == "First, 3 < 4."
     """
-    writable = text.encode(errors="ignore").decode()  # JSON can hold a lone surrogate, a file cannot
+    writable = text.encode(errors="ignore").decode()  # JSON can hold a lone surrogate, UTF-8 cannot
     unfenced = _REASONING_TAG.sub(" ", _CODE_FENCE.sub(" ", _SPECIAL_TOKEN.sub(" ", writable)))
     return " ".join(_LABEL.sub("", unfenced).split())
 

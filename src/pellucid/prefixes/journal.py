@@ -1,4 +1,4 @@
-"""The file of prefixes: a JSON line is appended for each prefix as it arrives, and a killed run continues from it."""
+"""The file of prefixes: each prefix is appended as a JSON line when it arrives, so a killed run can continue."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Journal:
             header, entries = read_prefix_file(self.path)
             settings, self.is_complete = dict(header["settings"]), bool(header["complete"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.path} is no file of prefixes: remove it, or choose another --output") from error
-        # Prefixes of other settings, or of another recipe, are not mixed with these.
+            raise UserError(f"{self.path} is not a prefix file: remove it, or choose another --output") from error
+        # A complete file of the same recipe may be extended with other settings; an incomplete one needs the same.
         for name in ["recipe"] if self.is_complete else {**settings, **self.settings}:
             then, now = settings.get(name), self.settings.get(name)
             if then != now:
@@ -53,7 +53,7 @@ class Journal:
         return [key for key in wanted if key not in self.entries]
 
     def open(self) -> TextIO:
-        """Open the file for `add`. A line that was cut off when a process was killed is not in it any more."""
+        """Open the file for `add`. This removes a line that was cut off when a process was killed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.write(self.entries.values(), is_complete=False)
         self.file = self.path.open("a", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible endpoint. The official client does back-off, jitter and short waits."""
+"""A teacher behind an OpenAI-compatible endpoint. The official client does backoff, jitter and Retry-After."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class RequestOptions:
     key_env: Annotated[str, arg(metavar="NAME")] = "OPENAI_API_KEY"
     """The environment variable that holds the key."""
     per_minute: float = 0
-    """The most requests started a minute, repeated ones included; 0 is no limit."""
+    """The maximum number of requests started per minute, including retries; 0 is no limit."""
     timeout: float = 60
     """Seconds that the endpoint may be silent."""
     retries: int = 6
-    """How often a request that failed is made again."""
+    """The maximum number of retries of a failed request."""
     temperature: float = 1.2
     """The temperature of sampling."""
     max_tokens: int = 200
@@ -50,7 +50,7 @@ class RequestOptions:
 
 
 def build_messages(prompt: Prompt) -> tuple[Message, ...]:
-    """Return the messages of a prompt, with the instruction behind the question."""
+    """Return the messages of a prompt, with the instruction after the question."""
     messages = prompt.text if not isinstance(prompt.text, str) else ({"role": "user", "content": prompt.text},)
     *earlier, last = messages
     return (*earlier, {**last, "content": f"{last['content']}\n\n{INSTRUCTION}"})
@@ -59,10 +59,10 @@ def build_messages(prompt: Prompt) -> tuple[Message, ...]:
 class Teacher:
     """A teacher that many threads can ask.
 
-    If `extract_prefix`, which makes a prefix of an answer, returns an empty text, the model is asked again.
+    If `extract_prefix`, which returns the prefix in an answer, returns an empty text, the model is asked again.
 
     Raises:
-        UserError: There is no key, or nothing answers on the loopback, where none is needed.
+        UserError: A remote endpoint has no key, or an endpoint on the loopback does not answer.
     """
 
     def __init__(self, options: RequestOptions, extract_prefix: Callable[[str], str]) -> None:
@@ -87,7 +87,7 @@ class Teacher:
         )
 
     def ask(self, prompt: Prompt) -> str:
-        """Return a prefix. UnansweredError if this request failed permanently, UserError if every one would."""
+        """Return a prefix. Raises UnansweredError if this request fails permanently, UserError if every one would."""
         messages, complaint = build_messages(prompt), ""
         for _ in range(self.options.retries + 1):
             try:
@@ -104,7 +104,7 @@ class Teacher:
             except RecursionError:
                 complaint = "the answer is JSON that is nested too deeply"
             except (ValueError, OverflowError):
-                complaint = "the answer is no JSON"
+                complaint = "the answer is not JSON"
         raise UnansweredError(complaint)
 
     def request_answer(self, messages: Sequence[Message]) -> str:
@@ -131,13 +131,13 @@ class Teacher:
         return UnansweredError("the connection was dropped")
 
     def close(self) -> None:
-        """Give up the requests in progress."""
+        """Abort the requests in progress."""
         self.rate_limiter.stopped.set()
         self.client.close()
 
 
 class _RateLimiter:
-    """Space the starts of requests evenly. Once stopped, none starts and none waits."""
+    """Spaces the starts of requests evenly. Once stopped, no request starts or waits."""
 
     def __init__(self, per_minute: float) -> None:
         self.interval_seconds = 60 / per_minute if per_minute else 0.0
@@ -151,7 +151,7 @@ class _RateLimiter:
         self.wait(start - now)
 
     def check_stopped(self, _response: Any) -> None:
-        """Drop an answer that arrives after the stop, since nothing else would close its connection."""
+        """Drop a response that arrives after the stop, since nothing else would close its connection."""
         if self.stopped.is_set():
             raise UnansweredError("stopped")
 

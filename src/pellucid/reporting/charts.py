@@ -27,7 +27,7 @@ from pellucid.utils.text import escape_controls
 _CHART_CSS = Path(__file__).with_name("charts.css").read_text(encoding="utf-8")
 """The colors of the charts, light and dark. Each page with a chart must include it."""
 PAGE_CSS = _CHART_CSS + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-"""The style of all pages: CHART_CSS, fonts, tables, and the grid of charts."""
+"""The style of all pages: _CHART_CSS, fonts, tables, and the grid of charts."""
 
 CHART_WIDTH, _CHART_HEIGHT = 440, 252
 PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 46, 320, 60, 220
@@ -35,9 +35,9 @@ _LABEL_GAP = 16
 MAX_POINTS = 120
 _MAX_DOTS = 60
 _MIN_RELATIVE_SPAN = 1e-9
-"""Values whose difference is a smaller share of them count as equal."""
+"""Values count as equal if their relative difference is smaller."""
 _MIN_MAGNITUDE, _MAX_MAGNITUDE = 1e-280, 1e280
-"""The magnitudes that are drawn: a metric may diverge."""
+"""Smaller values count as 0, and larger values are not drawn, since a metric may diverge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _make_scale(low: float, high: float, start: float, end: float) -> Callable[[
 
 
 def draw_chart(title: str, subtitle: str, series: Sequence[Series], include: Sequence[float] = ()) -> str:
-    """Return an `<svg>` of lines, whose y axis reaches the values `include`; empty if there is no point to draw."""
+    """Return an `<svg>` of lines whose y axis includes the values `include`; empty if there is no point to draw."""
     drawable = [line for line in series if line.points]
     if not drawable:
         return ""
@@ -115,7 +115,7 @@ def stack_series(series: Sequence[Series]) -> list[Series]:
 
 
 def make_seed_series(label: str, lines: Iterable[Sequence[Point]], style: str) -> Series:
-    """Return one line with its intervals, or of several the mean and the range, at the steps that all have."""
+    """Return a single line with its intervals. For several lines, return mean and range at the steps of all."""
     lines = [line for line in lines if line]
     if len(lines) < 2:
         return Series(label, lines[0] if lines else [], style)
@@ -133,7 +133,7 @@ def escape_text(text: object) -> str:
 
 
 def _thin_series(line: Series, size: int) -> Series:
-    """Pool each `size` neighbors into a point, their mean and range; of points with intervals, keep the last."""
+    """Replace every `size` neighbors by one point with their mean and range; by the last if they have intervals."""
     ends = range(len(line.points), 0, -size)
     pools = [line.points[max(0, end - size) : end] for end in reversed(ends)]
     if size == 1 or any(isfinite(point.low) for point in line.points):
@@ -147,7 +147,7 @@ def _pool_points(points: Sequence[Point]) -> Point:
 
 
 def compute_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers around an interval; one that is only a rounding error counts as one value."""
+    """Return about `count` round numbers that span an interval, which counts as one value if it is a rounding error."""
     size, span = max(abs(low), abs(high)), high - low
     rough = (
         span if span > _MIN_RELATIVE_SPAN * size > _MIN_MAGNITUDE else size if size > _MIN_MAGNITUDE else 1.0
@@ -179,7 +179,7 @@ def _draw_x_tick(tick: float, x: float, unit: str) -> str:
 
 
 def _draw_series(line: Series, x: Callable[[float], float], y: Callable[[float], float], shift: float) -> str:
-    """Draw a line with its points and its area, range or intervals. `shift` moves intervals beside those of others."""
+    """Draw a line with its points and its area, range or intervals. `shift` moves intervals away from others."""
 
     def trace(heights: Iterable[float]) -> list[str]:
         return [f"{x(point.x)} {y(height)}" for point, height in zip(line.points, heights, strict=True)]
@@ -236,7 +236,7 @@ def _draw_end_labels(series: Sequence[Series], y: Callable[[float], float]) -> I
 _SERIES_STYLES = ("first", "second", "third", "fourth")
 _CHART_MARGIN = 24
 _MAX_LOGGED_CHARTS = 8
-"""The most metrics logged by rewards that have a chart in the report. All of them are in metrics.jsonl."""
+"""The maximum number of charts for metrics that rewards log. metrics.jsonl has all of these metrics."""
 NON_TERM_METRICS = {"reward/mean", "reward/std", "reward/failed", "reward/no_term", "reward/after_kl"}
 
 
@@ -251,7 +251,7 @@ def draw_reward_chart(metrics: Sequence[Record]) -> str:
 
 
 def draw_run_charts(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> list[str]:
-    """Return the charts of a run for which it has records."""
+    """Return the charts of a run, without those that have no records."""
     lengths = {f"completion/length_{name}": name for name in ("mean", "right", "wrong")}
     gaps = {"sampler/gap_mean": "mean", "sampler/gap_max": "max"}
     dead = {"all_right": "all right", "all_wrong": "all wrong", "equal": "equal rewards"}
@@ -270,10 +270,10 @@ def draw_run_charts(metrics: Sequence[Record], evals: Mapping[tuple[str, str], S
             )
             for name in _list_metrics(metrics, "logged/")[:_MAX_LOGGED_CHARTS]
         ),
-        _draw_metrics(metrics, "Entropy", "nats a token", {"entropy": "entropy"}),
-        _draw_metrics(metrics, "KL", "from the reference, nats a token", {"kl": "kl"}),
-        _draw_metrics(metrics, "Sampler gap", "between sampler and scorer, nats a token", gaps),
-        draw_chart("Time", "seconds a step", stack_series(make_series(metrics, stages)), (0,)),
+        _draw_metrics(metrics, "Entropy", "nats per token", {"entropy": "entropy"}),
+        _draw_metrics(metrics, "KL", "from the reference, nats per token", {"kl": "kl"}),
+        _draw_metrics(metrics, "Sampler gap", "between sampler and scorer, nats per token", gaps),
+        draw_chart("Time", "seconds per step", stack_series(make_series(metrics, stages)), (0,)),
     ]
     return [chart for chart in charts if chart]
 
@@ -287,13 +287,13 @@ def draw_tool_charts(metrics: Sequence[Record]) -> list[str]:
     calls = {"tools/calls": "calls"} if calling else {}
     return [
         _draw_metrics(rows, "Turns", "of the policy, mean of a conversation", {"turns/mean": "turns"}),
-        _draw_metrics(rows, "Calls of tools", "mean of a conversation", calls),
-        _draw_metrics(with_faults, "Failed calls", "share of the calls of tools", faults),
+        _draw_metrics(rows, "Tool calls", "mean of a conversation", calls),
+        _draw_metrics(with_faults, "Failed calls", "share of tool calls", faults),
     ]
 
 
 def draw_evaluation_charts(task: str, split: str, rows: Sequence[Record]) -> list[str]:
-    """Return charts of the accuracy and of the reward of evaluations, as far as they are shown."""
+    """Return charts of the accuracy and the reward of evaluations, if `select_measures` selects them."""
     evaluations = [parse_evaluation(row) for row in rows]
     names, intervals = select_measures(evaluations), describe_intervals(evaluations[-1])
     about = f"{task}, {split}, {intervals if intervals == TOO_FEW_PROMPTS else f'with {intervals}'}"
@@ -341,18 +341,18 @@ def _list_metrics(metrics: Sequence[Record], prefix: str) -> list[str]:
 
 
 def _list_reward_terms(metrics: Sequence[Record]) -> dict[str, str]:
-    """Return the labels of the terms of a reward. A single term would repeat the reward."""
+    """Return the labels of reward terms; empty if there is only one, which would repeat the reward."""
     names = [name for name in _list_metrics(metrics[-1:], "reward/") if name not in NON_TERM_METRICS]
     return {name: name.removeprefix("reward/") for name in names} if len(names) > 1 else {}
 
 
 def make_points(rows: Sequence[Record], name: str) -> list[Point]:
-    """Return the values of a metric that can be drawn: it may be null, or too large."""
+    """Return the values of a metric, without those that cannot be drawn: null or too large."""
     values = ((row["step"], row.get(name)) for row in rows)
     return [Point(step, y) for step, y in values if isinstance(y, int | float) and abs(y) < _MAX_MAGNITUDE]
 
 
 def make_estimate_points(rows: Sequence[Record], name: str) -> list[Point]:
-    """Return a measure of the evaluations with its intervals."""
+    """Return the points of a measure, with intervals, from the records of evaluations."""
     estimates = [(row["step"], parse_estimate(row.get(name))) for row in rows if row.get(name)]
     return [Point(step, estimate.value, estimate.low, estimate.high) for step, estimate in estimates]

@@ -1,7 +1,7 @@
 """Shows a run on the screen: a live display in a terminal, a chart in a notebook, plain lines elsewhere.
 
 The headline is the reward, held-out accuracy (or reward, if rewards do not say which answers are right), and the share
-of zero-variance groups. `loss` is in the files and not on the screen: on-policy it is 0 whatever is learned.
+of zero-variance groups. `loss` is only in the files, since on-policy it is 0 whatever the policy learns.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ from pellucid.utils.text import escape_controls
 _STAGE_COLORS = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
 _WARNING_LABELS = {
     "reward/failed": "failed rewards",
-    "reward/no_term": "completions that no reward is meant for",
+    "reward/no_term": "completions to which no reward applies",
     "skipped": "skipped updates",
     "skipped/overflow": "updates too large for fp16 at this loss_scale",
     "idle": "updates without a gradient",
 }
 _DISPLAY_ROWS = (
     ("groups drawn", "groups/drawn", "{:.0f}", "{groups/drawn_dead:.0%} of them dead"),
-    ("length", "completion/length_mean", "{:.1f}", "tokens a completion, {completion/finished:.0%} finished"),
+    ("length", "completion/length_mean", "{:.1f}", "tokens per completion, {completion/finished:.0%} finished"),
     ("sampler gap", "sampler/gap_mean", "{:.4f}", "{sampler/gap_max:.3f} at most"),
-    ("kl", "kl", "{:.4f}", "nats a token"),
-    ("turns", "turns/mean", "{:.1f}", "a conversation"),
+    ("kl", "kl", "{:.4f}", "nats per token"),
+    ("turns", "turns/mean", "{:.1f}", "per conversation"),
 )
-"""Rows of the live display: the label, the metric, and the formats of its value and of what follows."""
+"""Rows of the live display: label, metric, format of the value, format of the detail after it."""
 _TREND_STEPS = 40
 _BAR_WIDTH_CELLS = 40
 
@@ -83,10 +83,10 @@ def make_screen_logger(total_steps: int, first_step: int = 0) -> ConsoleLogger |
 
 
 class _ScreenLogger:
-    """Base of the loggers that people read.
+    """Base class of the loggers for people.
 
-    Once a reward has not said which answers are right (`rewards_are_verdicts`), correctness is no longer shown. The
-    first error of a reward and the number of each warning are kept.
+    Correctness is hidden from the first step whose rewards do not say which answers are right (`rewards_are_verdicts`).
+    The first error of a reward and the count of each warning are kept.
     """
 
     has_continuous_rewards = False
@@ -167,30 +167,30 @@ class PlainLogger(_ScreenLogger):
 
 
 def format_failed_terms(metrics: Mapping[str, float]) -> str:
-    """Return the terms of a reward that failed, with their shares of completions."""
+    """Return the failed terms of a reward, each with its share of the completions."""
     shares = {name.removeprefix("failed/"): share for name, share in metrics.items() if name.startswith("failed/")}
     return ", ".join(f"{escape_controls(name)} {share:.0%}" for name, share in shares.items())
 
 
 def _compute_speed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the sampled tokens per second of a step; empty if one of both is unknown."""
+    """Return the sampled tokens per second of a step; empty if either is unknown."""
     is_known = "tokens" in metrics and metrics.get("time/step")
     return {"speed": metrics["tokens"] / metrics["time/step"]} if is_known else {}
 
 
 def find_first_error(groups: Sequence[Group]) -> str:
-    """Return the first line of the error of the first failed reward, with escaped controls; empty if none failed."""
+    """Return the first error line of the first failed reward, with escaped control characters; empty if none failed."""
     rewards = (reward for group in groups for reward in group.rewards)
     return format_error_line(next((reward for reward in rewards if reward.error and reward.applies), Reward(0.0)))
 
 
 def format_error_line(reward: Reward) -> str:
-    """Return the first line of the error of a reward, with escaped controls."""
+    """Return the first error line of a reward, with escaped control characters."""
     return escape_controls(reward.error.strip().partition("\n")[0])
 
 
 def _label_measures(evaluation: Evaluation, *others: Evaluation) -> dict[str, Estimate]:
-    """Return the measures of an evaluation to show beside those of others, by their labels."""
+    """Return the measures of an evaluation by label: those to show when it is compared with others."""
     measures = get_measures(evaluation)
     names = [name for name in select_measures([evaluation, *others]) if name in measures]
     return {format_measure_name(name, evaluation.k): measures[name] for name in names}
@@ -202,13 +202,13 @@ def format_interval(estimate: Estimate) -> str:
 
 
 class ConsoleLogger(_ScreenLogger):
-    """A live display, until `close`, which goes on after `first_step` steps of a resumed run."""
+    """A live display that runs until `close`. A resumed run starts it with `first_step` steps done."""
 
     def __init__(self, total_steps: int, first_step: int = 0, screen: rich.console.Console | None = None):
         super().__init__(total_steps)
         bar = BarColumn(bar_width=_BAR_WIDTH_CELLS, complete_style="cyan", finished_style="cyan")
         columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]left"), TimeRemainingColumn())
-        # Steps may take minutes: the default of 30 s may not include two steps to estimate the speed from.
+        # Steps may take minutes: the default of 30 s may not contain the two steps that an estimate needs.
         self.progress = Progress(TextColumn("step"), *columns, auto_refresh=False, speed_estimate_period=3600)
         self.step_task = self.progress.add_task("step", total=total_steps, completed=first_step)
         self.trend: deque[float] = deque(maxlen=_TREND_STEPS)
@@ -231,11 +231,11 @@ class ConsoleLogger(_ScreenLogger):
         self.live.stop()
 
     def render_safely(self) -> rich.console.RenderableType:
-        """Render the display. A thread of Rich calls this, too, in which no error would be caught."""
+        """Render the display, or the error if that fails: Rich also calls this in a thread that catches none."""
         try:
             return self.render()
         except DISPLAY_ERRORS as error:
-            return Text(f"! this cannot be shown ({type(error).__name__}: {error}); nothing is lost")
+            return Text(f"! the display cannot be drawn ({type(error).__name__}: {error}); nothing is lost")
 
     def render(self) -> rich.console.Group:
         table = Table.grid(padding=(0, 2))
@@ -288,7 +288,7 @@ def describe_prompts(evaluation: Evaluation) -> str:
 
 
 def _describe_uncounted(evaluation: Evaluation) -> list[str]:
-    """Return texts on how many rewards failed and how many prompts count in no accuracy; empty if all count."""
+    """Return how many rewards failed and how many prompts the accuracies exclude, as texts; empty if none."""
     counts = {
         "! failed rewards": evaluation.failed,
         "left out, no reward applies": evaluation.left_out,
@@ -311,7 +311,7 @@ def make_evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tupl
 
 
 def _make_time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | Text, str | Text]]:
-    """Yield the rows of the time of a step, with the shares of its stages as a bar and a legend."""
+    """Yield the rows for the time of a step, with the share of each stage as a bar and a legend."""
     total = metrics["time/step"]
     spent = {stage: metrics[f"time/{stage}"] for stage in _STAGE_COLORS if f"time/{stage}" in metrics}
     spent["other"] = max(0.0, total - sum(spent.values()))
@@ -329,7 +329,7 @@ def _make_titled_table(title: str, *columns: str) -> Table:
 
 
 def make_comparison_table(first: Evaluation, last: Evaluation) -> Table:
-    """Return a table of the first and the last evaluation. If their intervals overlap, the gain may be chance."""
+    """Return a table of the first and the last evaluation. If their intervals overlap, the gain may be by chance."""
     title = f"{last.task}, {last.split}: {describe_prompts(last)}"
     table = _make_titled_table(title, "", "before", "after", "gain", "intervals")
     for name, before, after in pair_measures(first, last):
@@ -353,13 +353,13 @@ def make_evaluation_table(model: str, evaluation: Evaluation) -> Table:
 
 
 MAX_MESSAGE_CHARACTERS = 2000
-"""The most characters of a message of a conversation that are shown."""
+"""How many characters of each message of a conversation are shown."""
 
 
 def make_verdict_table(group: Group, has_verdicts: bool = True) -> Table:
-    """Return a table of the question, the answer or conversation, and the grade of the first completion of a group.
+    """Return a table of a group's question and first completion: its answer or conversation, and its grade.
 
-    Without `has_verdicts`, rewards do not say which answers are right (`rewards_are_verdicts`).
+    `has_verdicts`: whether rewards say which answers are right (`rewards_are_verdicts`).
     """
     completion, reward = group.completions[0], group.rewards[0]
     verdict = _format_grade(reward, has_verdicts)
@@ -378,7 +378,7 @@ def make_verdict_table(group: Group, has_verdicts: bool = True) -> Table:
 
 
 def format_completion(completion: Completion) -> Iterator[tuple[str, str]]:
-    """Yield the reasoning and the answer, or the messages of a conversation, by name or speaker."""
+    """Yield the reasoning and the answer, or the messages of a conversation, each after its name or speaker."""
     if completion.messages:
         yield from format_messages(completion.messages, MAX_MESSAGE_CHARACTERS)
     else:
@@ -397,11 +397,11 @@ def _format_grade(reward: Reward, has_verdicts: bool) -> str:
 
 
 _MIN_REDRAW_SECONDS = 0.5
-"""The shortest time between two charts, each of which is a message to the browser."""
+"""The minimum time between two redraws. Each redraw sends a message to the browser."""
 
 
 def is_in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook. IPython is not imported to find out."""
+    """Whether this process is the kernel of a notebook. This does not import IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return getattr(shell, "kernel", None) is not None
@@ -437,7 +437,7 @@ class NotebookLogger(_ScreenLogger):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the output, in place of the last one."""
+        """Draw the output in place of the previous one."""
         from IPython.display import display  # noqa: PLC0415 - only notebooks have it
 
         bundle = self.make_bundle()

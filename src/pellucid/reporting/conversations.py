@@ -1,6 +1,6 @@
-"""Conversations as columns of rollouts.jsonl and as text: speakers, turns, and the use of tools.
+"""Conversations as columns of rollouts.jsonl and as text: speakers, turns, and tool calls.
 
-A message is a mapping, in a completion as well as in a line of rollouts.jsonl.
+A message is a mapping, both in a completion and in a line of rollouts.jsonl.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pellucid.types import Completion, Message
 from pellucid.utils.text import escape_controls
 
 _FAULT_PREFIX = "{'error': "
-"""The start of the message of a tool whose call failed, as environments and TRL write it."""
+"""The start of a tool message after a failed call, as environments and TRL write it."""
 MAX_TOOL_NAME_CHARACTERS = 40
-"""The most characters of a tool name that are shown. The policy may have made it up."""
+"""The maximum characters of a tool name that are shown. The policy may have invented a long one."""
 _MAX_NAMED_FAULTS = 2
-"""The most kinds of faults that a line names; the others are summed."""
+"""The maximum number of kinds of faults that a line names; the others are summed."""
 
 
 def count_turns(completion: Completion) -> int:
@@ -93,7 +93,7 @@ def format_tool_call(call: Mapping[str, Any]) -> str:
 
 
 def list_turn_names(completion: Completion) -> list[list[str]]:
-    """Return the called tools of each sampled span of a conversation, and the speakers of each given span.
+    """Return the names for each span of a conversation: called tools if it was sampled, speakers if it was given.
 
     The list is empty if messages and spans do not match.
     """
@@ -106,7 +106,7 @@ def list_turn_names(completion: Completion) -> list[list[str]]:
     given = {t for start, end in completion.given_spans for t in range(start, end)}
     sampled = [is_policy for is_policy, _ in groupby(t not in given for t in range(len(completion.token_ids)))]
     if sampled and turns and not sampled[0] and turns[0][0]:
-        turns.insert(0, (False, []))  # a prefix is given, but is no message
+        turns.insert(0, (False, []))  # a prefix is given, but is not a message
     if len(turns) > len(sampled) and not turns[-1][0]:
         turns.pop()  # the policy does not answer the last message, so it has no tokens
     return [names for _, names in turns] if [is_policy for is_policy, _ in turns] == sampled else []
@@ -119,16 +119,16 @@ def _list_called_tools(message: Message) -> list[str]:
 
 
 def is_failed_call(message: Message) -> bool:
-    """Whether a message says that a tool call failed."""
+    """Return whether a message says that a tool call failed."""
     return message.get("role") == "tool" and str(message.get("content")).startswith(_FAULT_PREFIX)
 
 
 def describe_tool_use(turns: int, events: Mapping[str, int]) -> Iterator[str]:
-    """Yield texts on the turns of a conversation, and on its tool calls and their faults."""
+    """Yield texts about the turns of a conversation, and about its tool calls and their faults."""
     yield format_count(turns, "turn")
     faults = [f"{count:,} {escape_controls(kind)}" for kind, count in events.items() if kind != "calls"]
     if events:
-        calls = format_count(events.get("calls", 0), "call") + " of tools"
+        calls = format_count(events.get("calls", 0), "tool call")
         yield f"{calls} ({', '.join(faults)})" if faults else calls
 
 

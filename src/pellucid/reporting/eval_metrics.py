@@ -11,9 +11,9 @@ from typing import Any
 from pellucid.types import Estimate, Evaluation
 
 MIN_INTERVAL_PROMPTS = 12
-"""The fewest prompts for which a 95% interval is given. With fewer, Wilson's interval around 1/2 covers more than half
-of all possible accuracies. Student's interval of two equally likely rewards is a single point, such as [0.80, 0.80],
-in 1 of 4 cases with 3 prompts and in 1 of 2,048 with 12."""
+"""The least number of prompts for a 95% interval. With fewer, Wilson's interval around 1/2 covers more than half of all
+possible accuracies. If two rewards are equally likely, all prompts have the same one in 1 of 4 cases with 3 prompts,
+and in 1 of 2,048 with 12; Student's interval is then a single point, such as [0.80, 0.80]."""
 
 _ACCURACY_MEASURES = ("greedy", "mean@k", "pass@k")
 REWARD_MEASURES = ("reward", "reward@k")
@@ -36,7 +36,7 @@ def get_measures(evaluation: Evaluation) -> dict[str, Estimate]:
 
 
 _ZERO_VARIANCE_METRICS = ("groups/dead_all_right", "groups/dead_all_wrong", "groups/dead_equal")
-"""The metrics of groups with equal rewards; a step has the first two, or the last."""
+"""The metrics of groups with equal rewards. A step has either the first two or the last."""
 
 
 def have_continuous_rewards(metrics: Sequence[Mapping[str, Any]]) -> bool:
@@ -45,7 +45,7 @@ def have_continuous_rewards(metrics: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def make_metrics_consistent(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the metrics of the steps of a run, without correctness in all steps if one has none."""
+    """Return the metrics of the steps of a run. If one step has no correctness, remove it from all."""
     return list(map(drop_correctness, metrics)) if have_continuous_rewards(metrics) else list(metrics)
 
 
@@ -88,7 +88,7 @@ def select_measures(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def pair_measures(first: Evaluation, last: Evaluation) -> list[tuple[str, Estimate, Estimate]]:
-    """Return the name and both estimates of each measure to show that both evaluations have."""
+    """Return the name and both estimates of each shown measure that both evaluations have."""
     before, after = get_measures(first), get_measures(last)
     names = select_measures([first, last])
     return [(name, before[name], after[name]) for name in names if name in before and name in after]
@@ -109,7 +109,7 @@ _RECORDED_FIELDS = ("task", "split", "n", "k", "failed", "left_out", "undecided"
 
 
 def make_evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the record of an evaluation in evals.jsonl, still with NaN and infinities."""
+    """Return the record of an evaluation for evals.jsonl. NaN and infinities are not replaced yet."""
     return {
         **{name: getattr(evaluation, name) for name in _RECORDED_FIELDS[:4]},
         **{name: asdict(estimate) for name, estimate in get_measures(evaluation).items()},
@@ -154,5 +154,5 @@ def compare_intervals(one: Estimate, other: Estimate) -> str:
 
 
 def describe_intervals(evaluation: Evaluation) -> str:
-    """Return what the brackets behind the measures of an evaluation are, such as "95% intervals"."""
+    """Return the label of the brackets after the measures of an evaluation, such as "95% intervals"."""
     return "95% intervals" if evaluation.n >= MIN_INTERVAL_PROMPTS else TOO_FEW_PROMPTS

@@ -42,8 +42,8 @@ from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import escape_controls
 
 DISPLAY_ERRORS = (OSError, ValueError, ArithmeticError, LookupError, TypeError)
-"""Errors that do not end a run if a display, a chart or a board raises them: failed writes, and unexpected values.
-NameError and AttributeError are not among them: these are bugs."""
+"""Errors that do not end a run if a display, a chart or a dashboard raises them: failed writes, and unexpected values.
+NameError and AttributeError do end it, since they are bugs."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def guard_display(what: str) -> Iterator[None]:
 
 
 class CompositeLogger:
-    """Several loggers as one. Errors of `files` end the run, those of `displays` are printed."""
+    """Several loggers as one. Errors of `files` end the run; errors of `displays` are printed."""
 
     def __init__(self, files: Sequence[Logger], displays: Sequence[Logger] = ()):
         self.files, self.displays = files, displays
@@ -79,7 +79,7 @@ class CompositeLogger:
 
     def close(self) -> None:
         for logger in (*self.displays, *self.files):
-            with guard_display("the end"):
+            with guard_display("the end of the run"):
                 logger.close()
 
 
@@ -88,7 +88,7 @@ class JsonlLogger:
 
     When `log` returns, the step is in the page cache and survives a kill. `sync_logs` writes it to disk: a power
     failure loses only lines after the last checkpoint, which a resumed run writes again. Rollouts are written at step 1
-    and at multiples of `every`; 0 is never.
+    and at multiples of `every`; 0 means never.
     """
 
     FILE_NAMES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
@@ -150,29 +150,29 @@ def format_json_line(record: Mapping[str, Any]) -> str:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return a value as JSON can represent it, with None for NaN and infinities."""
-    # A recursive function would run out of stack for deeply nested values; the parser does not.
+    """Return a value in a form that JSON can represent, with None for NaN and infinities."""
+    # A recursive function would run out of stack for deeply nested values; the JSON parser does not.
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def truncate_logs(run_dir: Path, step: int) -> list[str]:
-    """Remove what was logged after `step`, and lines that a crash left damaged. A resumed run writes later steps again.
+    """Remove lines logged after `step`, and lines that a crash damaged. A resumed run writes later steps again.
 
-    The files are changed in place, so that this works on a full disk. If it is killed, the next call finishes it.
-    Warnings are returned that say which records up to `step` are lost.
+    The files are changed in place, so this works on a full disk. If the process is killed, the next call finishes it.
+    Return warnings that say which records up to `step` are lost.
     """
     warnings = []
     for path in (run_dir / name for name in JsonlLogger.FILE_NAMES):
         steps, unreadable = _truncate_log_file(path, step) if path.exists() else (set(), 0)
         if unreadable:
-            warnings.append(f"{path}: {unreadable} lines could not be read, and are gone")
+            warnings.append(f"{path}: {unreadable} lines could not be read and were removed")
         if path.name == "metrics.jsonl" and (missing := [n for n in range(1, step + 1) if n not in steps]):
             warnings.append(f"{path} lacks {len(missing)} of {step} steps, the first of them step {missing[0]}")
     return warnings
 
 
 def _truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
-    """Truncate a log, with spaces over removed lines. Return the remaining steps and the number of unreadable lines."""
+    """Truncate a log, and blank lines removed before its end. Return its steps and the number of unreadable lines."""
     removed, steps, start, end = list[tuple[int, int, bool]](), set[int](), 0, 0
     with path.open("r+b") as file:
         for line in file:
@@ -194,7 +194,7 @@ def _truncate_log_file(path: Path, step: int) -> tuple[set[int], int]:
 
 
 def _parse_step(line: bytes) -> int | None:
-    """Return the step of a line; None if the line is incomplete or no record."""
+    """Return the step of a line; None if the line is incomplete or is not a record."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"}\n") else None
     except (ValueError, RecursionError, LookupError, TypeError):
@@ -217,16 +217,16 @@ _FIELD_TAGS = {
     "reward/mean": "rollout/returns",
     "completion/correct": "rollout/success_rate",
 }
-"""The names of metrics in other trainers, for boards that compare runs of several trainers."""
+"""The names of metrics in other trainers, for dashboards that compare runs of several trainers."""
 
 
 def _add_field_tags(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics under our names, and under those of other trainers."""
+    """Return the metrics under our names, and again under those of other trainers."""
     return {**metrics, **{tag: metrics[name] for name, tag in _FIELD_TAGS.items() if name in metrics}}
 
 
 class TensorBoardLogger:
-    """Writes scalars for TensorBoard, without the thread of torch's writer, whose errors would be found too late.
+    """Writes scalars for TensorBoard in the calling thread; errors in the thread of torch's writer would come too late.
 
     If its file cannot be written, as on a full disk, it prints a warning and stops writing. Scalars of steps after
     `first_step`, which a resumed run writes again, are purged.
@@ -237,7 +237,7 @@ class TensorBoardLogger:
         from tensorboard.compat.proto import event_pb2  # noqa: PLC0415 - an extra
         from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415 - an extra
 
-        protos: Any = event_pb2  # without types
+        protos: Any = event_pb2  # it has no type hints
         self.path = log_dir / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
         self.make_event, self.make_writer, self.failed = protos.Event, RecordWriter, False
         self._write_event(file_version="brain.Event:2")
@@ -275,7 +275,7 @@ def check_wandb(mode: str) -> None:
     """Raise UserError if wandb is not installed, or if it is online and nobody is logged in."""
     wandb = import_extra("wandb", "wandb", "log.wandb")
     if mode == "online" and not wandb.login(prompt=False):
-        raise UserError('log.wandb = "online": nobody is logged in: run wandb login; "offline" needs no account')
+        raise UserError('log.wandb = "online" needs a login: run wandb login, or set "offline", which needs no account')
 
 
 class WandbLogger:
@@ -322,11 +322,11 @@ class WandbLogger:
 
 # ---------------------------------------------------------------- metrics of the groups of a step
 #
-# `reward/*` and `*/correct` are over the completions that were graded: a failed reward has no value, and counts in
+# `reward/*` and `*/correct` are computed over graded completions: a failed reward has no value, and counts in
 # `reward/failed`, or in `reward/no_term` if no term applies to the prompt. If rewards do not say which answers are
 # right (`rewards_are_verdicts`), there is no `*/correct`, no `*_right` and no `*_wrong`, and groups with equal rewards
-# count in `groups/dead_equal`. `failed/NAME` is the share of completions for which that term failed, `logged/NAME` the
-# mean of what rewards logged under that name. Lengths are in sampled tokens, with the end-of-sequence token.
+# count in `groups/dead_equal`. `failed/NAME` is the share of completions for which that term failed. `logged/NAME` is
+# the mean of the values that rewards logged under that name. Lengths count sampled tokens, including the EOS token.
 
 
 def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str, float]:
@@ -358,7 +358,7 @@ def compute_group_metrics(groups: Sequence[Group], min_reward_range: float = 0.0
 
 
 def compute_zero_variance_shares(groups: Sequence[Group], min_reward_range: float) -> dict[str, float]:
-    """Return the share of groups with equal rewards, by whether all answers are right or wrong if rewards say so."""
+    """Return the share of groups with equal rewards, split into all right and all wrong if rewards are verdicts."""
     dead = [rewards for group in groups if (rewards := get_equal_rewards(group, min_reward_range))]
     if not rewards_are_verdicts(reward for group in groups for reward in group.rewards):
         return {"groups/dead_equal": len(dead) / len(groups)}
@@ -370,7 +370,7 @@ def compute_zero_variance_shares(groups: Sequence[Group], min_reward_range: floa
 
 
 def _compute_correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
-    """Return the share of right answers, and the lengths of right and wrong ones; empty if rewards do not say it."""
+    """Return the share of right answers, and the lengths of right and wrong ones; empty if rewards are not verdicts."""
     judged = [(completion, reward) for completion, reward in graded if reward.is_judged]
     if not rewards_are_verdicts(reward for _, reward in judged):
         return {}
@@ -384,7 +384,7 @@ def _compute_correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[st
 
 
 def _compute_turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the mean turns of the policy and tool calls of conversations, and the share of calls with each fault."""
+    """Return the mean turns and tool calls per conversation, and the share of tool calls with each fault."""
     conversations = [completion for completion in completions if completion.messages]
     if not conversations:
         return {}
@@ -396,13 +396,13 @@ def _compute_turn_metrics(completions: Sequence[Completion]) -> dict[str, float]
 
 
 def have_all_failed(groups: Sequence[Group]) -> bool:
-    """Whether no completion has a reward: each one failed, or is None since no term applies to the prompt."""
+    """Return whether no completion has a reward: each reward failed, or is None since no term applies to the prompt."""
     rewards = [reward for group in groups for reward in group.rewards]
     return bool(rewards) and all(reward.failed for reward in rewards)
 
 
 def compute_prefix_length(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the mean length of prefixes in tokens. Later messages of a conversation are no prefix."""
+    """Return the mean length of prefixes in tokens. Later given spans are messages of a conversation."""
     first_spans = [
         c.given_spans[0] for group in groups if group.demonstration for c in group.completions[:1] if c.given_spans
     ]
@@ -418,7 +418,7 @@ def compute_term_means(rewards: Sequence[Reward]) -> dict[str, float]:
 
 
 def compute_failed_shares(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Return the share of completions for which each term failed, of the terms that did."""
+    """Return the share of completions for which a term failed, for each term that failed at all."""
     names = Counter(name for reward in rewards for name in reward.failures)
     return {f"failed/{name}": count / len(rewards) for name, count in names.items()}
 
@@ -437,11 +437,12 @@ def predict_zero_variance_share(
 ) -> float:
     """Predict the share of groups of `group_size` G with equal rewards, from n >= G rewards of each prompt.
 
-    This is the mean probability that G of the n samples of a prompt, chosen without replacement, have equal rewards:
-    if a sample is the lowest of the G, the others are among those above it that equal it. With two values it is the sum
-    of C(n_v, G) / C(n, G), which is unbiased for p^G + (1 - p)^G. A failed reward, NaN, equals any other.
+    This is the mean probability that G of the n samples of a prompt, drawn without replacement, have equal rewards.
+    For each sample as the lowest of the G, the others are drawn from the higher ones that count as equal. With two
+    values v, each n_v times, it is the sum of C(n_v, G) / C(n, G), which is unbiased for p^G + (1 - p)^G. A failed
+    reward, NaN, equals any other.
 
-    To insert p = n_v / n instead would exaggerate: with p = 0.1, 8 samples are all wrong 43% of the time, and then
+    Inserting p = n_v / n would overestimate the share: with p = 0.1, 8 samples are all wrong 43% of the time, and then
     p = 0 predicts equal rewards for every G.
 
     Raises:
@@ -450,7 +451,7 @@ def predict_zero_variance_share(
     samples = min(map(len, rewards))
     if samples < group_size:
         raise ValueError(
-            f"{samples} samples a prompt cannot predict groups of {group_size}: draw at least {group_size}"
+            f"{samples} samples per prompt cannot predict groups of {group_size}: draw at least {group_size}"
         )
     return fmean(_compute_zero_variance_chance(values, group_size, min_reward_range) for values in rewards)
 

@@ -12,7 +12,7 @@ from itertools import islice
 import regex  # Python's own re loses matches of possessive groups before 3.11.5
 
 MAX_NUMBER_CHARACTERS = 4000
-"""The most characters of a number, and the most places of its exponent: Python converts at most 4300 digits."""
+"""The most characters of a number, and its largest power of ten: Python converts at most 4300 digits."""
 
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -48,7 +48,7 @@ _DECIMAL = rf"(?:{_DIGITS}|(?<![A-Za-z0-9.])\.\d++)"
 _FRACTION_ARGUMENT = rf"(?:\{{\s*+-?{_DIGITS}\s*+\}}|\s*+\d)"
 _NUMBER = regex.compile(
     rf"""
-    (?<![A-Za-z])[A-Za-z]++\}}?(?:\s*+[\^_]\s*+(?:\{{[^{{}}]*+\}}|-?\d++))++  # m^2, x_1: of a name, no number
+    (?<![A-Za-z])[A-Za-z]++\}}?(?:\s*+[\^_]\s*+(?:\{{[^{{}}]*+\}}|-?\d++))++  # m^2, x_1: part of a name, not a number
     | (?:(?P<minus>-)[ \t]*+)?+ (?:\\?[$€£¥]\s?+(?P<inner>-)?+)?+
       (?:
         (?:(?P<count>\d++)\s*+)?+ \\[dtc]?frac \s*+ (?P<over>{_FRACTION_ARGUMENT}) \s*+ (?P<under>{_FRACTION_ARGUMENT})
@@ -76,7 +76,7 @@ _ONE_LETTER_UNITS = "mgshlLNJWVACFK"
 
 
 def extract_answer(text: str) -> str:
-    """Return the answer that a text gives: the marked one, else all that follows `</think>`.
+    """Return the answer of a text: the marked one, or else all text after `</think>`.
 
     A text whose thought never ends has no answer, whatever the thought contains.
 
@@ -87,7 +87,7 @@ def extract_answer(text: str) -> str:
 
 
 def extract_marked_answer(text: str) -> str | None:
-    """Return the last box of the final `<answer>`, the content of that tag, or the last box behind `</think>`; or None.
+    """Return the last box in the final `<answer>`, else all of that tag, else the last box after `</think>`, else None.
 
     Example: extract_marked_answer("<answer>So \\\\boxed{7}.</answer>") == "7"
     """
@@ -97,7 +97,7 @@ def extract_marked_answer(text: str) -> str | None:
 
 
 def split_thought(text: str) -> tuple[str, str | None]:
-    """Split a text into its thought and what follows the last `</think>`; None follows a thought that never ends.
+    """Split a text into its thought and the text after the last `</think>`, which is None if the thought never ends.
 
     The `<think>` may be missing, since a chat template wrote it. A text without either tag has no thought.
 
@@ -113,7 +113,7 @@ def split_thought(text: str) -> tuple[str, str | None]:
 
 
 def strip_thought(text: str) -> str:
-    """Return what follows the last `</think>`: the whole text if there is no thought, nothing if it never ends."""
+    """Return the text after the last `</think>`: the whole text without a thought, "" if the thought never ends."""
     return split_thought(text)[1] or ""
 
 
@@ -151,7 +151,7 @@ def _find_brace_arguments(text: str, start: int) -> str:
 
 
 def extract_gold_answer(text: str) -> str:
-    """Return the gold answer in a text that may be a whole solution: its last box, or what follows a final `####`.
+    """Return the gold answer in a text that may be a whole solution: its last box, or the text after a final `####`.
 
     Example: extract_gold_answer("So it is $\\\\boxed{7}$.") == "7"; extract_gold_answer("3 + 4 = 7\\n#### 7") == "7"
     """
@@ -166,8 +166,8 @@ def find_last_number(text: str) -> Fraction | None:
 
     These can be read: 1,080 (also with ' or a space), .5, 1/2, 1 / 2, 1 1/2, \\frac{1}{2}, 1.5e3, 3 \\times 10^4 and
     5k, with currency signs and in full width too. These cannot: 12:30, 2^{10}, 1/2/3 and \\sqrt{2}. Powers of a unit
-    or variable are skipped: 8 m^2 is 8. Commas group thousands only if they are well placed, otherwise they
-    separate: "1,08" and "1, 8" are two numbers each.
+    or variable are skipped: 8 m^2 is 8. Well-placed commas group thousands; all others separate: "1,08" and "1, 8"
+    are two numbers each.
 
     A minus that touches a number is its sign, unless it follows a letter, a digit or a closing bracket: "7-3" ends in
     3. A minus with a space behind it is a dash after a word or number ("Total - 7"), except after "is" and the like.
@@ -180,7 +180,7 @@ def find_last_number(text: str) -> Fraction | None:
 
 
 def parse_only_number(text: str) -> Fraction | None:
-    """Return the number of a text that holds just one, besides a currency, a unit or words; otherwise None.
+    """Return the number of a text with just one number, apart from a currency, a unit or words; otherwise None.
 
     Example: parse_only_number("18 dollars") == 18; parse_only_number("3 or 5") is None
     """
@@ -219,7 +219,7 @@ def _find_numbers(plain: str) -> Iterator[regex.Match[str]]:
 
 
 def _remove_unit_powers(beside: str) -> str:
-    """Remove powers of units, LaTeX that only changes the looks, and the backslash of escaped signs."""
+    """Remove powers of units, LaTeX commands for formatting, and the backslash of escaped signs."""
     return _FORMATTING.sub(" ", _NUMBER.sub(lambda match: match[0] if match["top"] or match["over"] else " ", beside))
 
 
@@ -250,7 +250,7 @@ def _parse_scale(written: str) -> int:
 
 
 def is_minus_sign(number: regex.Match[str], plain: str) -> bool:
-    """Return whether the minus in front of a number is its sign, no subtraction or dash (see `find_last_number`)."""
+    """Return whether the minus before a number is its sign, not a subtraction or dash (see `find_last_number`)."""
     touches = plain[number.end("minus")] not in " \t"
     before = plain[: number.start()] if touches else plain[: number.start()].rstrip(" \t")
     if touches or not before[-1:].isalnum():

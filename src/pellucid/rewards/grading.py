@@ -30,8 +30,8 @@ class GradedTask:
     A reward that raises, takes longer than `cfg.timeout` seconds, ends its process or is no finite number becomes
     Reward(nan, error="what happened"). If functions are terms of the reward, or the task has a method
     `rewards(prompts, completions)`, they are called once for all completions of a step, within `cfg.step_timeout`
-    seconds; if one raises, once for each group. A judge and a reward model work in threads of this process meanwhile:
-    `graders`, by the indices of their terms in `task.rewards`. Worker processes append to the file `log` what rewards
+    seconds; if one raises, once for each group. Meanwhile judges and reward models (`graders`, by the indices of their
+    terms in `task.rewards`) run in threads of this process. Worker processes append to the file `log` what rewards
     print, and a traceback for each kind of error.
 
     Example: task = GradedTask(Dataset(data="train.jsonl"), RewardConfig(timeout=5.0)); test = task.with_split("test")
@@ -79,7 +79,7 @@ class GradedTask:
         if not self._terms:
             return answers[TASK_REWARD]
         columns = [answers[term] for term in sorted(answers)]
-        return [_check_reward(self._grading_task.combine_parts(of_one)) for of_one in zip(*columns, strict=True)]
+        return [_check_reward(self._grading_task.combine_parts(parts)) for parts in zip(*columns, strict=True)]
 
     @property
     def is_batch_graded(self) -> bool:
@@ -88,9 +88,9 @@ class GradedTask:
 
     def with_split(self, split: str) -> GradedTask:
         """Return the same task on another split. Both share the processes: rewards do not depend on the split."""
-        twin = copy.copy(self)
-        twin.task, twin.split = with_split(self.task, split), split
-        return twin
+        copied = copy.copy(self)
+        copied.task, copied.split = with_split(self.task, split), split
+        return copied
 
     def close(self) -> None:
         """End the processes."""
@@ -112,8 +112,8 @@ class GradedTask:
         single, batch = self._single_limits, self._batch_limits
         calls = [RewardCall(single, {i: pair}, state, is_batch=False) for i, pair in enumerate(pairs) if single]
         calls += [RewardCall(batch, dict(enumerate(pairs)), state)] if batch else []
-        found = self._executor.compute(calls)
-        return {term: [numbered[i] for i in range(len(pairs))] for term, numbered in found.items()}
+        answers = self._executor.compute(calls)
+        return {term: [by_index[i] for i in range(len(pairs))] for term, by_index in answers.items()}
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute of the task: its name and settings, solution, observe."""

@@ -55,15 +55,15 @@ class _JudgeRequest:
     value: float | None = None
     """The reward that the answer states."""
     error: str = ""
-    """Why there is none."""
+    """Why there is no reward."""
     faults: list[str] = field(default_factory=list)
-    """What failed before it was answered or given up."""
+    """One message for each failed attempt."""
     seconds: float = 0.0
     cached: bool = False
 
 
 class Judge:
-    """The judge of one term, for all completions of a step at once. The folder `cache` keeps its answers.
+    """The judge of one reward term, for all completions of a step at once. It stores answers in the folder `cache`.
 
     The key is read from the environment variable when it is used, and stored nowhere. Raises UserError if it is
     missing, or if nothing listens at an address of this machine.
@@ -80,11 +80,11 @@ class Judge:
             check_reachable(settings.base_url, ENDPOINT_NAMES)
 
     def grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
-        """Return the grade of each completion, in their order, or a part with an error. Equal requests are made once.
+        """Return one part per completion, in their order, with a grade or an error. Equal requests are sent once.
 
         `extra` has the judge's answer; `logged` has tokens, seconds, retries, and whether the answer was known already.
         """
-        # In a thread of its own: that of the caller may have an event loop, as in a notebook.
+        # Use a separate thread: the caller's may run an event loop, as in a notebook.
         with ThreadPoolExecutor(1, "judge") as executor:
             future = executor.submit(asyncio.run, self._grade(pairs))
             try:
@@ -94,8 +94,8 @@ class Judge:
                 raise
 
     def stop(self) -> None:
-        """Give up what is under way in another thread: `grade` raises there."""
-        with suppress(RuntimeError):  # it has ended by itself
+        """Cancel a `grade` call in another thread, which then raises."""
+        with suppress(RuntimeError):  # the event loop has ended already
             self._cancel()
 
     async def _grade(self, pairs: Sequence[PromptCompletion]) -> list[RewardPart]:
@@ -117,7 +117,7 @@ class Judge:
 
     def _create_client(self) -> Any:
         base_url, key = self.settings.base_url, get_api_key(self.settings.base_url, self.settings.key)
-        # A proxy of the environment is not asked for what is on this machine. Time limits are those of `JudgeClient`.
+        # Bypass proxies of the environment for an endpoint on this machine. `JudgeClient` enforces the time limits.
         http = self._openai.DefaultAsyncHttpxClient(
             trust_env=not is_loopback(base_url), event_hooks={"response": [limit_answer_async]}
         )
@@ -125,16 +125,16 @@ class Judge:
         return self._openai.AsyncOpenAI(api_key=key, base_url=base_url, **settings)
 
     def _build_request(self, prompt: Prompt, completion: Completion) -> _JudgeRequest | RewardPart:
-        """Return the request about a completion, or the part that says why there can be none."""
+        """Return the request for a completion, or a part whose error says why it cannot be built."""
         s = self.settings
-        known = {
+        values = {
             "prompt": format_question(prompt),
             "completion": format_completion(completion),
             "answer": " or ".join(prompt.gold_answers),
             "rubric": s.rubric,
         }
         try:
-            system, user = (fill_template(text, known, prompt.columns) for text in (s.system, s.template))
+            system, user = (fill_template(text, values, prompt.columns) for text in (s.system, s.template))
         except NoGradeError as error:
             return RewardPart(error=str(error))
         messages = [{"role": "system", "content": system}] if system else []
@@ -144,14 +144,15 @@ class Judge:
         return _JudgeRequest(body, _compute_request_digest(s.base_url, body))
 
     async def _resolve(self, request: _JudgeRequest, judge_client: JudgeClient) -> None:
-        """Find the answer to a request, or ask for it, or note why there is none."""
+        """Take the answer from the cache or ask the judge for it, and store it or the error in the request."""
         start = time.monotonic()
         try:
             request.answer = self._cache.find(request.digest) if self._cache else None
             request.cached = request.answer is not None
             if request.answer is None:
                 request.answer = await judge_client.request_answer(request.body, request.faults)
-            request.value = await asyncio.to_thread(self.compute_reward, request.answer)  # other answers come meanwhile
+            # In a thread, so that a slow pattern does not block other requests.
+            request.value = await asyncio.to_thread(self.compute_reward, request.answer)
             if self._cache and not request.cached:
                 self._cache.store(request.digest, request.answer)
         except NoGradeError as error:
@@ -159,7 +160,7 @@ class Judge:
         request.seconds = time.monotonic() - start
 
     def _build_part(self, own: _JudgeRequest, first: _JudgeRequest) -> RewardPart:
-        """Return the part of a completion whose request is `own`; of equal requests only `first` was made."""
+        """Return the part of a completion whose request is `own`. `first` is the equal request that was sent."""
         answer, repeated = first.answer, own is not first
         cached = float(repeated or first.cached)
         logged = {
@@ -175,7 +176,7 @@ class Judge:
     def compute_reward(self, answer: JudgeAnswer) -> float:
         """Return the reward that an answer states. Raises NoGradeError if it states none."""
         s, (low, high) = self.settings, self.settings.range
-        text = "" if s.json_field else extract_grade(answer.text, s.pattern, answer.cut) or ""
+        text = "" if s.json_field else extract_grade(answer.text, s.pattern, answer.is_cut) or ""
         if s.words:
             rewards = {word.casefold(): reward for word, reward in s.words.items()}
             value = rewards.get(text.removesuffix(".").casefold())
@@ -184,28 +185,28 @@ class Judge:
             value = (grade - low) / (high - low) if grade is not None and low <= grade <= high else None
         if value is not None:
             return value
-        wanted = f"none of {', '.join(s.words)}" if s.words else f"no number from {low:g} to {high:g}"
+        problem = f"none of {', '.join(s.words)}" if s.words else f"no number from {low:g} to {high:g}"
         line = " ".join(answer.text.split())
         quote = line if len(line) <= 60 else f"{line[:57]}..."
-        cut = f", cut at max_tokens = {s.max_tokens}" if answer.cut else ""
-        raise NoGradeError(f'{wanted} in "{quote}"{cut}')
+        cut = f", cut at max_tokens = {s.max_tokens}" if answer.is_cut else ""
+        raise NoGradeError(f'{problem} in "{quote}"{cut}')
 
 
 # ---------------------------------------------------------------- requests and retries
 
 
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0
-"""The seconds before the first retry, which double with each one, and the most seconds before a retry."""
+"""The wait before the first retry, which doubles with each retry, and the longest wait."""
 MAX_RETRY_AFTER_SECONDS = 120.0
-"""The most seconds that we wait if an endpoint asks for more with Retry-After."""
+"""The longest wait if an endpoint asks for more with Retry-After."""
 _TRANSIENT_STATUSES = (408, 409, 425, 429)
 """The statuses below 500 after which the same request may succeed."""
 MAX_ANSWER_CHARACTERS = 2**20
-"""The most characters of a judge's answer; a longer text is none."""
+"""The most characters of a judge's answer; a longer one is an error."""
 _MAX_TOKEN_COUNT = 2**53
-"""Numbers of tokens from here on are not exact in float64; nobody sells as many."""
+"""Token counts from here on are not exact in float64, and not plausible."""
 _JITTER = random.Random()
-"""Not the generator of the module `random`, whose numbers belong to the run."""
+"""A separate generator, so that the random numbers of the run do not depend on retries."""
 
 
 class NoGradeError(Exception):
@@ -213,7 +214,7 @@ class NoGradeError(Exception):
 
 
 class TransientError(Exception):
-    """A request has failed, and may succeed later: after `wait_seconds`, if the endpoint says how long it takes."""
+    """A request failed, but a retry may succeed. `wait_seconds` is the wait that the endpoint asks for, if any."""
 
     def __init__(self, message: str, wait_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -221,17 +222,17 @@ class TransientError(Exception):
 
 
 class JudgeClient:
-    """The requests of one step, within its time limit. It counts each retry, so the client makes none by itself."""
+    """Sends the requests of one step within its time limit. It retries itself, so the OpenAI client does not."""
 
     def __init__(self, settings: JudgeSettings, openai: Any, client: Any) -> None:
         self.settings, self._openai, self._client = settings, openai, client
         self._semaphore = asyncio.Semaphore(settings.concurrency)
         self._deadline = time.monotonic() + settings.step_timeout
         self._refusal = ""
-        """Why one request was refused, if all others will be, too."""
+        """Why a request was refused, if all others would be, too; else empty."""
 
     async def request_answer(self, body: Mapping[str, Any], faults: list[str]) -> JudgeAnswer:
-        """Return the answer to a request, or raise NoGradeError; `faults` gets what failed on the way."""
+        """Return the answer to a request, or raise NoGradeError. Each failed attempt is appended to `faults`."""
         while True:
             try:
                 return await self._send_once(body)
@@ -249,12 +250,12 @@ class JudgeClient:
             seconds = min(self.settings.timeout, self._deadline - time.monotonic())
             if seconds <= 0:
                 raise NoGradeError(f"no answer within step_timeout = {self.settings.step_timeout:g} s")
-            # The client refuses fields that it does not know, unless they are an extra body.
+            # The client rejects unknown fields unless they are in `extra_body`.
             arguments = {"model": body["model"], "messages": body["messages"], "extra_body": body}
             try:
                 async with asyncio.timeout(seconds):
                     answer = parse_answer(await self._client.chat.completions.create(**arguments))
-                # Without the key, which an endpoint may repeat: the answer goes to disk and into rollouts.jsonl.
+                # Remove the key, which an endpoint may repeat: the cache and rollouts.jsonl store the answer.
                 return answer._replace(text=remove_key(answer.text, self._client.api_key))
             except TimeoutError:
                 raise TransientError(f"no answer within {seconds:.3g} s") from None
@@ -265,7 +266,7 @@ class JudgeClient:
             except RecursionError:
                 raise TransientError("the answer is JSON that is nested too deeply") from None
             except (ValueError, self._openai.APIError):
-                raise TransientError("the answer is no JSON") from None
+                raise TransientError("the answer is not JSON") from None
 
     def _build_status_error(self, error: Any) -> Exception:
         judge = self.settings
@@ -274,10 +275,10 @@ class JudgeClient:
         )
         if self._refusal:
             return NoGradeError(self._refusal)
-        complaint = describe_error(error, self._client.api_key)
+        description = describe_error(error, self._client.api_key)
         if error.status_code in _TRANSIENT_STATUSES or error.status_code >= 500:
-            return TransientError(complaint, parse_retry_after(error.response.headers.get("retry-after", "")))
-        return NoGradeError(complaint)
+            return TransientError(description, parse_retry_after(error.response.headers.get("retry-after", "")))
+        return NoGradeError(description)
 
     def _build_connection_error(self, error: Exception) -> Exception:
         cause = find_first_cause(error)
@@ -293,7 +294,7 @@ class JudgeClient:
 
 
 def parse_answer(completion: Any) -> JudgeAnswer:
-    """Return the answer in a completion of the client, which may be any JSON. Raises TransientError if it has none."""
+    """Return the answer in a response of the client, which may be any JSON. Raises TransientError if it has none."""
     try:
         choice = completion.choices[0]
         text, cut = extract_message_text(choice.message.content), choice.finish_reason == "length"
@@ -306,7 +307,7 @@ def parse_answer(completion: Any) -> JudgeAnswer:
 
 
 def parse_retry_after(retry_after: str) -> float | None:
-    """Return the seconds of a Retry-After; None for anything else, such as a date."""
+    """Return the seconds in a Retry-After header; None for anything else, such as a date."""
     try:
         seconds = float(retry_after)
     except ValueError:
@@ -329,17 +330,17 @@ def compute_wait(fault: TransientError, failure_count: int) -> float:
 
 
 class JudgeAnswer(NamedTuple):
-    """What a judge answered to one request."""
+    """The answer of a judge to one request."""
 
     text: str
-    cut: bool
-    """Whether it ended at its longest length, not by itself."""
+    is_cut: bool
+    """Whether it was cut off at its maximum length."""
     tokens: int
-    """What it cost, prompt and answer."""
+    """The number of tokens in prompt and answer."""
 
 
 def _compute_request_digest(base_url: str, body: Mapping[str, Any]) -> str:
-    """Return the sha256 of a request, with all that decides its answer."""
+    """Return the sha256 of all that determines the answer to a request."""
     return hashlib.sha256(json.dumps([base_url, body], sort_keys=True).encode()).hexdigest()
 
 
@@ -348,9 +349,9 @@ _BUSY_TIMEOUT_SECONDS = 10.0
 
 
 class JudgeCache:
-    """The answers by the digests of their requests, in a SQLite database that the processes of a run share.
+    """Answers keyed by the digest of their request, in a SQLite database that the processes of a run share.
 
-    Without a usable database they are kept in memory alone.
+    If the database cannot be used, they are kept in memory only.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -361,11 +362,11 @@ class JudgeCache:
 
     @contextmanager
     def open(self) -> Iterator[JudgeCache]:
-        """Keep the database open in the block, for the thread that runs it."""
+        """Open the database within the block, for the current thread."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None)
-            # The system has what a killed process wrote; only a power failure can damage the file.
+            # Without syncs, a killed process loses nothing; only a power failure can damage the file.
             self._connection.execute("PRAGMA synchronous = OFF")
             self._connection.execute(
                 "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, text TEXT, cut INTEGER, tokens INTEGER)"
@@ -381,7 +382,7 @@ class JudgeCache:
             self._connection = None
 
     def find(self, digest: str) -> JudgeAnswer | None:
-        """Return the answer to a request; None if there is none."""
+        """Return the answer to a request; None if it is not stored."""
         if digest not in self._answers and self._connection:
             with suppress(sqlite3.Error):
                 query = "SELECT text, cut, tokens FROM answers WHERE request = ?"
@@ -390,9 +391,9 @@ class JudgeCache:
         return self._answers.get(digest)
 
     def store(self, digest: str, answer: JudgeAnswer) -> None:
-        """Add an answer. If the disk takes no more it is kept in memory alone, which is reported once."""
+        """Store an answer. If the database cannot be written, keep it in memory only, and report that once."""
         self._answers[digest] = answer
-        values = (digest, answer.text.encode(errors="replace").decode(), answer.cut, answer.tokens)
+        values = (digest, answer.text.encode(errors="replace").decode(), answer.is_cut, answer.tokens)
         try:
             if self._connection:
                 self._connection.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", values)
@@ -413,13 +414,13 @@ class JudgeCache:
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,15})?")
 PATTERN_TIMEOUT_SECONDS = 1.0
-"""Seconds that the pattern of a recipe may take on one answer. A judge can write what makes it take hours."""
+"""Seconds that the pattern of a recipe may take on one answer. Some answers would make it run for hours."""
 
 
 def fill_template(template: str, values: Mapping[str, str], columns: Mapping[str, Any]) -> str:
     """Replace each {name} by its text in `values` or in the columns of the row, and {{...}} by {...}.
 
-    Braces in an inserted text are text. Raises NoGradeError for a name that is in neither.
+    Braces in an inserted text are kept. Raises NoGradeError for a name that is in neither.
     """
 
     def get_text(name: str) -> str:
@@ -430,7 +431,7 @@ def fill_template(template: str, values: Mapping[str, str], columns: Mapping[str
         hint = did_you_mean(name, [*values, *columns])
         raise NoGradeError(f"the template has {{{name}}}, and the row has no such column{hint}")
 
-    # Half a surrogate pair, which JSON can spell, is in no text that can be sent.
+    # Replace lone surrogates, which JSON can contain and UTF-8 cannot encode.
     return fill_placeholders(template, get_text).encode(errors="replace").decode()
 
 
@@ -449,7 +450,7 @@ def format_question(prompt: Prompt) -> str:
 
 
 def format_completion(completion: Completion) -> str:
-    """Return the answer, or the messages of a conversation after its prompt, each after its role."""
+    """Return the answer; for a conversation, the messages that follow the prompt, each with its role in front."""
     if len(completion.messages) < 2:
         return completion.full_text
     return "\n\n".join(map(_format_message, completion.messages))
@@ -462,9 +463,9 @@ def _format_message(message: Message) -> str:
 
 
 def extract_grade(answer: str, pattern: str, is_cut: bool) -> str | None:
-    """Return the first group of the last match of a pattern, or for "" the whole answer; None if there is none.
+    """Return the first group of a pattern's last match, or the whole answer if the pattern is ""; None if none matches.
 
-    Thinking does not count, nor does the end of an answer that was cut: more digits may have followed. Raises
+    Thinking is ignored, and so is a grade at the end of a cut answer: more digits may have followed. Raises
     NoGradeError if the pattern takes longer than `PATTERN_TIMEOUT_SECONDS`.
 
     Example: extract_grade("3, no: Grade: 8.", "Grade: ([0-9]+)", False) == "8"
@@ -474,30 +475,30 @@ def extract_grade(answer: str, pattern: str, is_cut: bool) -> str | None:
         return None
     if not pattern:
         return None if is_cut and not text[-1:].isspace() else text.strip()
-    try:  # of `regex`, which can be timed, and releases the interpreter for other threads
+    try:  # `regex` has a timeout, and releases the interpreter lock for other threads
         matches = list(regex.finditer(pattern, text, timeout=PATTERN_TIMEOUT_SECONDS, concurrent=True))
     except TimeoutError:
         raise NoGradeError(
             f'pattern = "{pattern}" took more than {PATTERN_TIMEOUT_SECONDS:g} s on an answer of {len(text):,}'
-            " characters: write one that tries fewer ways"
+            " characters: write one that backtracks less"
         ) from None
     last = matches[-1] if matches else None
     return None if last is None or (is_cut and last.end(1) == len(text)) else last[1]
 
 
 def parse_number(text: str) -> float | None:
-    """Return the number that a text is, in digits; None if it is anything else, such as 7/10."""
+    """Return the value of a decimal number; None for any other text, such as 7/10."""
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
-def parse_json_number(answer: str, field: str) -> float | None:
-    """Return the number that a JSON object has under this name; None if the answer is no such object.
+def parse_json_number(answer: str, field_name: str) -> float | None:
+    """Return the number in this field of a JSON object; None if the answer is not such an object.
 
     Example: parse_json_number('{"why": "polite", "score": 7}', "score") == 7.0
     """
     try:
         found = json.loads(strip_thought(answer))
-        value = found.get(field) if isinstance(found, dict) else None
+        value = found.get(field_name) if isinstance(found, dict) else None
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
     except (ValueError, RecursionError, OverflowError):
         return None

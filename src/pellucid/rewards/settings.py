@@ -16,7 +16,7 @@ from pellucid.utils.text import find_placeholders
 
 ENDPOINT_NAMES = SettingNames("base_url", "model", "key")
 _MAX_TIMEOUT_SECONDS = 1e6
-"""The longest time limit in seconds, eleven days: timers of processes take no more."""
+"""The longest time limit in seconds, eleven days: process timers accept no more."""
 _VARIABLE_NAME = re.compile("[A-Z_][A-Z0-9_]*")
 _NON_COLUMN_SIGN = re.compile("[\"':\n]")
 
@@ -26,9 +26,10 @@ class RewardConfig:
     """`[reward]`: the processes that compute rewards, their limits, and after how many failures a run stops."""
 
     timeout: float = 10.0
-    """Seconds that the reward of one completion may take. A longer one has failed, and its process is ended."""
+    """The time limit for the reward of one completion, in seconds. A reward that exceeds it fails, and its process is
+    ended."""
     step_timeout: float = 120.0
-    """Seconds that a function may take which grades all completions of a step at once."""
+    """The time limit, in seconds, of a function that grades all completions of a step in one call."""
     workers: int = 1
     """Processes that grade completions side by side. The rewards do not depend on their number."""
     memory_gb: float = 8.0
@@ -70,14 +71,14 @@ class JudgeSettings:
     range: tuple[float, float] = (0.0, 10.0)
     """The lowest and the highest grade, which become the rewards 0 and 1; another number is no grade."""
     pattern: str = ""
-    """A regular expression whose first group is the grade; its last match counts. Empty: the whole answer is."""
+    """A regular expression whose first group, in its last match, is the grade. Empty: the whole answer is the grade."""
     words: dict[str, float] = field(default_factory=dict, hash=False)
-    """If the grade is a word: the reward of each word, such as { yes = 1.0, no = 0.0 }. The range does not matter."""
+    """The reward of each word, such as { yes = 1.0, no = 0.0 }, if grades are words; `range` is then not used."""
     json_field: str = ""
     """If the judge answers with a JSON object: the name of the field that is the grade, a number."""
     body: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Further fields of the request, such as response_format or seed. They replace fields of ours, such as temperature,
-    which is 0; with max_completion_tokens, max_tokens is not sent."""
+    """Further fields of the request, such as response_format or seed. They override the default fields, such as
+    temperature = 0; with max_completion_tokens, max_tokens is not sent."""
     max_tokens: int = 512
     """The longest answer of the judge, in tokens."""
     concurrency: int = 16
@@ -87,10 +88,10 @@ class JudgeSettings:
     retries: int = 6
     """How often a request that failed is repeated: after 429, 5xx, a timeout or a dropped connection."""
     step_timeout: float = 300.0
-    """Seconds that judging the completions of a step may take, with all waits; what has no grade by then has failed. It
-    must be less than runtime.timeout, since other processes wait for this one."""
+    """The time limit, in seconds, for judging the completions of a step, including all waits; completions without a
+    grade by then fail. It must be less than runtime.timeout, since other processes wait for this one."""
     key: str = "OPENAI_API_KEY"
-    """The name of the environment variable that holds the key; on the loopback none is needed."""
+    """The name of the environment variable that holds the key. A judge on a loopback address needs no key."""
     cache: bool = True
     """Store the answers in the run folder, so that nothing is asked twice."""
 
@@ -110,11 +111,11 @@ def _find_judge_mistakes(judge: JudgeSettings) -> Iterator[str]:
     yield from _find_template_mistakes(judge)
     yield from _find_parsing_mistakes(judge)
     if ours := [name for name in ("model", "messages", "stream") if name in judge.body]:
-        yield f"body has {ours[0]}, which is not its to say: leave it out"
+        yield f"body must not set {ours[0]}: leave it out"
     try:
         json.dumps(judge.body)
     except TypeError as error:
-        yield f"body must be what JSON can say: {error}"
+        yield f"body must be serializable as JSON: {error}"
     for name, least in {"max_tokens": 1, "concurrency": 1, "retries": 0}.items():
         if getattr(judge, name) < least:
             yield f"{name} = {getattr(judge, name)} must be at least {least}"
@@ -131,7 +132,7 @@ def _find_template_mistakes(judge: JudgeSettings) -> Iterator[str]:
     if "completion" not in find_placeholders(judge.template):
         yield "template must have {completion}, which the judge is to grade"
     if bool(judge.rubric) != ("rubric" in shown):
-        yield f'rubric = "{judge.rubric}": give one where the template has {{rubric}}, and nowhere else'
+        yield f'rubric = "{judge.rubric}": set it if, and only if, the template has {{rubric}}'
 
 
 def _find_parsing_mistakes(judge: JudgeSettings) -> Iterator[str]:
@@ -139,14 +140,14 @@ def _find_parsing_mistakes(judge: JudgeSettings) -> Iterator[str]:
     if not -math.inf < low < high < math.inf:
         yield f"range = [{low:g}, {high:g}] must be two numbers, the lowest grade and the highest"
     if judge.json_field and (judge.pattern or judge.words):
-        yield "json_field and pattern or words are two ways to read an answer: leave out one"
+        yield "json_field excludes pattern and words, which read the answer in another way: leave out one"
     if not all(map(math.isfinite, judge.words.values())):
-        yield "words must have finite numbers, the rewards"
+        yield "words must map to finite numbers, the rewards"
     try:
         if judge.pattern and not regex.compile(judge.pattern).groups:
             yield f'pattern = "{judge.pattern}" needs a group around the grade: "Grade: ([0-9]+)"'
     except regex.error as error:
-        yield f'pattern = "{judge.pattern}" is no regular expression: {error}'
+        yield f'pattern = "{judge.pattern}" is not a valid regular expression: {error}'
 
 
 @dataclass(frozen=True)
@@ -160,14 +161,14 @@ class RewardModelSettings:
     batch: int = 16
     """Sequences that it reads at once. If they do not fit into memory, it reads one half and then the other."""
     max_tokens: int = 0
-    """The longest sequence in tokens, with its prompt; 0 is the longest that the model can read. The reward of a longer
-    one has failed: without its beginning or its end it is not the answer that was given."""
+    """The maximum length of a sequence with its prompt, in tokens; 0 is the maximum of the model. The reward of a
+    longer sequence fails: it is not truncated, since that would grade another answer."""
     label: int = 0
     """The column of its logits that is the reward, if it has several labels. TRL takes 0."""
     revision: str = ""
     """Branch, tag or commit of a model of the Hub; empty is its default branch."""
     trust_remote_code: bool = False
-    """Run the Python code in the model's own folder, as you, with all that you may do: read it before."""
+    """Run the Python code in the model's own folder, with your permissions: read the code first."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -178,4 +179,8 @@ class RewardModelSettings:
 
     def get_trust_notice(self, source: str) -> str:
         """Return the line that must be shown before this model is loaded; empty if it runs no code."""
-        return f"reward_model.trust_remote_code: Python code of {source} runs as you" if self.trust_remote_code else ""
+        return (
+            f"reward_model.trust_remote_code: Python code of {source} runs with your permissions"
+            if self.trust_remote_code
+            else ""
+        )

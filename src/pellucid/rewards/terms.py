@@ -1,9 +1,9 @@
-"""The terms of a reward. Each `[[task.rewards]]` table names one, from exact match to a function of the user's own.
+"""The terms of a reward. Each `[[task.rewards]]` table names one, from exact match to a user-defined function.
 
 `exact`, `numeric` and `math` compare the answer with the gold answers, any of which is right. answers.py extracts the
 answer: the content of an `<answer>` tag that ends the completion, otherwise what follows `</think>`, or the whole
-completion; if that contains a box, the answer is the content of the last one. Functions of the user's own are called in
-functions.py; a judge is in judge.py, a reward model in reward_model.py.
+completion; if that contains a box, the answer is the content of the last one. User-defined functions are called in
+functions.py, a judge in judge.py, and a reward model in reward_model.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENVIRONMENT_TERM = "environment"
 JUDGE_TERM = "judge"
 """The term that a judge computes."""
 REWARD_MODEL_PREFIX = "model:"
-"""How the name of a reward model begins."""
+"""The prefix of the name of a reward model."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class RewardTerm:
     timeout: float = 0.0
     """For a function: seconds that it may take for all completions of a step; 0 is reward.step_timeout."""
     judge: JudgeSettings | None = None
-    """For `judge`: its table, `[task.rewards.judge]`."""
+    """For `judge`: the settings from the table `[task.rewards.judge]`."""
     reward_model: RewardModelSettings | None = None
-    """For `model:FOLDER_OR_HUB_ID`: its table, `[task.rewards.reward_model]`; without one, its defaults."""
+    """For `model:FOLDER_OR_HUB_ID`: the settings from the table `[task.rewards.reward_model]`; None: the defaults."""
 
     def __post_init__(self) -> None:
         named, is_model = (*BUILTIN_TERMS, JUDGE_TERM), self.name.startswith(REWARD_MODEL_PREFIX)
@@ -71,13 +71,17 @@ class RewardTerm:
             known = f"{', '.join(named)}, {others}"
             raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, named)}; there are {known}')
         if bool(self.pattern) != (self.name == "regex"):
-            raise ValueError(f'reward "{self.name}" has pattern = "{self.pattern}": regex needs one, no other has one')
+            raise ValueError(
+                f'reward "{self.name}" has pattern = "{self.pattern}": only regex takes one, and requires it'
+            )
         if (self.limit > 0) != (self.name == "length") or self.limit < 0:
             raise ValueError(
-                f'reward "{self.name}" has limit = {self.limit}: length needs one above 0, no other has one'
+                f'reward "{self.name}" has limit = {self.limit}: only length takes one, and requires it to be above 0'
             )
         if (self.judge is not None) != (self.name == JUDGE_TERM):
-            raise ValueError(f'reward "{self.name}": {JUDGE_TERM} needs a table [task.rewards.judge], no other has one')
+            raise ValueError(
+                f'reward "{self.name}": only {JUDGE_TERM} takes a table [task.rewards.judge], and requires it'
+            )
         if not 0 <= self.timeout < inf or (self.timeout and not is_function_term(self.name)):
             raise ValueError(f'reward "{self.name}" has timeout = {self.timeout}: a function may have one above 0')
         if self.reward_model and not is_model:
@@ -92,12 +96,12 @@ class RewardTerm:
 def compute_term_parts(term: RewardTerm, pairs: Sequence[PromptCompletion], state: TrainerState) -> list[RewardPart]:
     """Return the parts of a term, one for each completion. Raises what the user's function raises.
 
-    The terms of a judge and of a reward model fail here: GradedTask computes them in the process of the run.
+    The terms of a judge or a reward model fail here, since GradedTask computes them in the process of the run.
     """
     if is_function_term(term.name):
         return functions.call_function(term.name, pairs, state)
     if term.name not in BUILTIN_TERMS:
-        return [RewardPart(error="it grades within a run, as Graded has it") for _ in pairs]
+        return [RewardPart(error="only GradedTask computes it, within a run") for _ in pairs]
     if term.name == ENVIRONMENT_TERM:
         outcomes = [completion.outcome for _, completion in pairs]
         return [RewardPart(outcome.reward, outcome.error) if outcome else RewardPart() for outcome in outcomes]
@@ -107,7 +111,7 @@ def compute_term_parts(term: RewardTerm, pairs: Sequence[PromptCompletion], stat
 def get_reward_terms(task: Any) -> Sequence[RewardTerm]:
     """Return the terms whose weighted sum is the reward of a task with `combine_parts`; else nothing.
 
-    A subclass that overrides `reward` of the class with `combine_parts` grades by itself.
+    If a subclass overrides `reward` of the class that defines `combine_parts`, its reward is not such a sum.
     """
     owner = next((cls for cls in type(task).__mro__ if callable(vars(cls).get("combine_parts"))), None)
     terms = getattr(task, "rewards", None)
@@ -122,12 +126,12 @@ def is_function_term(name: str) -> bool:
 
 
 def gives_degrees(name: str) -> bool:
-    """Return whether a term may give numbers that say neither right nor wrong."""
+    """Return whether a term may give values between right and wrong."""
     return is_batch_term(name) or name == ENVIRONMENT_TERM
 
 
 def is_batch_term(name: str) -> bool:
-    """Return whether a term is asked about all completions of a step at once, which it may compare."""
+    """Return whether a term grades all completions of a step in one call, so it can compare them."""
     return name not in BUILTIN_TERMS
 
 
@@ -173,14 +177,14 @@ def grade_math(text: str, gold: str) -> float | None:
 def find_gold_fault(name: str, gold: str) -> str | None:
     """Return why a term cannot grade by a gold answer, as a clause that follows "the answer ...", or None.
 
-    The term must read the gold answer, credit it in a box, and refuse another number where the gold answer is a number.
+    The term must read the gold answer, credit it in a box, and refuse another number if the gold answer is a number.
 
     Example: find_gold_fault("numeric", "1,080") is None; find_gold_fault("numeric", "seven")[:15] == "holds no number"
     """
     number = parse_only_number(extract_gold_answer(gold))
     if name == "numeric" and number is None:
-        what = "is not one number that numeric can read whole: cut it out by answer_pattern, or"
-        return f"{what if re.search(r'[0-9]', gold) else 'holds no number:'} use the reward exact or math"
+        cut_out = "is not a single number: cut it out by answer_pattern, or"
+        return f"{cut_out if re.search(r'[0-9]', gold) else 'holds no number:'} use the reward exact or math"
     grade, read = GOLD_GRADERS[name], strip_answer_sentence(extract_gold_answer(gold))
     if name == "math" and is_sentence(read) and not is_words(read):
         return "is a sentence, not an answer: cut the answer out by answer_pattern, or use the reward exact"
@@ -227,11 +231,11 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f'pattern = "{pattern}" is no regular expression: {error}') from error
+        raise ValueError(f'pattern = "{pattern}" is not a valid regular expression: {error}') from error
 
 
 def label_terms(terms: Sequence[RewardTerm]) -> list[str]:
-    """Return the names under which terms are logged: of functions and models without a folder, repeated ones numbered.
+    """Return the log name of each term: without its folder, and numbered if it repeats.
 
     Example: the labels of regex, regex and rewards.py:brevity are ["regex", "regex-2", "brevity"]
     """

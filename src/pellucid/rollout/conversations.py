@@ -240,9 +240,10 @@ class ConversationBatch:
             self.end_conversation(row)
             return
         question_ids, prefix = self.policy.encode_question(prompt), self.policy.encode_prefix(prompt)
-        longest = self.policy.context_length - self.sampling.max_tokens
-        if len(question_ids) + len(prefix) > longest and not row.outcome:
-            row.fault = f"the question has {len(question_ids)} tokens, but the model's context has room for {longest}"
+        longest, length = self.policy.context_length - self.sampling.max_tokens, len(question_ids) + len(prefix)
+        if length > longest and not row.outcome:
+            counted = "question and its prefix have" if prefix else "question has"
+            row.fault = f"the {counted} {length} tokens, but the model's context has room for {longest}"
             self.end_conversation(row)
             return
         check_prompt_lengths([(*question_ids, *prefix)], longest)

@@ -1,4 +1,4 @@
-"""What all samplers share: seeds and random numbers, prompt lengths, sampling a token, and groups made of tokens."""
+"""Functions of all samplers: seeds and random numbers, prompt lengths, sampling a token, and building groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compute_row_seed(seed: str, prompt: Prompt, g: int) -> int:
 
 
 def generate_uniforms(seed: int, chunk: int = 64) -> Iterator[float]:
-    """Yield the random numbers of one row: float64 in [0, 1), which do not depend on how many are drawn at a time."""
+    """Yield the random numbers of one row: float64 in [0, 1), the same for any `chunk`."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.rand(chunk, dtype=torch.float64, generator=generator).tolist()
@@ -112,7 +112,7 @@ THOUGHT_TAG_TOKENS = 8
 
 
 def begins_in_thought(policy: Policy, context: Sequence[int]) -> bool:
-    """Return whether the text after these token ids begins inside a thought, since they end with `<think>`.
+    """Return whether these token ids end with `<think>`, so that the text after them begins inside a thought.
 
     Special tokens are skipped, as they are in completions: if the tags are special tokens, no completion shows them.
     """

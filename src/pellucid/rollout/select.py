@@ -1,9 +1,9 @@
-"""Choose the sampler: that of the settings, or another if that one would change the distribution."""
+"""Choose between our sampler and that of transformers: the one of the settings, unless it changes the distribution."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
@@ -17,8 +17,6 @@ from pellucid.models.hf_decode import (
 )
 from pellucid.rollout.hf import HuggingFaceSampler, run_generate
 from pellucid.rollout.native import NativeSampler
-from pellucid.rollout.vllm import VLLMSampler
-from pellucid.rollout.vllm_client import ServerPool
 from pellucid.types import AsyncEnvironments, UserError
 
 if TYPE_CHECKING:
@@ -29,25 +27,14 @@ _TRIAL_TOKENS = 3
 
 
 def choose_sampler(
-    name: str,
-    rows: int,
-    policy: Policy,
-    environments: AsyncEnvironments | None = None,
-    cache_gb: float = 4.0,
-    urls: Sequence[str] = (),
-    timeout: float = 120.0,
-    ahead: bool = False,
-    adapter: Literal["merged", "request"] = "merged",
-) -> tuple[NativeSampler | HuggingFaceSampler | VLLMSampler, str]:
+    name: str, rows: int, policy: Policy, environments: AsyncEnvironments | None = None
+) -> tuple[NativeSampler | HuggingFaceSampler, str]:
     """Choose a sampler that samples from the distributions that the policy scores with.
 
     Args:
-        name: native, hf or vllm. vLLM is not compared with the policy here, since every push of weights is checked.
+        name: native or hf. `VLLMSampler` needs no choice, since every push of weights is checked.
         rows: how many completions are decoded at once.
         environments: those of the task's conversations; None if it has none.
-        cache_gb, adapter: as in `VLLMSampler`; the other samplers do not use them.
-        urls: sampler servers that run vLLM; none runs vLLM in this process.
-        timeout, ahead: as in `ServerPool`.
 
     Returns:
         The sampler, and a line that says why it is not the one of the settings; empty if it is.
@@ -55,9 +42,6 @@ def choose_sampler(
     Raises:
         UserError: neither native nor hf samples from these distributions.
     """
-    if name == "vllm":
-        pool = ServerPool(urls, timeout, ahead) if urls else None
-        return VLLMSampler(rows, cache_gb, environments=environments, adapter=adapter, engine=pool), ""
     sampler, note, fault = _try_sampler(name, rows, policy)
     if fault:
         other = "hf" if name == "native" else "native"

@@ -1,6 +1,6 @@
-"""The vLLM sampler, and vLLM in this process.
+"""The sampler that generates with vLLM, and the vLLM engine of this process.
 
-vLLM rounds differently from the scorer, which importance weights correct.
+vLLM rounds differently from the scorer; importance weights correct the difference.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _CHECK_TEXT = (
     "On the 3rd of May, at half past seven, the old mill by the river began to turn again. Two boys had mended its"
     ' wheel: 17 boards, 42 nails, and a rope of 9 yards. "Will it hold?" asked the miller. Nobody knew; it held.\n'
 )
-"""A fixed text that engine and scorer score at every push."""
+"""A fixed text that both the engine and the scorer score at every push."""
 TRUNCATION_ERROR = (
-    'sampler.name = "vllm" does not say which tokens top_k, top_p and min_p have left: set them to 0, 1 and 0, those of'
-    ' [evaluate] too, or sampler.name = "native"'
+    'sampler.name = "vllm" does not report which tokens top_k, top_p and min_p keep: set them to 0, 1 and 0, also in'
+    ' [evaluate], or set sampler.name = "native"'
 )
 
 
@@ -55,7 +55,7 @@ class EngineAnswer(NamedTuple):
     tokens: list[int]
     """With the EOS token, if it ended with one."""
     logprobs: list[float]
-    """In nats, at the temperature."""
+    """In nats, at the sampling temperature."""
 
 
 @dataclass
@@ -63,9 +63,9 @@ class VLLMSampler:
     """Samples with vLLM in this process, or on sampler servers."""
 
     rows: int = 256
-    """How many completions are decoded at once."""
+    """The number of completions that are decoded at once."""
     cache_gb: float = 4.0
-    """Memory of the KV cache in GB, of an engine in this process."""
+    """The size in GB of the KV cache of an engine in this process."""
     policy: Policy = None  # pyright: ignore[reportAssignmentType] - `sync` sets it
     version: int = 0
     environments: AsyncEnvironments | None = None
@@ -79,16 +79,16 @@ class VLLMSampler:
 
     @property
     def batches_continuously(self) -> bool:
-        """As in `NativeSampler`."""
+        """Whether prompts may be added at any time, as in `NativeSampler`."""
         return not self.environments
 
     def sync(self, policy: Policy, version: int = 0) -> None:
-        """Push these weights, and check them. Raise UserError if the engine does not compute with them."""
+        """Push the weights of a policy. Raise UserError if the engine does not compute with them."""
         try:
             self._push(policy)
         except AdapterRefusedError as error:
             self.adapter = "merged"
-            print(escape_controls(f"! sampler.adapter: merged instead of request ({error})"), flush=True)
+            print(escape_controls(f'! sampler.adapter = "merged" is used instead of "request" ({error})'), flush=True)
             self._push(policy)
         self.policy, self.version = policy, version
 
@@ -149,10 +149,10 @@ class VLLMSampler:
 
 
 def get_push_dtype(policy: Policy, adapter_shape: AdapterShape | None = None) -> torch.dtype:
-    """Return the dtype in which weights are pushed, and the engine computes.
+    """Return the dtype in which weights are pushed and the engine computes.
 
-    It is that of the policy, except for an adapter that is merged into its base: bf16 and fp16 would round most of its
-    update away, so that the engine would sample from almost the base model.
+    It is the policy's dtype, or fp32 if an adapter is merged into its base: bf16 and fp16 would round most of the
+    adapter's update away, and the engine would sample from almost the base model.
     """
     return torch.float32 if policy.adapter and not adapter_shape else policy.dtype
 
@@ -160,12 +160,12 @@ def get_push_dtype(policy: Policy, adapter_shape: AdapterShape | None = None) ->
 def get_push_weights(
     policy: Policy, adapter_shape: AdapterShape | None = None, copy: bool = False
 ) -> dict[str, Tensor]:
-    """Return the weights of a push by their names in a checkpoint, in `get_push_dtype`.
+    """Return the weights to push, in the dtype of `get_push_dtype`, by their names in a checkpoint.
 
     Args:
         policy: the policy.
-        adapter_shape: push copies of the adapter by itself; None merges it into its base.
-        copy: return weights that do not change with the policy.
+        adapter_shape: push only copies of the adapter; None merges it into its base.
+        copy: return copies, which do not change with the policy.
     """
     if adapter_shape:
         return copy_adapter_weights(policy)
@@ -175,7 +175,7 @@ def get_push_weights(
 
 
 def get_text_length(max_length: int, block_size: int) -> int:
-    """Return the length of the fixed text: more than two blocks of the KV cache, if the context is long enough."""
+    """Return the length of the fixed text: just over two blocks of the KV cache, if the context is long enough."""
     return min(2 * block_size + 1, max_length - 1)
 
 
@@ -196,24 +196,24 @@ def score_text(policy: Policy, ids: Sequence[int]) -> Tensor:
 
 
 # ---------------------------------------------------------------- the engine in this process
-# It is created without weights, and every push brings some.
+# The engine is created without weights, and every push loads some.
 #
-# On a CPU vLLM packs the weights of linear layers, and multiplies by them in a closure that only the layer-wise reload
-# replaces; the reload leaves out a head that is tied to the embedding. The engine is not compiled there, since compiled
-# code would keep packed weights that are gone. vLLM's process groups belong to one engine, so that a new engine closes
-# the earlier one.
+# On a CPU, vLLM packs the weights of linear layers and multiplies by them in a closure. Only the layer-wise reload
+# replaces this closure, and it skips an LM head that is tied to the embedding. The engine is not compiled on a CPU,
+# since compiled code would keep using replaced weights. vLLM's process groups serve only one engine, so a new engine
+# closes the earlier one.
 
 _QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 """Environment variables that are set unless the user has set them."""
 _VLLM_ERRORS = (ValueError, RuntimeError, NotImplementedError)
-"""What vLLM raises for what it does not support."""
+"""The exceptions that vLLM raises if it does not support something."""
 _CPU_BLOCK_TOKENS = 32
-"""Tokens of a block of the KV cache on a CPU: vLLM's default of 128 is longer than many prompts."""
+"""The tokens in a block of the KV cache on a CPU: vLLM's default of 128 is longer than many prompts."""
 _OPEN_ENGINES: WeakSet[VLLMEngine] = WeakSet()
 
 
 def _shut_down_engine(owner: int, shutdown: Callable[[], None]) -> None:
-    """Shut down the engine of the process `owner`; its forks leave it running."""
+    """Shut down an engine if this process is `owner`, not one of its forks."""
     if os.getpid() == owner:
         shutdown()
 
@@ -240,7 +240,7 @@ class _ModelSource(Protocol):
 
 
 class VLLMEngine:
-    """vLLM with a model of this policy's architecture."""
+    """A vLLM engine in this process, with a model of the policy's architecture."""
 
     def __init__(
         self,
@@ -254,10 +254,11 @@ class VLLMEngine:
 
         Args:
             dtype: the dtype of the weights that will be pushed, in which the engine computes.
-            adapter_shape: the shape of an adapter that will be pushed by itself.
+            adapter_shape: the shape of the adapter, if it will be pushed without its base.
 
         Raises:
-            UserError: vLLM does not run this model, or not with such an adapter (AdapterRefusedError).
+            UserError: vLLM does not run this model.
+            AdapterRefusedError: vLLM does not run it with such an adapter.
         """
         check_vllm_installed()
         for earlier in list(_OPEN_ENGINES):
@@ -282,10 +283,10 @@ class VLLMEngine:
                     raise AdapterRefusedError(f"vLLM: {format_one_line(error)}") from error
                 raise UserError(
                     f"policy.model: vLLM does not run this model ({format_one_line(error)}): set"
-                    ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
+                    ' sampler.name = "native", or another sampler.cache_gb if memory is short'
                 ) from error
         self.close = weakref.finalize(self, _shut_down_engine, os.getpid(), self.llm.llm_engine.engine_core.shutdown)
-        atexit.register(self.close)  # before the process group of the run is left, which vLLM's groups are parts of
+        atexit.register(self.close)  # before the run destroys its process group, which contains vLLM's groups
         _OPEN_ENGINES.add(self)
         config = self.llm.llm_engine.vllm_config
         self.max_length, self.block_size = config.model_config.max_model_len, config.cache_config.block_size
@@ -293,8 +294,8 @@ class VLLMEngine:
         self.llm.apply_model(models.append)
         self.model = models[0]
         self.packed_layers = {
-            part: (whole, parts)
-            for whole, parts in getattr(self.model, "packed_modules_mapping", {}).items()
+            part: (packed, parts)
+            for packed, parts in getattr(self.model, "packed_modules_mapping", {}).items()
             for part in parts
         }
         embedding = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
@@ -303,7 +304,7 @@ class VLLMEngine:
         self.shapes: dict[str, torch.Size] = {}
         self.weight_check = WeightCheck()
         self.unfinished: dict[str, Any] = {}
-        """The keys of requests by their ids."""
+        """The keys of unfinished rows by request id."""
         self.request_numbers = itertools.count()
         self.adapter_numbers = itertools.count(1)
         self.adapter: Any = None
@@ -325,7 +326,7 @@ class VLLMEngine:
             "enable_prefix_caching": True,
             "kv_cache_memory_bytes": int(cache_gb * 1e9),
             "max_num_seqs": rows,
-            "max_model_len": -1,  # as long as the cache holds
+            "max_model_len": -1,  # -1: as long as fits into the cache
             "disable_log_stats": True,
         }
         if adapter_shape:
@@ -333,18 +334,18 @@ class VLLMEngine:
         if self.device.type != "cuda":
             return settings | {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
         free, total = torch.cuda.mem_get_info(self.device)
-        return settings | {"gpu_memory_utilization": 0.9 * free / total}  # of what the trainer leaves
+        return settings | {"gpu_memory_utilization": 0.9 * free / total}  # of the memory that the trainer leaves
 
     # ------------------------------------------------------------ weights
 
     def sync(self, policy: Policy, adapter_shape: AdapterShape | None) -> None:
-        """Push the weights of a policy, or an adapter of this shape by itself, and check them."""
+        """Push the weights of a policy, or only its adapter if a shape is given, and check them."""
         ids = encode_check_text(policy, get_text_length(self.max_length, self.block_size))
         weights = get_push_weights(policy, adapter_shape)
         if adapter_shape and not self.weight_check.column_sums:
             weights = get_base_weights(policy) | weights
         with torch.random.fork_rng(devices=[]):
-            self.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
+            self.score_tokens(ids)  # fills the prefix cache, which the push must clear
             self.push(weights)
             self.weight_check.check(self, weights, ids, score_text(policy, ids), policy.dtype)
 
@@ -352,7 +353,7 @@ class VLLMEngine:
     def push(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights by their names in the checkpoint, and clear the prefix cache.
 
-        If there are only weights of an adapter, the base stays.
+        If all of them are adapter weights, the base stays.
         """
         self.shapes |= {name: weight.shape for name, weight in weights.items()}
         adapter = {name: weight for name, weight in weights.items() if is_adapter_weight(name)}
@@ -369,7 +370,7 @@ class VLLMEngine:
         self.llm.reset_prefix_cache()
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Load an adapter in place of the last one. It gets a new name, by which vLLM keys its caches."""
+        """Load an adapter in place of the last one, under a new name, since vLLM keys its caches by name."""
         number = next(self.adapter_numbers)
         with tempfile.TemporaryDirectory() as folder:
             write_adapter(adapter, Path(folder))
@@ -377,7 +378,7 @@ class VLLMEngine:
             self.llm.llm_engine.add_lora(self.adapter)
 
     def _check_adapter(self, adapter_shape: AdapterShape) -> None:
-        """Raise AdapterRefusedError if vLLM cannot compute with such an adapter, or it cannot be read back."""
+        """Raise AdapterRefusedError if vLLM cannot load such an adapter, or if it cannot be read back."""
         zeros = adapter_shape.create_zeros(self.dtype)
         try:
             self.push(zeros)
@@ -394,16 +395,16 @@ class VLLMEngine:
 
     @torch.no_grad()
     def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
-        """Return columns [n, len(indices)] of a weight, from each layer that computes with it."""
+        """Return columns [n, len(indices)] of a weight, once for each layer that computes with it."""
         if is_adapter_weight(name):
             return [self._get_adapter_matrix(name)[:, list(indices)]]
         return [self._read_rows(module, name, rows, indices) for module, rows in self.locate_weight(name)]
 
     def locate_weight(self, name: str) -> list[tuple[Any, slice]]:
-        """Return the modules that compute with a weight, and its rows there. Raise UserError if there are none."""
+        """Return each module that computes with a weight, and the weight's rows in it. UserError if there is none."""
         path, _, attribute = name.rpartition(".")
         found, parts = self._find_layer(path)
-        module = getattr(found, "base_layer", found)  # the layer itself, where it stands in one that adds an adapter
+        module = getattr(found, "base_layer", found)  # without the wrapper that adds an adapter
         if (weight := getattr(module, attribute, None)) is None:
             raise UserError(f'policy.model: vLLM has no {name}: set sampler.name = "native"')
         sizes = [self.shapes.get(f"{part}.{attribute}", torch.Size([0]))[0] for part in parts]
@@ -413,16 +414,16 @@ class VLLMEngine:
         return [(each, rows) for each in (module, *tied)]
 
     def _find_layer(self, path: str) -> tuple[Any, list[str]]:
-        """Return the layer that holds this one, and the paths of all that it holds. Raise UserError if none does."""
+        """Return vLLM's layer for a path, and the paths of all layers that it packs. UserError if there is none."""
         parent, dot, leaf = path.rpartition(".")
-        whole, parts = self.packed_layers.get(leaf, (leaf, [leaf]))
+        packed, parts = self.packed_layers.get(leaf, (leaf, [leaf]))
         try:
-            return self.model.get_submodule(parent + dot + whole), [parent + dot + part for part in parts]
+            return self.model.get_submodule(parent + dot + packed), [parent + dot + part for part in parts]
         except AttributeError as error:
             raise UserError(f'policy.model: vLLM has no {path}: set sampler.name = "native"') from error
 
     def _get_adapter_matrix(self, name: str) -> Tensor:
-        """Return a matrix of the present adapter, as vLLM multiplies by it."""
+        """Return a matrix of the present adapter from the tensor that vLLM multiplies by."""
         path, _, matrix = name.rpartition(".")
         layer, parts = self._find_layer(path)
         stacks = getattr(layer, "lora_a_stacked" if matrix == LORA_A_SUFFIX[1:] else "lora_b_stacked", ())
@@ -433,14 +434,14 @@ class VLLMEngine:
         return stacks[parts.index(path)][slots.index(self.adapter.lora_int_id), 0, :n, :k]
 
     def _read_rows(self, module: Any, name: str, rows: slice, indices: Sequence[int]) -> Tensor:
-        """Read columns; where weights may be packed, by a product with columns of the identity."""
+        """Return columns of a weight. If it may be packed, multiply it by columns of the identity."""
         attribute = name.rpartition(".")[2]
         multiplies = hasattr(module, "quant_method") and (module not in self.embeddings or module in self.lm_heads)
         if attribute != "weight" or not multiplies:
             return to_matrix(getattr(module, attribute)[rows])[:, list(indices)]
-        ones = torch.zeros(len(indices), self.shapes[name][-1], dtype=self.dtype, device=self.device)
-        ones[range(len(indices)), list(indices)] = 1.0
-        return module.quant_method.apply(module, ones, None)[:, rows].T
+        one_hot = torch.zeros(len(indices), self.shapes[name][-1], dtype=self.dtype, device=self.device)
+        one_hot[range(len(indices)), list(indices)] = 1.0
+        return module.quant_method.apply(module, one_hot, None)[:, rows].T
 
     # ------------------------------------------------------------ tokens
 
@@ -455,14 +456,14 @@ class VLLMEngine:
         return torch.tensor([float("nan") if x is None else x.logprob for x in found]), output.num_cached_tokens
 
     def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
-        """Queue a row of up to `max_tokens` tokens behind these."""
+        """Queue a row: up to `max_tokens` tokens are sampled after `ids`."""
         sampling = self.vllm.SamplingParams(
             temperature=temperature,
             seed=seed,
             max_tokens=max_tokens,
             logprobs=0,
             stop_token_ids=self.eos_ids,
-            ignore_eos=True,  # stop at the tokens above, and not at those that vLLM finds
+            ignore_eos=True,  # stop only at `stop_token_ids`, not at the EOS tokens that vLLM finds
             detokenize=False,
         )
         number = str(next(self.request_numbers))
@@ -488,22 +489,22 @@ class VLLMEngine:
 
 # ---------------------------------------------------------------- adapters that are pushed by themselves
 # Each layer has matrices A [rank, in] and B [out, rank]. B is multiplied by the scale of the adapter in fp32 and then
-# rounded, and vLLM gets a scale of 1, so that it multiplies by the bits that were pushed.
+# rounded. vLLM gets a scale of 1, so it multiplies by exactly the values that were pushed.
 
 LORA_A_SUFFIX, LORA_B_SUFFIX = ".lora_A", ".lora_B"
 """The names of the two matrices, after the path of a layer."""
 _PEFT_SUFFIX = ".default.weight"
-"""What peft appends to these names."""
+"""The suffix that peft appends to these names."""
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; a smaller one is padded with zeros."""
 
 
 class AdapterRefusedError(UserError):
-    """vLLM does not support this adapter by itself."""
+    """vLLM cannot apply this adapter unless it is merged."""
 
 
 class AdapterShape(NamedTuple):
-    """What vLLM must know about an adapter before weights are pushed."""
+    """The sizes of an adapter, which vLLM needs before weights are pushed."""
 
     rank: int
     layers: dict[str, tuple[int, int]]
@@ -532,7 +533,7 @@ def get_adapter_shape(policy: Policy) -> AdapterShape:
     for name, shape in shapes.items():
         layer, _, matrix = name.rpartition(".")
         if not is_adapter_weight(name):
-            raise AdapterRefusedError(f"{name} is trained besides")
+            raise AdapterRefusedError(f"{name} is trained as well")
         module: Any = policy.model.get_submodule(layer)
         if type(module.get_base_layer()) is not nn.Linear or module.lora_variant:
             raise AdapterRefusedError(f"{layer} is not a plain linear layer with a plain adapter")
@@ -549,7 +550,7 @@ def get_adapter_shape(policy: Policy) -> AdapterShape:
 
 @torch.no_grad()
 def copy_adapter_weights(policy: Policy) -> dict[str, Tensor]:
-    """Return copies of the matrices of an adapter in the compute dtype, B multiplied by its scale."""
+    """Return copies of an adapter's matrices in the compute dtype, with B multiplied by the scale."""
     found: dict[str, Tensor] = {}
     for name, p in policy.masters().items():
         path = name.removesuffix(_PEFT_SUFFIX)

@@ -1,7 +1,7 @@
-"""Sampler servers, which run vLLM in processes of their own: `SamplerClient` for one, `ServerPool` for all of them.
+"""Clients of sampler servers, which run vLLM in their own processes: `SamplerClient` for one, `ServerPool` for all.
 
-Every answer of a server names the version of its weights, and no two pushes have the same version. An answer with
-another version is refused, whether it is late or computed with the weights of another run.
+Every push of weights gets a new version, and every response names the version that it was computed with. A response
+with another version is rejected, whether it is late or computed with the weights of another run.
 """
 
 from __future__ import annotations
@@ -53,38 +53,38 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 SECRET_VARIABLE = "PELLUCID_SAMPLER_TOKEN"
-"""The environment variable of the secret that servers and their clients share."""
+"""The environment variable with the secret that servers and their clients share."""
 VERSION_HEADER = "Weights-Version"
-"""The header with the version of the weights that an answer was computed with."""
+"""The header with the version of the weights that a response was computed with."""
 _START_COMMAND = "pellucid sampler --port {}"
 MAX_PART_BYTES = 2**28
-"""The most bytes of weights in a request, unless a single weight is larger."""
+"""The maximum bytes of weights in one request, unless a single weight is larger."""
 CONNECT_TIMEOUT_SECONDS = 5.0
 _LOAD_TIMEOUT_SECONDS = 900.0
-"""Timeout of creating an engine."""
+"""The timeout for creating an engine."""
 POLL_SECONDS = 0.1
-"""How long to wait for an answer at a time."""
+"""How long one poll waits for finished rows."""
 _MAX_JSON_BYTES, _MAX_TENSOR_BYTES = 2**20, 2**28
-"""The most bytes of an answer in JSON, besides its rows, and of an answer with tensors."""
+"""The maximum bytes of a JSON response without its rows, and of a response with tensors."""
 _MAX_TOKEN_JSON_BYTES = 64
-"""The most bytes of a token and its log-prob in JSON."""
+"""The maximum bytes of one token and its log-prob in JSON."""
 _MIN_LOGPROB, _MAX_LOGPROB = -100.0, 1e-3
-"""Bounds of the log-prob of a sampled token, in nats. A token below e^-100 is never sampled; rounding may exceed 0."""
+"""Bounds of a sampled token's log-prob. Probabilities below e^-100 are never sampled; rounding may exceed 0 nats."""
 
 
 class ServerLostError(Exception):
-    """A server does not answer, or not with the weights of the last push."""
+    """A server does not respond, or responds with weights other than those of the last push."""
 
 
 class _ServerTooSmallError(ServerLostError):
-    """A server does not support rows that are long enough."""
+    """A server does not support rows as long as this run needs."""
 
 
 class InvalidAnswerError(ServerLostError):
-    """A server sent an answer that no sampler server sends."""
+    """A server sent a malformed response."""
 
     def __init__(self, fault: str) -> None:
-        super().__init__(f"it sends nonsense: {fault}")
+        super().__init__(f"it sent an invalid response: {fault}")
 
 
 def _require(is_valid: bool, fault: str) -> None:
@@ -93,7 +93,7 @@ def _require(is_valid: bool, fault: str) -> None:
 
 
 class SampleRequest(NamedTuple):
-    """A row of up to `max_tokens` tokens behind these."""
+    """A request to sample up to `max_tokens` tokens after the prompt `ids`."""
 
     number: int
     ids: Sequence[int]
@@ -103,10 +103,10 @@ class SampleRequest(NamedTuple):
 
 
 class SamplerClient:
-    """The engine of a server, over HTTP. Every method raises ServerLostError if the server is lost."""
+    """HTTP client of one server's engine. Requests raise ServerLostError if the server is lost."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        """timeout: seconds without an answer after which the server counts as lost."""
+        """timeout: seconds without a response after which the server counts as lost."""
         self.url, self.timeout = url.rstrip("/"), timeout
         self.version = ""
         self.max_length = self.block_size = 0
@@ -117,7 +117,7 @@ class SamplerClient:
         self._connection: http.client.HTTPConnection | None = None
         self._stopped = False
         self.is_verified = False
-        """Whether the weights of a push were checked. Later errors are those of the server, not of the settings."""
+        """Whether pushed weights have passed the check. Later errors are the server's fault, not the settings'."""
         self._requests: dict[int, SampleRequest] = {}
         """The unfinished rows by number."""
         self._dtype: torch.dtype | None = None
@@ -128,9 +128,9 @@ class SamplerClient:
         return _parse_state(self._request("GET", "/state"))
 
     def load_model(self, model: bytes) -> None:
-        """Create an engine for a model, as `serialize_model` describes it, unless the server has one.
+        """Create an engine for a model described by `serialize_model`, unless the server has one.
 
-        Raise AdapterRefusedError if the server does not support such an adapter.
+        Raise AdapterRefusedError if the server does not support the adapter.
         """
         state = self.get_state()
         if state["model"] != hash_model(model):
@@ -139,14 +139,14 @@ class SamplerClient:
         if state["refusal"]:
             raise AdapterRefusedError(escape_controls(format_one_line(state["refusal"])))
         is_loaded = state["model"] == hash_model(model) and state["longest"] >= 2 and state["block"] >= 1
-        _require(is_loaded, "a state without the model that it was given")
+        _require(is_loaded, "a state without the requested model")
         description = json.loads(model)
         self.vocabulary_size, self.eos_ids = description["vocabulary"], frozenset(description["ends"])
         self.max_length, self.block_size, self.version = state["longest"], state["block"], state["version"]
         self.has_engine = True
 
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Push weights, or an adapter alone for the present base. The server drops its unfinished rows."""
+        """Push all weights, or an adapter for the server's current base. The server drops its unfinished rows."""
         onto = f"?onto={self.version}" if all(map(is_adapter_weight, weights)) else ""
         version, parts = secrets.token_hex(8), list(split_weights(weights))
         self._requests, self._steps, self._dtype = {}, -1, next(iter(weights.values())).dtype
@@ -156,7 +156,7 @@ class SamplerClient:
         self.version = version
 
     def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
-        """As `VLLMEngine.read_columns`."""
+        """See `VLLMEngine.read_columns`."""
         tensors = self._request_tensors("/columns", {"name": name, "at": list(indices)})
         columns = [tensors[str(i)] for i in range(len(tensors)) if str(i) in tensors]
         is_valid = all(x.dim() == 2 and x.shape[1] == len(indices) and x.dtype == self._dtype for x in columns)
@@ -164,15 +164,15 @@ class SamplerClient:
         return columns
 
     def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
-        """As `VLLMEngine.score_tokens`."""
+        """See `VLLMEngine.score_tokens`."""
         tensors = self._request_tensors("/read", {"ids": list(ids)})
         logprobs, cached = tensors.get("logprobs"), tensors.get("cached")
         if logprobs is None or cached is None or logprobs.shape != (len(ids) - 1,) or cached.numel() != 1:
-            raise InvalidAnswerError("no log-probs of the text that it was given")
+            raise InvalidAnswerError("no log-probs of the given text")
         return logprobs, int(cached)
 
     def step(self, rows: Sequence[SampleRequest]) -> list[EngineAnswer]:
-        """Add these rows. Return the rows that finished, by number; wait a moment for the first one."""
+        """Add rows and return the finished ones, with their numbers. Wait briefly if none has finished."""
         self._requests |= {row.number: row for row in rows}
         limit = _MAX_JSON_BYTES + _MAX_TOKEN_JSON_BYTES * sum(row.max_tokens for row in self._requests.values())
         answer = _parse_json(self._request("POST", "/step", json.dumps(rows).encode(), self.version, limit=limit))
@@ -181,30 +181,30 @@ class SamplerClient:
             raise InvalidAnswerError("no steps and rows")
         answers = [self._take_answer(row) for row in finished]
         if rows or answers:
-            # Each step adds a token to a row, or prefills a part of a prompt.
+            # Each step decodes a token of a row or prefills part of a prompt.
             self._step_limit = steps + sum(len(row.ids) + row.max_tokens for row in self._requests.values())
         if steps != self._steps or rows:
             self._steps, self._last_progress = steps, time.monotonic()
         if not answers and time.monotonic() - self._last_progress > self.timeout:
-            raise ServerLostError(f"its engine has stood still for {self.timeout:g} s")
-        _require(not self._requests or steps <= self._step_limit, "more steps than the rows can take, and no row")
+            raise ServerLostError(f"its engine has made no progress for {self.timeout:g} s")
+        _require(not self._requests or steps <= self._step_limit, "more steps than the rows can need, and no row")
         return answers
 
     def _take_answer(self, row: Any) -> EngineAnswer:
-        """Return a row of an answer, as the answer to one of the unfinished requests."""
-        _require(isinstance(row, list) and len(row) == 3, "a row is not number, tokens and log-probs")
+        """Validate one row of a response, and return it as the answer to its request."""
+        _require(isinstance(row, list) and len(row) == 3, "a row that is not [number, tokens, log-probs]")
         number, tokens, logprobs = row
-        _require(type(number) is int and number in self._requests, "a row that it was not asked for, or has answered")
+        _require(type(number) is int and number in self._requests, "a row that was not requested, or is finished")
         is_paired = isinstance(tokens, list) and isinstance(logprobs, list) and len(tokens) == len(logprobs)
         _require(is_paired, "a row that does not have a log-prob for each token")
         limit = self._requests[number].max_tokens
-        _require(0 < len(tokens) <= limit, f"a row of {len(tokens)} tokens, where 1 to {limit} were asked for")
+        _require(0 < len(tokens) <= limit, f"a row of {len(tokens)} tokens instead of 1 to {limit}")
         are_ids = all(type(token) is int and 0 <= token < self.vocabulary_size for token in tokens)
         _require(are_ids, f"a token that is not a whole number from 0 to {self.vocabulary_size - 1}")
         are_logprobs = all(type(x) in (int, float) and _MIN_LOGPROB <= x <= _MAX_LOGPROB for x in logprobs)
         _require(are_logprobs, f"a log-prob that is not a number from {_MIN_LOGPROB:g} to 0")
-        _require(self.eos_ids.isdisjoint(tokens[:-1]), "a row that goes on after its end")
-        _require(len(tokens) == limit or tokens[-1] in self.eos_ids, "a row that breaks off")
+        _require(self.eos_ids.isdisjoint(tokens[:-1]), "a row that continues after an end token")
+        _require(len(tokens) == limit or tokens[-1] in self.eos_ids, "a row that stops early without an end token")
         del self._requests[number]
         return EngineAnswer(number, tokens, [float(x) for x in logprobs])
 
@@ -213,7 +213,7 @@ class SamplerClient:
         self._stopped = False
 
     def stop(self) -> None:
-        """End the request that another thread waits for, and refuse requests until `start`."""
+        """Abort the request that another thread waits for, and reject requests until `start`."""
         self._stopped = True
         with suppress(OSError, AttributeError):
             self._connection.sock.shutdown(socket.SHUT_RDWR)  # pyright: ignore[reportOptionalMemberAccess]
@@ -236,7 +236,7 @@ class SamplerClient:
         timeout: float = 0,
         limit: int = _MAX_JSON_BYTES,
     ) -> bytes:
-        """Return the body of an answer. If a version is given, it was computed with those weights."""
+        """Return the body of a response. If `version` is given, reject responses computed with other weights."""
         timeout, secret = timeout or self.timeout, get_secret(self.url)
         try:
             status, answer_version, answer = self._send(method, path, body, secret, version, timeout, limit)
@@ -248,25 +248,25 @@ class SamplerClient:
         except OSError as error:
             raise ServerLostError(error.strerror or type(error).__name__) from None
         except http.client.HTTPException as error:
-            raise ServerLostError(f"an answer that breaks off ({type(error).__name__})") from None
+            raise ServerLostError(f"its response is incomplete ({type(error).__name__})") from None
         if status in (400, 401, 403, 404, 422) and not self.is_verified:
-            hint = f"; set {SECRET_VARIABLE} to the secret of the server, which says at its start where it is"
+            hint = f"; set {SECRET_VARIABLE} to the server's secret, whose location the server prints when it starts"
             raise UserError(
-                f"sampler.urls: {self.url} refuses (HTTP {status}): {_extract_error_message(answer)}"
+                f"sampler.urls: {self.url} rejects the request (HTTP {status}): {_extract_error_message(answer)}"
                 f"{hint if status == 401 else ''}"
             )
         if status != 200:
             raise ServerLostError(f"HTTP {status}, {_extract_error_message(answer)}")
         if version is not None and answer_version != version:
-            raise ServerLostError("an answer computed with other weights")
+            raise ServerLostError("its response was computed with other weights")
         return answer
 
     def _send(
         self, method: str, path: str, body: bytes, secret: str, version: str | None, timeout: float, limit: int
     ) -> tuple[int, str | None, bytes]:
-        """Return status, version and body.
+        """Return status, version and body of the response.
 
-        Each request has its own connection, since one that the server has closed looks like a lost server.
+        Each request opens a connection: a reused one that the server has closed would look like a lost server.
         """
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         if version:
@@ -279,7 +279,7 @@ class SamplerClient:
             if not self._stopped:
                 connection.connect()
             if self._stopped:  # from here on `stop` finds the socket
-                raise ServerLostError("it is no longer asked")
+                raise ServerLostError("the request was stopped")
             connection.sock.settimeout(timeout)
             connection.request(method, url.path + path, body, headers)
             with connection.getresponse() as answer:
@@ -296,11 +296,11 @@ def check_servers(urls: Sequence[str], timeout: float) -> None:
             SamplerClient(url, min(CONNECT_TIMEOUT_SECONDS, timeout)).get_state()
         except InvalidAnswerError:
             raise UserError(
-                f"sampler.urls: {url} is no sampler server, which {_START_COMMAND.format('PORT')} starts"
+                f"sampler.urls: {url} is not a sampler server; {_START_COMMAND.format('PORT')} starts one"
             ) from None
         except ServerLostError as error:
             start = _START_COMMAND.format(urlsplit(url).port or 80)
-            raise UserError(f"sampler.urls: {url} cannot be reached ({error}): start it there by {start}") from None
+            raise UserError(f"sampler.urls: {url} cannot be reached ({error}): start one there with {start}") from None
 
 
 def format_servers_notice(urls: Sequence[str]) -> str:
@@ -315,9 +315,9 @@ def format_servers_notice(urls: Sequence[str]) -> str:
 
 
 def serialize_model(policy: Policy, adapter_shape: AdapterShape | None = None) -> bytes:
-    """Return a description of a policy, without weights, for which a server can create an engine.
+    """Return a description of a policy without weights, from which a server can create an engine.
 
-    adapter_shape: the shape of an adapter that will be pushed by itself.
+    adapter_shape: the shape of an adapter that will be pushed without its base.
     """
     with tempfile.TemporaryDirectory() as folder:
         save_config(policy.model, Path(folder))
@@ -337,7 +337,7 @@ def hash_model(model: bytes) -> str:
 
 
 def split_weights(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights in parts of at most MAX_PART_BYTES, or of one weight."""
+    """Yield the weights in parts of at most MAX_PART_BYTES, or of one larger weight."""
     part, size = dict[str, Tensor](), 0
     for name, weight in weights.items():
         if part and size + weight.nbytes > MAX_PART_BYTES:
@@ -352,7 +352,7 @@ def split_weights(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _read_answer(answer: http.client.HTTPResponse, limit: int, deadline: float) -> bytes:
-    """Return the body of an answer. Raise InvalidAnswerError if it is larger, TimeoutError if it takes longer."""
+    """Return the body. Raise InvalidAnswerError if it exceeds `limit` bytes, TimeoutError after `deadline`."""
     body = bytearray()
     while part := answer.read1(2**16):
         body += part
@@ -377,7 +377,7 @@ def _parse_state(answer: bytes) -> dict[str, Any]:
 
 
 def _extract_error_message(answer: bytes) -> str:
-    """Return the message of an error response in one line."""
+    """Return the message of an error response as one line."""
     try:
         message = json.loads(answer)["error"]["message"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -389,27 +389,27 @@ def _extract_error_message(answer: bytes) -> str:
 
 
 def get_secret(url: str = "") -> str:
-    """Return the secret of the environment; without one, the secret that a server on this machine wrote to its file.
+    """Return the secret in the environment, or else the one that a server on this machine wrote to its file.
 
-    Raise UserError if it cannot stand in a header.
+    Raise UserError if it cannot be sent in a header.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if not secret and is_loopback(url):
         with suppress(OSError):
             secret = get_secret_path(urlsplit(url).port or 80).read_text(encoding="utf-8", errors="replace").strip()
     if not (secret.isascii() and secret.isprintable()) or " " in secret:
-        raise UserError(f"{SECRET_VARIABLE} must be letters, digits and signs of ASCII, without spaces")
+        raise UserError(f"{SECRET_VARIABLE} must consist of printable ASCII characters without spaces")
     return secret
 
 
 def get_secret_path(port: int) -> Path:
-    """Return the file in which a server on this machine writes its secret, for runs of the same user."""
+    """Return the file to which a server on this machine writes its secret, for runs of the same user."""
     return get_cache_folder() / "samplers" / f"{socket.gethostname()}-{port}.secret"
 
 
 @contextmanager
 def publish_secret(port: int) -> Iterator[str]:
-    """Yield a new secret, which is in a file that only this user can read until the end.
+    """Yield a new secret. Until the context ends, it is in a file that only this user can read.
 
     Raise UserError if the file cannot be written.
     """
@@ -430,21 +430,21 @@ def publish_secret(port: int) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- a pool of servers
-# A thread for each server makes requests while there are rows or weights to send. The unfinished rows of a lost server
-# go to the others, and later answers of that server are dropped.
+# A thread per server makes requests while there are rows or weights to send. The unfinished rows of a lost server go to
+# the others, and its later responses are dropped.
 #
 # A server that comes back gets the weights of the last push: those of the policy, or a copy if the policy is updated
-# while rows are sampled (`ahead`). For an adapter that is pushed by itself it gets the base first.
+# while rows are sampled (`ahead`). If only an adapter is pushed, it also gets the base weights.
 
 
 RETRY_SECONDS = 2.0
-"""How long to wait until a lost server is tried again."""
+"""How long to wait before a lost server is tried again."""
 _MAX_RETRY_DOUBLINGS = 5
-"""How often this time may double for a server that sends invalid answers."""
+"""How many times this wait may double for a server that sends invalid responses."""
 REMINDER_SECONDS = 30.0
-"""How often the user is reminded that no server answers."""
+"""The time between two reminders that no server responds."""
 _MAX_TEXT_TOKENS = 513
-"""The most tokens of the fixed text: more than a block of the KV cache, for blocks of up to 512."""
+"""The maximum length of the check text: more than one block of the KV cache, for blocks of up to 512 tokens."""
 
 
 @dataclass(eq=False)
@@ -453,13 +453,13 @@ class _ServerState:
 
     client: SamplerClient
     is_up: bool = False
-    """Whether it has the present weights, and they were checked."""
+    """Whether it has the current weights, and they passed the check."""
     reason: str = ""
-    """Why it is not up, or was not."""
+    """Why it is or was down; empty once it works again."""
     invalid_answers: int = 0
-    """How many invalid answers it has sent in a row. Only an answered row sets this to 0, weights do not."""
+    """The number of consecutive invalid responses. Only a finished row resets it, a push does not."""
     queued_rows: list[int] = field(default_factory=list)
-    """Rows of the next request."""
+    """Rows to send with the next request."""
     sent_rows: set[int] = field(default_factory=set)
     """Rows that were sent to it."""
 
@@ -469,17 +469,17 @@ class _ServerState:
 
 
 class ServerPool:
-    """Servers as one engine of `VLLMSampler`, as `VLLMEngine` is. `abort_all` ends its threads."""
+    """Servers with the interface of a `VLLMEngine`, for `VLLMSampler`. `abort_all` ends its threads."""
 
     is_open = True
     policy: Policy
 
     def __init__(self, urls: Iterable[str], timeout: float = 120.0, ahead: bool = False) -> None:
-        """Create a pool, without a request to the servers.
+        """Create a pool without contacting the servers.
 
         Args:
             urls: the addresses of the servers.
-            timeout: seconds without an answer after which a server counts as lost.
+            timeout: seconds without a response after which a server counts as lost.
             ahead: whether the policy is updated while rows are sampled.
         """
         self.servers = [_ServerState(SamplerClient(url, timeout)) for url in urls]
@@ -491,15 +491,15 @@ class ServerPool:
         self.pushed_weights: dict[str, Tensor] | None = None
         """The weights of the last push, if they are kept."""
         self.text_ids: list[int] = []
-        """The token ids of the fixed text."""
+        """The token ids of the check text."""
         self.text_logprobs = torch.empty(0)
-        """The scorer's log-probs of the fixed text, with the weights of the last push."""
+        """The scorer's log-probs of the check text, with the weights of the last push."""
         self.requests: dict[int, tuple[Any, SampleRequest]] = {}
         """The unfinished rows by number, with their keys."""
         self.max_length = 0
-        """The least of what the first servers support."""
+        """The row length that all servers of the first sync support."""
         self.group_servers: dict[int, _ServerState] = {}
-        """The server that has the prompt of a group in its prefix cache."""
+        """The server of each group, which has its prompt in the prefix cache."""
         self.answers: list[EngineAnswer] = []
         self.request_numbers = itertools.count()
         self.condition = threading.Condition()
@@ -507,7 +507,7 @@ class ServerPool:
         self.futures: list[Future[None]] = []
         self.stopped = threading.Event()
         self.last_reminder = -REMINDER_SECONDS
-        """When the user was last reminded that no server answers."""
+        """When the user was last reminded that no server responds."""
 
     @property
     def unfinished(self) -> Collection[Any]:
@@ -518,7 +518,7 @@ class ServerPool:
     def add_request(
         self, key: tuple[int, int], ids: Sequence[int], max_tokens: int, temperature: float, seed: int
     ) -> None:
-        """Queue a row for the server of its group. key: the index of its prompt, and of the sample."""
+        """Queue a row for the server of its group. key: the indices of its prompt and its sample."""
         with self.condition:
             number = next(self.request_numbers)
             self.requests[number] = key, SampleRequest(number, list(ids), max_tokens, temperature, seed)
@@ -531,12 +531,12 @@ class ServerPool:
                 self.futures.append(self.executor.submit(self._run_server, server))
 
     def step(self) -> list[EngineAnswer]:
-        """Return the rows that finished; wait a moment for the first one."""
+        """Return the finished rows. Wait briefly if none has finished."""
         with self.condition:
             self.condition.wait_for(lambda: self.answers or any(thread.done() for thread in self.futures), POLL_SECONDS)
             for thread in self.futures:
                 if thread.done():
-                    thread.result()  # it has failed
+                    thread.result()  # raises the error that ended the thread
             answers, self.answers = self.answers, []
         if not any(server.is_up for server in self.servers):
             self._remind()
@@ -552,7 +552,7 @@ class ServerPool:
         if self.executor:
             self.executor.shutdown()
         for server in self.servers:
-            if server.sent_rows:  # it decodes them until it gets weights
+            if server.sent_rows:  # it decodes them until the next push
                 server.is_up = False
             server.queued_rows, server.sent_rows = [], set()
         self.requests, self.group_servers, self.answers, self.executor, self.futures = {}, {}, [], None, []
@@ -560,10 +560,10 @@ class ServerPool:
     # ------------------------------------------------------------ weights
 
     def sync(self, policy: Policy, adapter_shape: AdapterShape | None) -> None:
-        """As `VLLMEngine.sync`, for the servers that have an engine, or all. Wait until one server is up."""
+        """Push and check weights on the servers with an engine, or on all if none has one. Wait until one is up."""
         self.policy, self.adapter_shape = policy, adapter_shape
         self.model_description = serialize_model(policy, adapter_shape)
-        self.pushed_weights = None  # free them before there are others
+        self.pushed_weights = None  # free the old copy before the next is made
         self.pushed_weights = get_push_weights(policy, adapter_shape, copy=self.ahead)
         self.text_ids = encode_check_text(policy, min(_MAX_TEXT_TOKENS, policy.context_length - 1))
         self.text_logprobs = score_text(policy, self.text_ids)
@@ -576,7 +576,7 @@ class ServerPool:
                 self.pushed_weights = None
 
     def _update_servers(self) -> bool:
-        """Return whether a server has the present weights."""
+        """Update the servers. Return whether at least one has the current weights."""
         tried = [server for server in self.servers if server.client.has_engine] or self.servers
         for server in tried:
             server.client.start()
@@ -593,16 +593,16 @@ class ServerPool:
             self._mark_down(server, error)
 
     def _update_server(self, server: _ServerState) -> None:
-        """Push the last weights to a server, check that it computes with them, and give it the waiting rows."""
+        """Push the current weights to a server, check that it uses them, and assign it the waiting rows."""
         client = server.client
         last_version = client.version
         client.load_model(self.model_description)
         if client.max_length < self.max_length:
             raise _ServerTooSmallError(
-                f"it takes {client.max_length} tokens a row, and this run counts on {self.max_length}: start it with a"
+                f"it supports rows of {client.max_length} tokens, but this run needs {self.max_length}: start it with a"
                 " larger --cache-gb"
             )
-        if not last_version or client.version != last_version:  # another process, or weights of another run
+        if not last_version or client.version != last_version:  # a new process, or weights of another run
             client.weight_check = WeightCheck()
         with self.policy_lock:
             weights = self.pushed_weights or get_push_weights(self.policy, self.adapter_shape)
@@ -610,7 +610,7 @@ class ServerPool:
                 weights = get_base_weights(self.policy) | weights
         ids = self.text_ids[: get_text_length(client.max_length, client.block_size)]
         if client.version:
-            client.score_tokens(ids)  # so that it is in the prefix cache, unless that is cleared
+            client.score_tokens(ids)  # fills the prefix cache: the check fails unless the push clears it
         client.push(weights)
         client.weight_check.check(client, weights, ids, self.text_logprobs[: len(ids) - 1], self.policy.dtype)
         client.is_verified = True
@@ -636,7 +636,7 @@ class ServerPool:
 
     def _clear_faults(self, server: _ServerState) -> None:
         if server.reason:
-            print(escape_controls(f"! {server.client.url} is back, with the present weights"), flush=True)
+            print(escape_controls(f"! {server.client.url} is back with the current weights"), flush=True)
         server.reason, server.invalid_answers = "", 0
 
     def _mark_down(self, server: _ServerState, error: ServerLostError | AdapterRefusedError) -> None:
@@ -657,7 +657,7 @@ class ServerPool:
 
     def _remind(self) -> None:
         if time.monotonic() - self.last_reminder > REMINDER_SECONDS:
-            why = "; ".join(f"{server.client.url}: {server.reason or 'not yet'}" for server in self.servers)
+            why = "; ".join(f"{server.client.url}: {server.reason or 'no response yet'}" for server in self.servers)
             waiting = f"{len(self.requests)} rows wait" if self.requests else "the weights wait"
             line = f"! no sampler server answers, {waiting} ({why}): {_START_COMMAND.format('PORT')} starts one"
             print(escape_controls(line), flush=True)
@@ -678,7 +678,7 @@ class ServerPool:
                     self.stopped.wait(RETRY_SECONDS * 2 ** min(server.invalid_answers, _MAX_RETRY_DOUBLINGS))
 
     def _exchange_rows(self, server: _ServerState) -> None:
-        """Send a server its queued rows, and take the rows that it has finished."""
+        """Send a server its queued rows, and collect the rows that it has finished."""
         with self.condition:
             self.condition.wait_for(lambda: server.pending_count or self.stopped.is_set())
             numbers, server.queued_rows = server.queued_rows, []

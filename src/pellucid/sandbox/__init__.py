@@ -1,5 +1,5 @@
 """Worker processes that run other people's code, which may hang, crash or fill the memory.
 
-`pool.py` is what the parent sees of a worker, `worker.py` what runs inside one, and `values.py` turns what user code
-returns or raises into plain data. Rewards and environments both stand on it; the sandbox itself knows neither.
+`pool.py` starts and calls workers from the parent process, `worker.py` runs inside a worker, and `values.py` converts
+the results and errors of user code to plain data. Rewards and environments use this package; it imports neither.
 """

@@ -1,4 +1,4 @@
-"""What runs inside a worker process: limits, the log, and the start and end of the process."""
+"""The code inside a worker process: limits, the log, and the start and end of the process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WATCHDOG_MARGIN_SECONDS = 10.0
 _WorkerMain = Callable[[Connection], None]
 """Serves requests until the parent closes its end of the connection."""
 WorkerLoader = Callable[[bytes], _WorkerMain]
-"""Loads the user's code from pickled bytes. It must be a function of a module, which can be pickled itself."""
+"""Loads the user's code from pickled bytes. It must be a module-level function, so that it can be pickled."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class WorkerConfig:
     memory_gb: float
     """The memory limit in GB; 0 is no limit."""
     log: str
-    """The file to which everything that is printed is appended."""
+    """The file to which all output is appended."""
     environment: Mapping[str, str]
 
 
 class ErrorLog:
-    """Describes errors, and writes the traceback of each kind once, unless user code returned what cannot be used.
+    """Describes errors, and writes one traceback for each kind, but none for an InvalidResultError.
 
     path: the file to append to; by default standard error, which is the log of a worker process.
     """
@@ -82,8 +82,8 @@ log_error = ErrorLog()
 def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader, payload: bytes, forks: bool) -> None:
     """Isolate this process, load the user's code, and serve requests until the parent closes its end.
 
-    When the user's code is loaded, or has failed to, it reports so. With `forks` it serves no requests, but forks a
-    process for each connection that the parent sends.
+    It reports to the parent whether loading succeeded. With `forks` it serves no requests itself, but forks a process
+    for each connection that the parent sends.
     """
     _isolate_process(config)
     if not forks:  # a process with threads should not be forked
@@ -102,7 +102,7 @@ def run_worker(connection: Connection, config: WorkerConfig, load: WorkerLoader,
 
 def _fork_workers(control: Connection, serve: _WorkerMain) -> NoReturn:
     """Fork a process for each connection that the parent sends, until the parent closes its end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the children ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the exit status of children is not needed
     while True:
         try:
             handle = reduction.recv_handle(control)
@@ -142,19 +142,19 @@ def send_answer(connection: Connection, data: bytes) -> None:
 
 
 def call_user_code(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return what a call of user code returns, and what it raises."""
+    """Call user code. Return its result and the exception that it raised, one of them None."""
     try:
         with exit_forked_copies():
             return action(), None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+    except BaseException as error:  # noqa: BLE001 - an exception of user code is an answer
         return None, error
 
 
 @contextmanager
 def exit_forked_copies() -> Iterator[None]:
-    """End a copy of this process that user code forks in the block and that returns from it."""
+    """End each copy of this process that user code forks within the block, when the copy leaves it."""
     owner = os.getpid()
     try:
         yield
@@ -165,7 +165,7 @@ def exit_forked_copies() -> Iterator[None]:
 
 
 def start_watchdog(seconds: float) -> None:
-    """End this process when its parent should have ended it long ago: the parent is gone.
+    """End this process long after its time limit, when its parent must be gone, or would have ended it.
 
     The watchdog needs no interpreter lock, which a runaway regular expression never releases.
     """

@@ -1,7 +1,7 @@
-"""The HTTP endpoint for agents in training: each rollout has its own address, `/rollout/ID/v1`, in OpenAI's form.
+"""The HTTP endpoint for agents in training: each rollout has its own OpenAI-compatible URL, `/rollout/ID/v1`.
 
-The server runs in a thread and queues requests. `AgentPool` takes them as replies of an environment, and answers them
-with the turns of the policy.
+The server runs in a thread and queues requests. `AgentPool` treats them as replies of an environment, and answers
+them with the turns of the policy.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _AgentRequest(RequestBody, extra="ignore"):
     stream_options: StreamOptions | None = None
 
     def build_history(self) -> tuple[Message, ...]:
-        """Return the messages for a chat template. Only tools have names."""
+        """Return the messages for a chat template. Only messages of tools keep their names."""
         history = list[Message]()
         for message in format_messages(self.messages):
             names = {"name": message.get("name", "tool")} if message["role"] == "tool" else {}
@@ -104,7 +104,7 @@ class _AgentRequest(RequestBody, extra="ignore"):
 
 
 def _make_response(request: _AgentRequest, turn: PolicyTurn) -> Response:
-    """Return a turn of the policy as a chat completion. In a stream, the first event has all of its text."""
+    """Return a turn of the policy as a chat completion. A stream has the whole message in its first event."""
     calls = turn.message.get("tool_calls", ())
     message = build_message(turn.message["content"], calls)
     reason = "length" if turn.is_truncated else "tool_calls" if calls else "stop"
@@ -128,7 +128,7 @@ _MAX_BODY_BYTES = 50_000_000
 _TRANSFER_TIMEOUT_SECONDS = 60.0
 """How long a client may take to send a body, and to receive a piece of an answer."""
 _KEEP_ALIVE_SECONDS = 10**8
-"""Seconds that the connection of an agent may be silent. It ends with the process of the agent."""
+"""Seconds that an agent's connection may be idle. It closes anyway when the agent's process ends."""
 UNKNOWN_CONNECTION_TIMEOUT_SECONDS = 10.0
 """Seconds after which a connection without a request for a known rollout is closed."""
 
@@ -150,9 +150,9 @@ class AgentEndpoint:
 
     def __init__(self) -> None:
         self.rollout_numbers: dict[str, int] = {}
-        """The numbers of conversations by the names of rollouts, which are in their addresses."""
+        """The number of the conversation for each rollout name, which is the ID in the URL."""
         self.wakeup, self._wakeup_sender = Pipe(duplex=False)
-        """A connection to wait on. It can be read when there are new requests."""
+        """A connection to wait on: it is readable when there are new requests."""
         self._requests: deque[_PendingRequest] = deque()
         self._socket = open_listening_socket(LOOPBACK_HOST, 0)
         self._port = int(self._socket.getsockname()[1])
@@ -178,7 +178,7 @@ class AgentEndpoint:
         return [request for request in requests if request.response.set_running_or_notify_cancel()]
 
     async def wait_for_answer(self, request: _PendingRequest) -> PolicyTurn:
-        """Queue a request, and return the turn of the policy. Raises RequestError if there will be none."""
+        """Queue a request, and return the turn of the policy. Raises RequestError if the request is refused."""
         self.check_rollout(request.rollout_name)
         self._requests.append(request)
         self._wakeup_sender.send_bytes(b"")
@@ -190,12 +190,12 @@ class AgentEndpoint:
             raise _make_no_rollout_error(name)
 
     def _is_unknown(self, connection: Any) -> bool:
-        """Return whether the last request of a connection was not for a known rollout."""
+        """Return whether a connection has sent no request yet, or its last one is not for a known rollout."""
         cycle = connection.cycle
         return cycle is None or _parse_rollout_name(cycle.scope["path"]) not in self.rollout_numbers
 
     def close(self) -> None:
-        """Refuse the requests without an answer, and stop the server."""
+        """Refuse the unanswered requests, and stop the server."""
         self.rollout_numbers.clear()
         for request in self.take_requests():
             request.response.set_exception(_make_no_rollout_error(request.rollout_name))
@@ -204,7 +204,7 @@ class AgentEndpoint:
 
 
 def _make_no_rollout_error(name: str) -> RequestError:
-    return RequestError(404, f"there is no rollout {name}: it has ended, or has never been", "no_rollout")
+    return RequestError(404, f"there is no rollout {name}: it has ended, or never existed", "no_rollout")
 
 
 def _parse_rollout_name(path: str) -> str:
@@ -226,7 +226,7 @@ def make_agent_app(endpoint: AgentEndpoint) -> ASGIApp:
     @app.post("/rollout/{name}/v1/chat/completions")
     async def chat(name: str, request: _AgentRequest) -> Response:
         limit = request.max_completion_tokens or request.max_tokens or 0
-        tools = tuple(tool.model_dump(exclude_unset=True) for tool in request.tools)  # with all that the agent sent
+        tools = tuple(tool.model_dump(exclude_unset=True) for tool in request.tools)  # with every field the agent sent
         turn = await endpoint.wait_for_answer(_PendingRequest(name, request.build_history(), tools, limit))
         return _make_response(request, turn)
 
@@ -240,15 +240,15 @@ def make_agent_app(endpoint: AgentEndpoint) -> ASGIApp:
 AGENT_GRACE_SECONDS = 10.0
 """Seconds that an agent has to end after the last turn of the policy."""
 _EMPTY_ANSWER = PolicyTurn({"role": "assistant", "content": ""}, is_truncated=True)
-"""The answer when the limits of a conversation leave no token, as from a service whose context is full."""
+"""The answer once a conversation has reached its limits, like that of a service whose context is full."""
 CONVERSATION_OVER_ERROR = "the conversation is over: sampler.turns or sampler.max_tokens is reached"
-AGENT_NOT_ENDED_ERROR = f"{CONVERSATION_OVER_ERROR}, and the agent has not come to its end"
-NO_REQUEST_ERROR = "the agent has asked the policy nothing"
+AGENT_NOT_ENDED_ERROR = f"{CONVERSATION_OVER_ERROR}, and the agent has not exited"
+NO_REQUEST_ERROR = "the agent sent no request to the policy"
 
 
 @dataclass(eq=False)
 class _AgentRollout:
-    """A running agent, with its requests and the history of its present branch."""
+    """A running agent, with its requests and the history of its current branch."""
 
     name: str
     prompt: Prompt
@@ -281,7 +281,7 @@ class _AgentRollout:
         return request
 
     def make_reply(self, request: _PendingRequest) -> EnvironmentReply:
-        """Return a request as a reply of the environment.
+        """Convert a request to a reply of the environment.
 
         If it continues the history, the reply holds the added messages. Any other request begins a branch.
         """
@@ -302,12 +302,12 @@ class _AgentRollout:
 
 
 class AgentPool:
-    """Agents in processes of their own: an AsyncEnvironments whose replies are the requests of the agents."""
+    """Agents in their own processes: an AsyncEnvironments whose replies are the requests of the agents."""
 
     def __init__(
         self, spec: AgentSpec, policy: Policy, cfg: WorkerLimits, log: Path | None = None, seed: int = 0
     ) -> None:
-        """Prepare agents. `log` is the file for what they print, and `seed` is that of their random numbers."""
+        """Prepare agents. `log` is the file for their output, and `seed` seeds their random numbers."""
         self._spec, self._policy, self._seed = spec, policy, seed
         self._factory = WorkerFactory(spec, build_worker_config(cfg, log))
         self._rollouts: dict[int, _AgentRollout] = {}
@@ -317,7 +317,7 @@ class AgentPool:
 
     def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
         """Start an agent with a row of the task. Its first request is the first prompt."""
-        if number in self._rollouts:  # an interrupt left it
+        if number in self._rollouts:  # left by an interrupt
             self._close_rollout(number)
         if not self._endpoints:
             self._endpoints.append(AgentEndpoint())
@@ -351,7 +351,7 @@ class AgentPool:
         self._answer_request(number, _EMPTY_ANSWER)
 
     def receive_replies(self, seconds: float) -> list[tuple[int, EnvironmentReply]]:
-        """Return new requests and outcomes of agents. Wait at most so many seconds for the first."""
+        """Return new requests and outcomes of agents. Wait at most `seconds` for the first."""
         end = time.monotonic() + seconds
         while True:
             self._poll_agents()
@@ -370,7 +370,7 @@ class AgentPool:
         self._ready_replies = []
 
     def _poll_agents(self) -> None:
-        """Take new requests, then find agents that have ended or are late. An agent that waits is not late."""
+        """Take new requests, then find agents that have ended or timed out. Waiting for the policy never times out."""
         for endpoint in self._endpoints:
             for request in endpoint.take_requests():
                 number = endpoint.rollout_numbers.get(request.rollout_name)
@@ -390,7 +390,7 @@ class AgentPool:
                 self._handle_exit(number, answer)
 
     def _submit_next(self, number: int) -> None:
-        """Hand the first request that the policy can answer to the policy, and refuse those before it."""
+        """Pass the first valid request to the policy, and refuse invalid ones before it."""
         rollout = self._rollouts[number]
         while rollout.pending and not rollout.is_generating:
             request = rollout.pending[0]
@@ -441,7 +441,7 @@ class AgentPool:
 
 
 def _get_content(message: Message) -> tuple[Any, ...]:
-    """Return what is compared of messages: all but the ids of tool calls."""
+    """Return the parts of a message to compare: all but the ids of tool calls."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     return message["role"], message["content"], message.get("name"), calls
 

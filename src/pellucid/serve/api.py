@@ -1,4 +1,4 @@
-"""The HTTP application of `pellucid serve`, and how the model for it is loaded.
+"""The HTTP application of `pellucid serve`, and the loading of its model.
 
 Its endpoints are OpenAI's completions, `/solve_question`, and `/group`, which returns completions with their rewards
 and advantages.
@@ -83,7 +83,7 @@ def make_app(served: ServedModel) -> ASGIApp:
         state = {
             "status": "ending" if is_ending else "ok",
             "model": served.name,
-            "instance": served.instance,
+            "instance": served.instance_id,
             "seconds": round(time.time() - started),
             "requests": limited_app.request_count,
         }
@@ -295,7 +295,7 @@ def compute_group_advantages(cfg: GRPOConfig, group: Group) -> list[float]:
 
 
 def serve_model(options: ServeCommand, listening: socket.socket) -> None:
-    """Serve a model until SIGINT or SIGTERM, by the options of the command."""
+    """Serve a model with the options of the command, until SIGINT or SIGTERM."""
     served = load_served_model(options)
     print(escape_controls(f"{served.name} on {make_url(*listening.getsockname()[:2])}, Ctrl-C ends it"), flush=True)
     server = middleware.make_server(make_app(served))
@@ -316,7 +316,7 @@ def serve_model(options: ServeCommand, listening: socket.socket) -> None:
 
 
 def load_served_model(options: ServeCommand) -> ServedModel:
-    """Load the policy to be served; from a run also its task, on held-out questions, and its algorithm's settings."""
+    """Load the policy to serve. A run also provides its task with held-out questions, and algorithm settings."""
     hardware.keep_freed_memory()
     run = run_files.find_run_dir(options.model)
     settings = _load_run_config(run) if run else None
@@ -335,7 +335,7 @@ def load_served_model(options: ServeCommand) -> ServedModel:
         body_bytes=options.body_bytes,
         hosts=(*LOOPBACK_HOSTS, options.host, *filter(None, hosts)),
         token=options.token,
-        instance=os.environ.get(INSTANCE_VARIABLE, ""),
+        instance_id=os.environ.get(INSTANCE_VARIABLE, ""),
     )
 
 
@@ -358,7 +358,7 @@ def _load_served_policy(options: ServeCommand, run: Path | None, settings: Confi
     policy = load_frozen_policy(model, device, dtype, temperature=1.0, access=access)
     if fault := find_decode_fault(policy):
         kind = type(policy.model).__name__
-        raise UserError(f"{options.model}: {kind} cannot be served, since rows come and go beside one another: {fault}")
+        raise UserError(f"{options.model}: {kind} cannot be served with continuous batching: {fault}")
     if options.batch_invariant:
         hf_decode.check_batch_invariance(policy, options.rows)
     return policy

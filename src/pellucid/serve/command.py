@@ -21,38 +21,39 @@ _USAGE = "[start] MODEL_OR_RUN | stop | status | restart"
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """Answer over HTTP as OpenAI's API does: until Ctrl-C, or in the background with `start`."""
+    """Serve a model through an OpenAI-compatible HTTP API, until Ctrl-C, or in the background with `start`."""
 
     words: Positional[Annotated[tuple[str, ...], arg(metavar=_USAGE)]]
-    """A run folder, or what --policy.model takes; with `start` in the background, which the other words are about."""
+    """A run folder, or a model as for --policy.model. `start` runs the server in the background; `stop`, `status` and
+    `restart` control it."""
     revision: str = ""
-    """Of a Hub id: a branch, a tag or a commit."""
+    """The branch, tag or commit of a Hub model."""
     trust_remote_code: bool = False
-    """Run the Python code in the model's folder, as you."""
+    """Run the Python code in the model's folder, with your permissions."""
     host: str = "127.0.0.1"
-    """0.0.0.0 for whoever reaches this machine: see --token."""
+    """The address to listen on; 0.0.0.0 accepts other machines: see --token."""
     port: int = 8000
-    """Where it listens; 0 is any free port."""
+    """The port to listen on; 0 means any free port."""
     token: str = ""
-    """What clients must show; better in the environment, as PELLUCID_TOKEN."""
+    """The token that clients must send; better set as PELLUCID_TOKEN in the environment."""
     allowed_hosts: Annotated[str, arg(metavar="NAME,...")] = ""
     """Host names under which the server is reached."""
     name: str = ""
     """The name of the model, for clients."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The dtype of computing."""
+    """The dtype that the model computes in."""
     device: str = "auto"
     """The device of the model."""
     rows: int = 64
     """Answers decoded at once."""
     batch_invariant: bool = False
-    """No answer depends on the others that are decoded beside it, or it does not start."""
+    """Make answers independent of others in the batch; refuse to start if the model cannot."""
     max_tokens: int = 512
-    """The longest answer, where a request does not say."""
+    """The default maximum length of an answer, in tokens."""
     timeout: float = 120.0
-    """Seconds of a request."""
+    """The time limit of a request, in seconds."""
     body_bytes: int = 1_000_000
-    """The largest request."""
+    """The maximum size of a request body, in bytes."""
     folder: Path = Path("runs/serve")
     """The folder of pid file and log."""
 
@@ -65,7 +66,7 @@ class ServeCommand:
         action = first if first in ("start", *_DAEMON_ACTIONS) else ""
         if action and sys.platform == "win32":
             raise UserError(
-                f"pellucid serve {action} needs Linux or macOS: leave a window to pellucid serve, or use WSL"
+                f"pellucid serve {action} needs Linux or macOS: keep pellucid serve open in a window, or use WSL"
             )
         if len(self.words) != (2 if action == "start" else 1):
             raise UserError(f"serve takes {_USAGE}, got {' '.join(self.words) or 'nothing'}")
@@ -75,7 +76,7 @@ class ServeCommand:
             return _DAEMON_ACTIONS[action](self.folder)
         config.refuse_recipe_as_run(self.model, "pellucid train {} makes one; serve takes a run or a model")
         if action and not self.port:
-            raise UserError("serve start --port 0: a service in the background needs a port that is known; name one")
+            raise UserError("serve start --port 0: a server in the background needs a fixed port; name one")
         for library in ("fastapi", "uvicorn"):
             import_extra(library, "serve", "pellucid serve")
         from pellucid.serve import middleware  # noqa: PLC0415 - it imports the libraries checked above
@@ -93,7 +94,7 @@ class ServeCommand:
         return 0
 
     def build_arguments(self) -> list[str]:
-        """Return the words of a command line for the same service."""
+        """Return the command-line arguments that start the same server."""
         words = [self.model]
         for option in fields(self)[1:]:
             value = getattr(self, option.name)

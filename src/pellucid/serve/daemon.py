@@ -1,4 +1,4 @@
-"""`pellucid serve start | stop | status | restart`: the service in the background, which has a pid file."""
+"""`pellucid serve start | stop | status | restart`: a background service with a pid file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pellucid.utils.files import hold_lock, write_file_atomically
 from pellucid.utils.text import escape_controls
 
 STOP_TIMEOUT_SECONDS = 30.0
-"""Seconds that a service has to end after SIGTERM. It has ten times as many to answer after its start."""
+"""The seconds that a service may take to end after SIGTERM. It may take ten times as long to start."""
 INSTANCE_VARIABLE = "PELLUCID_INSTANCE"
 """The environment variable with a random number, which /health shows: it identifies the service on its port."""
 _START_TIME_TOLERANCE_SECONDS = 2.0
@@ -54,7 +54,7 @@ class Daemon:
             return False
 
     def is_answering(self) -> bool:
-        """Return whether this service, and no other, answers at its address. No proxy is asked."""
+        """Return whether this service, and no other, answers at its address. Proxies are bypassed."""
         try:
             with closing(http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=2)) as connection:
                 connection.request("GET", "/health")
@@ -103,7 +103,7 @@ def start_daemon(folder: Path, url: str, arguments: Sequence[str]) -> int:
     with hold_lock(folder / "serve.lock", "starts a service in this folder"):
         if running := _find_running_daemon(folder):
             raise UserError(
-                f"a service runs already: {running.url}, pid {running.pid}; stop it, or name another --folder"
+                f"a service is already running: {running.url}, pid {running.pid}; stop it, or name another --folder"
             )
         service = _launch_daemon(log, url, arguments)
         try:
@@ -147,7 +147,7 @@ def _wait_for_answer(service: Daemon, log: Path) -> None:
 def stop_daemon(folder: Path) -> int:
     running = _find_running_daemon(folder)
     if running is None:
-        print("nothing runs")
+        print("no service is running")
         return 0
     running.end()
     (folder / "serve.pid").unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def print_status(folder: Path) -> int:
     """Print the state. Return 0 if the service answers, 1 if it runs and does not answer, 3 if none runs."""
     running = _find_running_daemon(folder)
     if running is None:
-        print("nothing runs")
+        print("no service is running")
         return 3
     is_answering = running.is_answering()
     print(f"{running.url}, pid {running.pid}, {'answers' if is_answering else 'does not answer'}")

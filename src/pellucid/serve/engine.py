@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
 
 MAX_CACHED_PROMPT_TOKENS = 65_536
-"""The most tokens of prompts in the KV cache: their number times the longest, since each is padded to it."""
+"""Maximum prompt tokens in the KV cache: prompts * the longest prompt, since all are padded to its length."""
 MAX_PREFILL_SCORES = 2**24
-"""The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
+"""Maximum attention scores per head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
 
 
 class ThroughputMeter:
-    """Counts tokens by the second, for the mean rate of the last ten seconds."""
+    """Counts the tokens of each second, for the mean rate of the last ten seconds."""
 
     def __init__(self) -> None:
         self.counts: deque[tuple[int, int]] = deque(maxlen=11)
 
     def add(self, count: int, now: float) -> None:
-        """Count tokens at a time in seconds."""
+        """Count tokens that were sampled at `now`, in seconds."""
         second, before = self.counts[-1] if self.counts else (-1, 0)
         if second == int(now):
             self.counts[-1] = second, before + count
@@ -66,15 +66,15 @@ class ThroughputMeter:
 class ServingEngine:
     """Decodes the requests that threads `submit`, and sends chunks of text through `GenerationRequest.notify`.
 
-    Call `run` in the thread that loaded the model: OpenMP has a pool of workers for each thread that computes, and with
-    two pools on two cores a token takes twice as long.
+    Call `run` in the thread that loaded the model: OpenMP starts a pool of workers for each thread that computes, and
+    with two pools on two cores, a token takes twice as long.
     """
 
     def __init__(self, policy: Policy, max_rows: int = 64, max_waiting: int = 256) -> None:
         """Create an engine with `max_rows` slots and a queue of `max_waiting` requests."""
         self.policy, self.max_rows, self.max_waiting = policy, max_rows, max_waiting
         self.waiting: list[GenerationRequest] = []
-        """The requests that the scheduler does not have yet."""
+        """Requests that the scheduler has not received yet."""
         self.closed = False
         self.queue_changed = threading.Condition()
         """Guards `waiting` and `closed`, and wakes `run` when they change."""
@@ -166,7 +166,7 @@ class ServingEngine:
             self.scheduler.admit()
 
     def _take_admissible(self) -> list[GenerationRequest]:
-        """Take from the queue its first requests, as many as fit into one prefill and into the free slots."""
+        """Remove the first requests from the queue, as many as fit into one prefill and the free slots."""
         with self.queue_changed:
             self.waiting = [request for request in self.waiting if not request.cancelled]
             active = [len(request.prompt_ids) for request in self._get_active_requests()]
@@ -177,7 +177,7 @@ class ServingEngine:
             return joining
 
     def _is_admissible(self, active: list[int], joining: Sequence[GenerationRequest]) -> bool:
-        """Return whether requests fit beside prompts of these lengths. One that is alone always does."""
+        """Return whether requests can join active prompts of these lengths. An idle engine admits any one request."""
         lengths = [len(request.prompt_ids) for request in joining]
         if len(lengths) > 1 and _count_padded_tokens(lengths) * max(lengths) > MAX_PREFILL_SCORES:
             return False
@@ -206,17 +206,17 @@ class ServingEngine:
         requests = {row.request for row in rows}
         if len(requests) > 1:
             with suppress(Exception):
-                return _sample_alike(rows, logits, uniforms)
+                return _sample_with_shared_settings(rows, logits, uniforms)
             return self._sample_groups(lambda row: row.request, rows, logits, uniforms)
         with self._fail_on_error(requests):
-            return _sample_alike(rows, logits, uniforms)
-        nothing = torch.zeros(len(rows), device=logits.device)
-        return torch.full_like(nothing, -1, dtype=torch.long), nothing, [()] * len(rows)
+            return _sample_with_shared_settings(rows, logits, uniforms)
+        zeros = torch.zeros(len(rows), device=logits.device)
+        return torch.full_like(zeros, -1, dtype=torch.long), zeros, [()] * len(rows)
 
     def _append_tokens(
         self, row: GenerationRow, ids: list[int], logprobs: list[float], top_logprobs: list[_TopLogprobs]
     ) -> RowState:
-        """Add a token to a row, and send what can be sent. The row of a canceled request finishes."""
+        """Add a token to a row, and send the chunk that is ready. The row of a canceled request finishes."""
         with self._fail_on_error([row.request]):
             if not row.request.cancelled:
                 chunk = row.append_token(SampledToken(ids[0], logprobs[0], top_logprobs[0]), self.policy)
@@ -231,16 +231,16 @@ class ServingEngine:
         for request in {row.request for row in rows} - self._get_active_requests():
             self._end_request(request, None)
 
-    def _end_request(self, request: GenerationRequest, news: Exception | None) -> None:
-        """Send an error or the end. Slots of the request are free at the end of the step."""
+    def _end_request(self, request: GenerationRequest, error: Exception | None) -> None:
+        """Send an error, or None for the end. The slots of the request become free at the end of the step."""
         if not request.cancelled:
             request.cancelled = True
-            with suppress(Exception):  # as from a closed event loop
-                request.notify(news)
+            with suppress(Exception):  # the event loop may be closed
+                request.notify(error)
 
     @contextmanager
     def _fail_on_error(self, requests: Iterable[GenerationRequest]) -> Iterator[None]:
-        """Send an error of the block to these requests: others go on."""
+        """Send an error that the block raises to these requests; other requests go on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - as in `run`
@@ -256,7 +256,7 @@ class ServingEngine:
         """Fail all requests that are being decoded, since the step is incomplete, and start a new batch."""
         requests = self._get_active_requests()
         try:
-            self.scheduler = self._create_scheduler()  # first, since `notify` may look at the state
+            self.scheduler = self._create_scheduler()  # first, since `notify` may read the state
         finally:
             self._fail_requests(requests, error)
 
@@ -268,17 +268,17 @@ _Sampled = tuple[Tensor, Tensor, list[_TopLogprobs]]
 
 
 def _make_ending_error() -> RequestError:
-    return RequestError(503, "the service is ending", "overloaded")
+    return RequestError(503, "the service is shutting down", "overloaded")
 
 
-def _sample_alike(rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor) -> _Sampled:
+def _sample_with_shared_settings(rows: Sequence[GenerationRow], logits: Tensor, uniforms: Tensor) -> _Sampled:
     request = rows[0].request
     tokens, logprobs = sample_tokens(logits, uniforms, request.temperature, request.truncation)
     return tokens, logprobs, _compute_top_logprobs(rows, logits)
 
 
 def _compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list[_TopLogprobs]:
-    """Return as many of the likeliest tokens of each row as its request wants; the rows have the same temperature."""
+    """Return the likeliest tokens of each row, as many as its request wants. All rows have the same temperature."""
     counts = [row.request.top_logprob_count for row in rows]
     if not any(counts):
         return [()] * len(rows)
@@ -288,7 +288,7 @@ def _compute_top_logprobs(rows: Sequence[GenerationRow], logits: Tensor) -> list
 
 
 def _count_padded_tokens(lengths: Sequence[int]) -> int:
-    """Return how many tokens prompts take in the KV cache: each is padded to the longest."""
+    """Return the number of tokens of prompts in the KV cache, where each prompt is padded to the longest."""
     return len(lengths) * max(lengths)
 
 
@@ -296,35 +296,35 @@ def _count_padded_tokens(lengths: Sequence[int]) -> int:
 
 
 _MAX_CHARACTER_TOKENS = 16
-"""How many tokens to wait for the end of a character. A character has at most four bytes, so that one that is still
-incomplete is sent as it is."""
+"""Maximum tokens to wait for the end of a character. It has at most four bytes, so a longer wait would not complete it,
+and the text is sent as it is."""
 
 
 class SampledToken(NamedTuple):
     token_id: int
     logprob: float
     top_logprobs: _TopLogprobs = ()
-    """As many of the likeliest tokens as the request wants."""
+    """The likeliest tokens, as many as the request wants."""
     text_bytes: bytes = b""
-    """The bytes that it adds to the text of its row; a special token adds none."""
+    """The bytes that the token adds to the text of its row; a special token adds none."""
     text_offset: int = 0
-    """The index of its first character in the text of its row."""
+    """The index of the token's first character in the text of its row."""
 
 
 class _TokenSpan(NamedTuple):
-    """Tokens that were decoded together, and their text: one token, or several that are parts of a character."""
+    """Tokens that were decoded together, and their text: one token, or several that form a character."""
 
     tokens: tuple[SampledToken, ...]
     text: str
     offset: int
-    """The number of characters before it in the text of its row."""
+    """The number of characters before the span in the text of its row."""
 
     @property
     def end(self) -> int:
         return self.offset + len(self.text)
 
     def cut_tokens_at(self, end: int) -> Iterator[SampledToken]:
-        """Yield the tokens without the bytes of characters from index `end` on, where a stop string cuts the text."""
+        """Yield the tokens without the bytes of the characters from `end` on, the index where a stop string begins."""
         if end >= self.end:
             yield from self.tokens
             return
@@ -361,7 +361,7 @@ class CompletionChunk(NamedTuple):
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """A request for n completions of a prompt, each of which is a row.
+    """A request for n completions of a prompt. Each completion is a row.
 
     The engine calls `notify` in its own thread: with each chunk, with None when all rows have finished, or with an
     error.
@@ -376,7 +376,7 @@ class GenerationRequest:
     stop: Sequence[str] = ()
     seed: int = 0
     top_logprob_count: int = 0
-    """How many of the likeliest tokens are returned with each token."""
+    """The number of likeliest tokens that are returned with each token."""
     cancelled: bool = False
     """Set when all rows have finished, when the client has left, or after an error."""
 
@@ -388,7 +388,7 @@ class GenerationRow:
     uniforms: Iterator[float]
     token_ids: list[int] = field(default_factory=list)
     undecoded_tokens: list[SampledToken] = field(default_factory=list)
-    """Tokens that are not text yet."""
+    """Tokens that were not decoded to text yet."""
     unsent_spans: list[_TokenSpan] = field(default_factory=list)
     """Spans whose text is not fully sent yet."""
     sent_characters: int = 0
@@ -398,7 +398,7 @@ class GenerationRow:
     """The range of tokens that were decoded last."""
 
     def append_token(self, token: SampledToken, policy: Policy) -> CompletionChunk | None:
-        """Add a token. Return the chunk that can be sent now, if any; the last chunk has a reason."""
+        """Add a token. Return the chunk that can be sent now, if any; the last one has a finish reason."""
         self.token_ids.append(token.token_id)
         self.undecoded_tokens.append(token)
         full = len(self.token_ids) >= self.request.max_tokens
@@ -409,15 +409,15 @@ class GenerationRow:
         span = _make_span(self.undecoded_tokens, self.unsent_text[before:], self.sent_characters + before, policy)
         self.unsent_spans.append(span)
         self.undecoded_tokens = []
-        cut = min((at for stop in self.request.stop if (at := self.unsent_text.find(stop)) >= 0), default=-1)
-        reason = "stop" if ended or cut >= 0 else "length" if full else ""
-        count = cut if cut >= 0 else len(self.unsent_text) - (0 if reason else self._count_held_back())
+        stop_at = min((at for stop in self.request.stop if (at := self.unsent_text.find(stop)) >= 0), default=-1)
+        reason = "stop" if ended or stop_at >= 0 else "length" if full else ""
+        count = stop_at if stop_at >= 0 else len(self.unsent_text) - (0 if reason else self._count_held_back())
         return self._take_chunk(count, reason) if count or reason else None
 
     def decode_text(self, policy: Policy, is_last: bool) -> bool:
         """Add the text of new tokens. Return False if a character is incomplete and more tokens may come.
 
-        They are decoded together with the tokens before them, since the first token of a text may lose its space.
+        New tokens are decoded together with those before them, since the first token of a text may lose its space.
         """
         first, end = self.decoded_range
         before, now = policy.decode(self.token_ids[first:end]), policy.decode(self.token_ids[first:])
@@ -425,18 +425,18 @@ class GenerationRow:
             return False
         text = now[len(before) :]
         self.unsent_text += text
-        # After a special token, which has no text, a token would lose its space again.
+        # A special token has no text, so a token that is decoded after it alone would lose its space again.
         start = first if not text and len(self.token_ids) - first < _MAX_CHARACTER_TOKENS else end
         self.decoded_range = start, len(self.token_ids)
         return True
 
     def _count_held_back(self) -> int:
-        """Return how many characters at the end may begin a stop string."""
+        """Return the number of characters at the end of `unsent_text` that may begin a stop string."""
         prefixes = (stop[:n] for stop in self.request.stop for n in range(1, len(stop)))
         return max((len(prefix) for prefix in prefixes if self.unsent_text.endswith(prefix)), default=0)
 
     def _take_chunk(self, characters: int, finish_reason: str) -> CompletionChunk:
-        """Return the next characters as a chunk, with the tokens whose text is sent by then; the last has all."""
+        """Return the next characters as a chunk, with the tokens whose text it completes; the last has the rest."""
         text, self.unsent_text = self.unsent_text[:characters], self.unsent_text[characters:]
         self.sent_characters += characters
         spans = [span for span in self.unsent_spans if finish_reason or span.end <= self.sent_characters]
@@ -449,8 +449,8 @@ class GenerationRow:
 
 
 _MAX_INLINE_CHARACTERS = 10_000
-"""Prompts of up to so many characters are tokenized at once, within milliseconds; longer ones in a thread. Each message
-counts 100 more."""
+"""Prompts of up to this many characters are tokenized directly, within milliseconds; longer ones in a thread. Each
+message counts as 100 more."""
 
 
 @dataclass(frozen=True)
@@ -467,21 +467,21 @@ class ServedModel:
     system: str = ""
     """The system message before clients' own questions, for a model that is not served from a run."""
     max_tokens: int = 512
-    """The longest completion in tokens, if a request has no limit."""
+    """The maximum tokens of a completion, if a request sets no limit."""
     group_tokens: int = 0
-    """The longest completion of `/group`, as in training; 0 for `max_tokens`."""
+    """The maximum tokens of a completion of `/group`, as in training; 0 means `max_tokens`."""
     timeout: float = 120.0
-    """How many seconds a response may take, from the arrival of the complete request to its end."""
+    """Seconds that a response may take, from the arrival of the complete request to the end of the response."""
     body_bytes: int = 1_000_000
     body_seconds: float = 30.0
     send_seconds: float = 30.0
-    """How many seconds a client has to receive a chunk."""
+    """Seconds that a client has to receive a chunk."""
     hosts: Sequence[str] = LOOPBACK_HOSTS
     """Host names that requests may use; IP addresses are always allowed."""
     token: str = ""
-    """The token that clients must send; empty for none."""
-    instance: str = ""
-    """The number by which `serve start` recognizes its service."""
+    """The token that clients must send; empty if they need none."""
+    instance_id: str = ""
+    """The id by which `serve start` recognizes its service."""
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     grading_pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     """Grades one group at a time, since the sandbox computes rewards one after the other anyway."""
@@ -512,7 +512,7 @@ class ServedCompletion:
 class _GenerationStream:
     """A submitted request: an async iterator over the chunks of its completions.
 
-    It is canceled at the end of the task that made it, when the answer was sent or its client has left.
+    It is canceled when the asyncio task that created it ends: the answer was sent, or the client has left.
     """
 
     def __init__(
@@ -581,7 +581,7 @@ async def start_generation(
 ) -> _GenerationStream:
     """Check and submit a request for completions of a prompt, or of its token ids.
 
-    Without `max_tokens`, the longest completion has `default_max_tokens`, which is 0 for the limit of the service.
+    Without `max_tokens`, the limit is `default_max_tokens`, or that of the service if this is 0.
 
     Raises:
         RequestError: the context is too short, the prompt cannot be encoded, or the queue is full.
@@ -594,7 +594,7 @@ async def start_generation(
     if room < 1 or wanted > room:
         raise RequestError(
             400,
-            f"{len(prompt_ids)} tokens of prompt and {wanted} of answer are more than the context of"
+            f"{len(prompt_ids)} prompt tokens and {wanted} answer tokens exceed the context length of"
             f" {served.policy.context_length}",
             "context_length_exceeded",
         )
@@ -605,12 +605,12 @@ async def _encode_prompt(served: ServedModel, prompt: Prompt | Sequence[int]) ->
     """Return the token ids of a prompt. Raise RequestError if it cannot be encoded, or the model has no such tokens."""
     ids = await _tokenize_prompt(served, prompt) if isinstance(prompt, Prompt) else tuple(prompt)
     if max(ids) >= (count := served.policy.model.get_input_embeddings().num_embeddings):
-        raise RequestError(400, f"the prompt has a token that the model does not know: it has {count}")
+        raise RequestError(400, f"the prompt has a token that the model does not know: the model has {count} tokens")
     return ids
 
 
 async def _tokenize_prompt(served: ServedModel, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt. A megabyte takes a second, so that long texts are tokenized in a thread."""
+    """Return the token ids of a prompt. A megabyte takes a second, so long texts are tokenized in a thread."""
     texts = [prompt.text] if isinstance(prompt.text, str) else [str(part) for part in (*prompt.text, *prompt.tools)]
     try:
         if sum(100 + len(text) for text in texts) <= _MAX_INLINE_CHARACTERS:
@@ -647,12 +647,12 @@ class ChoiceFormatter:
     with_token_ids: bool = False
 
     def build_head(self) -> dict[str, Any]:
-        """Return the fields that a response, or the first event of a stream, has once."""
+        """Return the fields that occur once in a response, or in the first event of a stream."""
         return {"prompt_token_ids": list(self.stream.prompt_ids)} if self.with_token_ids else {}
 
     def build_choice(self, index: int, answer: ServedCompletion) -> dict[str, Any]:
         content, reason = self.build_content(answer)
-        # As in vLLM, the prompt is in the response of a chat, and in each choice of a text completion.
+        # As in vLLM, a chat response has the prompt ids once; a text completion has them in each choice.
         body = {"message": content} if self.is_chat else content | self.build_head()
         return self.assemble_choice(index, body, reason, answer.tokens)
 
@@ -662,7 +662,7 @@ class ChoiceFormatter:
         return self.assemble_choice(chunk.row_index, body, chunk.finish_reason, chunk.tokens)
 
     def build_final_chunk(self, index: int, answer: ServedCompletion) -> dict[str, Any]:
-        """Return a complete choice as a single chunk, since only at the end it is clear which text is a call."""
+        """Return a complete choice as a single chunk, since only the complete text shows which part is a tool call."""
         message, reason = self.build_content(answer)
         delta = {name: value for name, value in number_tool_calls(message).items() if name != "role" and value}
         return self.assemble_choice(index, {"delta": delta}, reason, answer.tokens)
@@ -672,9 +672,11 @@ class ChoiceFormatter:
         if not self.is_chat:
             return {"text": answer.text}, answer.finish_reason
         policy, ids = self.policy, answer.token_ids
-        cut = max(0, len(policy.decode(ids)) - len(answer.text)) if self.tools else 0
+        cut_characters = max(0, len(policy.decode(ids)) - len(answer.text)) if self.tools else 0
         prompt_ids = self.stream.prompt_ids
-        message = tool_calls.parse_turn(policy.tokenizer, ids, prompt_ids, self.tools, policy.eos_ids, cut).message
+        message = tool_calls.parse_turn(
+            policy.tokenizer, ids, prompt_ids, self.tools, policy.eos_ids, cut_characters
+        ).message
         if not (calls := message.get("tool_calls")):
             return build_message(answer.text, ()), answer.finish_reason
         reason = "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
@@ -709,7 +711,7 @@ class ChoiceFormatter:
     def build_text_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         top_logprobs = list[dict[str, float]]()
         for sampled in tokens:
-            pairs = (sampled[:2], *reversed(sampled.top_logprobs))  # of two tokens with one name, the likelier is sent
+            pairs = (sampled[:2], *reversed(sampled.top_logprobs))  # a likelier token replaces one of the same name
             top_logprobs.append({self.get_token_name(token): max(value, _MIN_SENT_LOGPROB) for token, value in pairs})
         return {
             "tokens": [self.get_token_name(sampled.token_id) for sampled in tokens],
@@ -731,7 +733,7 @@ def build_usage(prompt: int, completion: int) -> dict[str, int]:
 
 
 def build_message(content: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a message of the policy, in which the arguments of calls are text."""
+    """Return a message of the policy. The arguments of its tool calls are JSON text."""
     if not calls:
         return {"role": "assistant", "content": content}
     formatted = list[dict[str, Any]]()
@@ -742,6 +744,6 @@ def build_message(content: str, calls: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def number_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message for a stream, in which each call has its index."""
+    """Return a message for a stream, in which each tool call has its index."""
     calls = message.get("tool_calls")
     return message | {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else message

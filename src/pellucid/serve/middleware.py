@@ -33,7 +33,7 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 _PUBLIC_PATHS = ("/", "/health")
 """Paths that need no token: the page, which asks the user for it, and the health check."""
 TOKEN_VARIABLE = "PELLUCID_TOKEN"
-"""The environment variable of the token: a command line can be read by every user of the machine."""
+"""The environment variable of the token, since every user of the machine can read a command line."""
 
 
 # ---------------------------------------------------------------- access
@@ -44,13 +44,13 @@ TOKEN_VARIABLE = "PELLUCID_TOKEN"
 
 
 class GuardMiddleware:
-    """ASGI middleware that answers every RequestError of the application and of a check before it.
+    """ASGI middleware that turns a RequestError of the application, or of a check before it, into a response.
 
-    A request that the server cancels at its end is answered, too: uvicorn would log a traceback for it.
+    Requests that the server cancels at shutdown get a response, too: uvicorn would log a traceback for them.
     """
 
     def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
-        """Guard an application. `check` raises RequestError for a request that is refused, and its body is not read."""
+        """Guard an application. `check` raises RequestError to refuse a request before its body is read."""
         self.app, self.check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +84,7 @@ def make_access_check(allowed_hosts: Sequence[str], token: str) -> Callable[[Sco
         if not _is_trusted_host(name := _parse_host_name(host), allowed_hosts):
             raise RequestError(
                 400,
-                f'this service is not known as "{name}": ask for 127.0.0.1, or start it with --allowed-hosts {name}',
+                f'the host "{name}" is not allowed: use 127.0.0.1, or start the service with --allowed-hosts {name}',
                 "host_not_allowed",
             )
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
@@ -96,7 +96,7 @@ def make_access_check(allowed_hosts: Sequence[str], token: str) -> Callable[[Sco
 
 
 def _has_token(authorization: str, token: str) -> bool:
-    """Return whether the token is right, in a time that does not depend on how many characters are."""
+    """Return whether the token is right, in a time that does not depend on how many characters match."""
     scheme, _, sent = authorization.partition(" ")
     return scheme.lower() == "bearer" and secrets.compare_digest(sent.strip().encode(), token.encode())
 
@@ -127,10 +127,10 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(option: str) -> str:
-    """Return the token of the options or of the environment, or "". Raises UserError if no header can hold it."""
+    """Return the token from the option or the environment, or "". Raises UserError if no header can hold it."""
     token = option or os.environ.get(TOKEN_VARIABLE, "")
     if not (token.isascii() and token.isprintable()) or " " in token:
-        raise UserError("the token must be letters, digits and signs of ASCII, without spaces")
+        raise UserError("the token must be printable ASCII without spaces")
     return token
 
 
@@ -151,7 +151,7 @@ class RequestLimitsMiddleware:
     """
 
     def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, send_seconds: float) -> None:
-        """Limit bodies, the seconds to receive one, and those in which a client receives a piece of the answer."""
+        """Limit the size of bodies, the seconds to receive one, and the seconds to send each piece of an answer."""
         self.app, self.body_bytes, self.body_seconds = app, body_bytes, body_seconds
         self.send_seconds, self.request_count = send_seconds, 0
 
@@ -168,7 +168,7 @@ class RequestLimitsMiddleware:
             async with asyncio.timeout(self.body_seconds):
                 async for chunk in request.stream():
                     size += len(chunk)
-                    if size <= self.body_bytes:  # the rest is dropped: who cannot send it would not read the answer
+                    if size <= self.body_bytes:  # the rest is dropped: a client must send it to read the answer
                         body += chunk
         except TimeoutError as error:
             late = f"the body did not come within {self.body_seconds:g} seconds"
@@ -192,7 +192,7 @@ class RequestLimitsMiddleware:
                     await send(message)
             except TimeoutError:
                 disconnect.cancel()
-                await asyncio.get_running_loop().create_future()  # until the application is cancelled
+                await asyncio.get_running_loop().create_future()  # waits until the application is cancelled
 
         answer = asyncio.ensure_future(self.app(scope, receive_body, send_in_time))
         try:
@@ -221,18 +221,18 @@ _STATUS_HEADERS = {
 
 
 class RequestError(Exception):
-    """A request that is refused, with an HTTP status and a code for programs."""
+    """A refused request, with an HTTP status and an error code for programs."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
         self.status, self.code = status, code
 
 
-_SHUTDOWN_ERROR = RequestError(503, "the service is ending", "ending")
+_SHUTDOWN_ERROR = RequestError(503, "the service is shutting down", "ending")
 
 
 def build_error_body(error: RequestError) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     message = str(error).encode(errors="backslashreplace").decode()  # a lone surrogate cannot be sent
     return {"error": {"message": message, "type": kind, "code": error.code, "param": None}}
@@ -260,16 +260,16 @@ async def _answer_error(_: Request, error: Exception) -> Response:
 ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = dict.fromkeys(
     (RequestError, RequestValidationError, HTTPException, UserError, Exception), _answer_error
 )
-"""Handlers with which an application answers every error in OpenAI's form."""
+"""Exception handlers that answer every error in OpenAI's format."""
 
 
 def format_validation_errors(errors: Iterable[Any]) -> str:
-    """Return errors of pydantic as one line."""
+    """Format errors of pydantic as one line."""
     return "; ".join(map(_format_validation_error, errors))
 
 
 def _format_validation_error(error: Mapping[str, Any]) -> str:
-    """Return for example "messages.0.role: Input should be 'system', 'user' or 'assistant'"."""
+    """Format an error, for example "messages.0.role: Input should be 'system', 'user' or 'assistant'"."""
     field = ".".join(str(part) for part in error["loc"] if part not in ("body", *PROMPT_KINDS))
     if error["type"] == "extra_forbidden":
         neutral = " or ".join(map(json.dumps, NEUTRAL_VALUES.get(str(error["loc"][-1]), ())))
@@ -307,8 +307,8 @@ def make_server(
 
     Args:
         app: The application.
-        header_timeout: Seconds after which a connection is closed that waits for its client.
-        grace: Seconds that requests have to end. Uvicorn cancels what remains 2 seconds later.
+        header_timeout: Seconds after which a connection that waits for its client is closed.
+        grace: Seconds in which requests may finish at shutdown. Uvicorn cancels the rest 2 seconds later.
         keep_alive: Seconds that a connection may be silent after an answer.
         is_waiting: Returns whether a connection waits for its client.
     """
@@ -325,7 +325,7 @@ def make_server(
     server: Any = uvicorn.Server(settings)
     waiting_since = dict[tuple[Any, Any], float]()  # by connections and their latest requests
 
-    async def close_late() -> None:
+    async def abort_idle_connections() -> None:
         nonlocal waiting_since
         now = time.monotonic()
         waiting = [(one, one.cycle) for one in server.server_state.connections if is_waiting(one)]
@@ -334,7 +334,7 @@ def make_server(
             if now - start > header_timeout:
                 connection.transport.abort()
 
-    settings.callback_notify = close_late  # once a second
+    settings.callback_notify = abort_idle_connections  # once a second
     return server
 
 

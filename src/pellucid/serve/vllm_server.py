@@ -1,8 +1,8 @@
-"""The HTTP application of a sampler server, `pellucid sampler`: one engine of vLLM, to which trainers push weights.
+"""The HTTP application of a sampler server, `pellucid sampler`: one vLLM engine to which trainers push weights.
 
-A trainer describes its model, pushes weights under a version of its own, and reads them back. Then it requests rows
-again and again, and each time receives what was sampled meanwhile. Requests for other weights than the present ones are
-refused, and every answer names the version of its weights.
+A trainer describes its model, pushes weights with a version that it chooses, and reads some back to check them. Then it
+polls: each request may add rows and receives the rows that have finished since the last. Requests for another version
+than the current one are rejected, and every response names the version that it was computed with.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from pellucid.serve.middleware import (
 from pellucid.utils import hardware
 
 _CLOSE_TIMEOUT_SECONDS = 10.0
-"""Seconds that the engine has to finish its work at the end."""
+"""Seconds that `close` waits for the engine to finish its work."""
 
 
 class ModelDescription(BaseModel):
@@ -71,7 +71,7 @@ _VersionHeader = Annotated[str, Header(alias=VERSION_HEADER)]
 
 @dataclass
 class _WeightlessPolicy:
-    """A policy without its weights, for which an engine is made."""
+    """A policy without its weights, from which an engine is created."""
 
     config: Mapping[str, Any]
     device: torch.device
@@ -82,12 +82,12 @@ class _WeightlessPolicy:
 
 
 class _PendingWeights(NamedTuple):
-    """Weights of which some parts have arrived."""
+    """The parts of pushed weights that have arrived so far."""
 
     version: str
     parts: list[bytes]
     base_version: str = ""
-    """The version of the base weights below a pushed adapter; empty if all weights are pushed."""
+    """The version of the base weights under a pushed adapter; empty if all weights are pushed."""
 
 
 class EngineHost:
@@ -109,14 +109,14 @@ class EngineHost:
         return {"model": self.model_digest, "version": self.version, "longest": longest, "block": block, "refusal": ""}
 
     def load_model(self, body: bytes) -> dict[str, Any]:
-        """Make an engine without weights for a ModelDescription, unless there is one.
+        """Create an engine without weights for the ModelDescription in `body`, unless it exists.
 
         Returns:
-            The state, with a reason as `refusal` if vLLM cannot serve the adapter by itself.
+            The state, with a reason in `refusal` if vLLM cannot load the adapter without merging it.
 
         Raises:
             RequestError: The description is malformed.
-            UserError: vLLM does not run the model.
+            UserError: vLLM cannot run the model.
         """
         try:
             model = ModelDescription.model_validate_json(body)
@@ -129,49 +129,49 @@ class EngineHost:
     def receive_weights(
         self, version: str, part_index: int, part_count: int, part: bytes, base_version: str = ""
     ) -> None:
-        """Take a part of the weights of a version, in the format of safetensors. With the last, the engine loads them.
+        """Store a part of the weights of a version, in safetensors format. After the last part, the engine loads them.
 
-        `base_version` is the version of the base weights, if these are an adapter's.
+        `base_version` is the version of the base weights, if the pushed weights are an adapter.
 
         Raises:
-            RequestError: Another trainer has pushed weights in between.
+            RequestError: Another trainer has pushed weights in between, or there is no engine.
         """
         if part_index == 0:
             self.pending = _PendingWeights(version, [], base_version)
         pending = self.pending
         if pending.version != version or len(pending.parts) != part_index or not self.engine:
-            raise RequestError(409, "other weights have come in between")
+            raise RequestError(409, "other weights arrived in between")
         pending.parts.append(part)
         if part_index + 1 == part_count:
             self.pending = _PendingWeights("", [])
             self.executor.submit(self._push_weights, pending).result()
 
     def run_at_version(self, version: str, work: Callable[[], Any]) -> Any:
-        """Return the result of work with the engine. Raises RequestError if its weights have another version."""
+        """Run work in the engine's thread and return its result. Raises RequestError for another weights version."""
         return self.executor.submit(self._run_at_version, version, work).result()
 
     def sample_rows(self, version: str, rows: Sequence[SampleRequest]) -> dict[str, Any]:
-        """Request rows, wait a moment, and return all that was sampled since the last call."""
+        """Add rows, wait briefly, and return all rows that have finished since the last call."""
         self.run_at_version(version, lambda: self._submit_rows(rows))
         with self.rows_arrived:
             self.rows_arrived.wait_for(lambda: self.finished_rows, POLL_SECONDS)
         return self.run_at_version(version, self._take_rows)
 
     def close(self) -> None:
-        """End the engine. Raises TimeoutError if it does not finish its work in time."""
+        """Close the engine. Raises TimeoutError if it does not finish its work in time."""
         self.executor.submit(lambda: self.engine and self.engine.close()).result(_CLOSE_TIMEOUT_SECONDS)
         self.executor.shutdown()
 
     # ------------------------------------------------------------ in the thread of the engine
 
-    def _load_engine(self, model: ModelDescription, name: str) -> dict[str, Any]:
-        if self.model_digest != name:  # a second request may have come while it was made
+    def _load_engine(self, model: ModelDescription, digest: str) -> dict[str, Any]:
+        if self.model_digest != digest:  # an earlier request in the queue may have created it
             self._reset()
             if self.engine:
                 self.engine.close()
             self.model_digest, self.engine = "", None
             self.engine = self.make_engine(model)
-            self.model_digest = name
+            self.model_digest = digest
         return self.describe_state()
 
     def _push_weights(self, pending: _PendingWeights) -> None:
@@ -198,10 +198,10 @@ class EngineHost:
 
     def _check_version(self, version: str) -> None:
         if not version or version != self.version:
-            raise RequestError(409, "these are other weights here")
+            raise RequestError(409, "the server has other weights now")
 
     def _guard_engine(self, work: Callable[[], Any]) -> Any:
-        """Run work with the engine. If it fails, the engine counts as broken, and the next request makes a new one."""
+        """Run work with the engine. If it fails, the engine counts as broken: the next `load_model` replaces it."""
         try:
             return work()
         except BaseException:
@@ -209,7 +209,7 @@ class EngineHost:
             raise
 
     def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
-        """Score a text. Rows of the engine are dropped first, or their results would be mixed with it."""
+        """Score a text. The engine's rows are dropped first, since their results would mix with it."""
         self.engine.abort_all()
         self.finished_rows = []
         return self.engine.score_tokens(ids)
@@ -277,7 +277,7 @@ def _make_tensor_response(version: str, tensors: Mapping[str, Tensor]) -> Respon
 
 
 def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, device: str, hosts: Sequence[str]) -> None:
-    """Serve `rows` completions at once until Ctrl-C. `hosts` are names of this machine for clients.
+    """Sample up to `rows` completions at once, until Ctrl-C. `hosts` are names by which clients reach this machine.
 
     Raises:
         UserError: vLLM is not installed.
@@ -290,7 +290,7 @@ def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, dev
         return VLLMEngine(policy, getattr(torch, model.dtype), rows, cache_gb, model.adapter)
 
     address, port = listening.getsockname()[:2]
-    with _open_to_secret(address, port) as secret:
+    with _announce_secret(address, port) as secret:
         host = EngineHost(make_engine)
         print(f"sampler on {make_url(address, port)}, Ctrl-C ends it", flush=True)
         try:
@@ -303,8 +303,8 @@ def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, dev
 
 
 @contextmanager
-def _open_to_secret(address: str, port: int) -> Iterator[str]:
-    """Yield the secret that clients need, and print where it is; it is empty for a server that is open to everyone."""
+def _announce_secret(address: str, port: int) -> Iterator[str]:
+    """Yield the secret that clients need, and print its location; it is empty if the server is open to everyone."""
     if secret := get_secret():
         yield secret
     elif is_loopback(address):

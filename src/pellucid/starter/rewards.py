@@ -1,4 +1,4 @@
-"""The reward: a number that says how good an answer is. Training makes answers of higher numbers likelier."""
+"""The reward: a number that says how good an answer is. Training makes answers with higher numbers more likely."""
 
 import re
 
@@ -10,6 +10,6 @@ def right_and_short(completions, answer, **columns):
 
 
 def score(text, gold):
-    """1 where the last number is the right one, less 0.05 for every other word; else 0."""
+    """1 if the last number is the right one, minus 0.05 for every other word; else 0."""
     numbers = re.findall(r"\d+", text)
     return 1 - 0.05 * (len(text.split()) - 1) if numbers[-1:] == [gold] else 0.0

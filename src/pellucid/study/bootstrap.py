@@ -24,7 +24,7 @@ def estimate_interval(table: Table, same_questions: bool = False, seed: int = 0)
     narrow: see `compute_false_positive_odds`.
 
     `same_questions` says that all seeds have the same questions, column by column. A second seed then adds no
-    questions, so that one sample of questions serves all sampled seeds: the pigeonhole bootstrap (Owen 2007, doi
+    questions, so all sampled seeds share one sample of questions: the pigeonhole bootstrap (Owen 2007, doi
     10.1214/07-AOAS122), which is somewhat too wide.
     """
     rng = np.random.default_rng(seed)
@@ -38,8 +38,8 @@ def compute_false_positive_odds(seeds: int) -> int:
     """Return N such that at worst one of N comparisons between equal variants looks like a difference.
 
     The worst case is that runs of different seeds differ by far more than their questions account for. With two or
-    three seeds the interval then ends at the lowest and the highest of them: it lies on one side of 0 in
-    2 * (1/2)^seeds of all cases. With more seeds N is about this, as tests/study/test_paired.py simulates.
+    three seeds the interval then spans the seeds' lowest to highest mean: it lies on one side of 0 in
+    2 * (1/2)^seeds of all cases. With more seeds N is about seeds + 1, as tests/study/test_paired.py simulates.
     """
     return 2 if seeds == 2 else seeds + 1
 
@@ -47,7 +47,7 @@ def compute_false_positive_odds(seeds: int) -> int:
 def resample_shared_questions(table: Table, rng: np.random.Generator) -> np.ndarray:
     """Return means [RESAMPLE_COUNT] as `resample_means` does, but with one sample of questions for all seeds.
 
-    Questions with the same numbers in every seed are sampled as one, as often as any of them.
+    Questions with equal columns are merged into one pattern, weighted by their number.
     """
     patterns, counts = np.unique(np.asarray(table, dtype=float), axis=1, return_counts=True)
     seeds = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLE_COUNT) / len(table)

@@ -35,14 +35,14 @@ from pellucid.utils.text import escape_controls
 _RELIABLE_SEED_COUNT = 10
 """With this many seeds an interval needs no warning."""
 _PER_ANSWER_KEYS = {"greedy": "right", "reward": "rewards"}
-"""For each measure, the key of an evaluation that holds it answer by answer."""
+"""For each measure, the key of an evaluation whose list has one value per answer."""
 _VARIANT_METRIC_PREFIXES = ("effect/", "curriculum/", "prefix/", "groups/drawn")
 """Prefixes of the names of metrics that show whether a variant did anything at all."""
 
 
 @dataclass(frozen=True)
 class VariantSummary:
-    """A variant in numbers, over its finished runs."""
+    """The numbers of a variant, over its finished runs."""
 
     variant: str
     seeds: tuple[int, ...]
@@ -51,15 +51,15 @@ class VariantSummary:
     reward: Estimate | None = None
     """The mean reward of greedy answers, likewise."""
     measure: str = "greedy"
-    """What is compared with the baseline: `greedy` or `reward`."""
+    """The measure that is compared with the baseline: `greedy` or `reward`."""
     questions: int = 0
-    """The fewest questions that one of its runs was asked."""
+    """The number of questions of the run that had the fewest."""
     k: int = 0
     mean_at_k: float | None = None
     difference: Estimate | None = None
     """The difference from the baseline over paired questions, with its interval."""
     pairs: Mapping[int, float] = field(default_factory=dict)
-    """The difference of each seed in which the baseline answered the same questions."""
+    """The difference for each seed with which the baseline answered the same questions."""
     unpaired: tuple[str, ...] = ()
     """Why seeds are not paired with the baseline, seed by seed."""
     conclusion: str = ""
@@ -71,7 +71,7 @@ class VariantSummary:
     dead: float | None = None
     """The share of dead groups among those drawn, the mean over the steps of all runs."""
     own: Mapping[str, float] | None = None
-    """Its metrics with a prefix in VARIANT_METRIC_PREFIXES, each the mean over the steps of all runs."""
+    """Its metrics with a prefix in _VARIANT_METRIC_PREFIXES, each the mean over the steps of all runs."""
 
     @property
     def compared_estimate(self) -> Estimate | None:
@@ -97,18 +97,19 @@ def _summarize_variant(variant: str, comparison: Comparison) -> VariantSummary:
     difference = (
         _estimate_over_seeds(list(pairs.values()), [runs[seed].last_evaluation for seed in pairs]) if pairs else None
     )
-    lasts, steps = [run.last_evaluation for run in runs.values()], [row for run in runs.values() for row in run.metrics]
+    evaluations = [run.last_evaluation for run in runs.values()]
+    steps = [row for run in runs.values() for row in run.metrics]
     dead = [share for row in steps if (share := get_drawn_dead_share(row)) is not None]
-    means = [last["mean@k"]["value"] for last in lasts if last.get("mean@k")]
+    means = [last["mean@k"]["value"] for last in evaluations if last.get("mean@k")]
     return VariantSummary(
         variant,
         tuple(runs),
-        greedy=_estimate_measure(lasts, "greedy"),
-        reward=_estimate_measure(lasts, "reward"),
+        greedy=_estimate_measure(evaluations, "greedy"),
+        reward=_estimate_measure(evaluations, "reward"),
         measure=comparison.measure,
-        questions=min(last["n"] for last in lasts),
-        k=lasts[0]["k"],
-        mean_at_k=fmean(means) if len(means) == len(lasts) else None,
+        questions=min(last["n"] for last in evaluations),
+        k=evaluations[0]["k"],
+        mean_at_k=fmean(means) if len(means) == len(evaluations) else None,
         difference=difference,
         pairs={seed: fmean(values) for seed, values in pairs.items()},
         unpaired=tuple(unpaired),
@@ -121,7 +122,7 @@ def _summarize_variant(variant: str, comparison: Comparison) -> VariantSummary:
 
 
 def _pair_answers(run: ComparedRun, baseline: ComparedRun | None, measure: str) -> list[float] | str:
-    """Return the differences question by question, where neither reward failed; or why there are none."""
+    """Return the differences question by question, where neither reward failed, or why there are none."""
     if not baseline:
         return "the baseline has no finished run"
     ours, theirs = (each.last_evaluation.get(_PER_ANSWER_KEYS[measure]) for each in (run, baseline))
@@ -134,28 +135,28 @@ def _pair_answers(run: ComparedRun, baseline: ComparedRun | None, measure: str) 
     return [float(a - b) for a, b in graded] or "no question was graded in both"
 
 
-def _estimate_measure(lasts: Sequence[Record], name: str) -> Estimate | None:
+def _estimate_measure(evaluations: Sequence[Record], name: str) -> Estimate | None:
     """Return greedy accuracy, or the reward of greedy answers, with its interval.
 
     None if one of several runs has not recorded it answer by answer, since a mean without an interval would mislead.
     """
-    if len(lasts) == 1:
-        return parse_estimate(lasts[0][name]) if lasts[0].get(name) else None
-    tables = [[x for x in last.get(_PER_ANSWER_KEYS[name]) or () if x is not None] for last in lasts]
-    return _estimate_over_seeds(tables, lasts) if all(tables) else None
+    if len(evaluations) == 1:
+        return parse_estimate(evaluations[0][name]) if evaluations[0].get(name) else None
+    tables = [[x for x in last.get(_PER_ANSWER_KEYS[name]) or () if x is not None] for last in evaluations]
+    return _estimate_over_seeds(tables, evaluations) if all(tables) else None
 
 
-def _estimate_over_seeds(table: Sequence[Sequence[float]], lasts: Sequence[Record]) -> Estimate:
+def _estimate_over_seeds(table: Sequence[Sequence[float]], evaluations: Sequence[Record]) -> Estimate:
     """Return the mean of a table with a row for each seed, with its interval.
 
     If rewards failed, rows are shorter, and a column is no longer one question.
     """
-    is_complete = all(len(row) == len(last.get("right") or row) for row, last in zip(table, lasts, strict=True))
-    return estimate_interval(table, is_complete and len({last.get("questions") for last in lasts}) == 1)
+    is_complete = all(len(row) == len(last.get("right") or row) for row, last in zip(table, evaluations, strict=True))
+    return estimate_interval(table, is_complete and len({last.get("questions") for last in evaluations}) == 1)
 
 
 def get_drawn_dead_share(step: Record) -> float | None:
-    """Return the share of zero-variance groups among all sampled groups, with those that dynamic sampling left out.
+    """Return the share of zero-variance groups among all sampled groups, including those that dynamic sampling dropped.
 
     None if the step has no such metric.
     """
@@ -185,21 +186,21 @@ def write_numbers(path: Path, comparison: Comparison, rows: Sequence[VariantSumm
 
 
 def list_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> list[str]:
-    """Return what the table does not show: how little conclusions rest on, and which runs are left out."""
+    """Return notes on the table: which conclusions have little evidence, and which runs are left out."""
     questions = min((row.questions for row in rows if row.seeds), default=MIN_INTERVAL_PROMPTS)
     pairs = min((len(row.pairs) for row in rows if row.pairs), default=_RELIABLE_SEED_COUNT)
     notes = list[str]()
     if questions < MIN_INTERVAL_PROMPTS:
         notes.append(
-            f"{questions} held-out questions are too few for an interval: those given here may be far too narrow."
+            f"{questions} held-out questions are too few for an interval: the intervals here may be far too narrow."
         )
     if pairs == 1:
-        notes.append("One seed to a comparison: the interval is over questions alone, and says nothing of another run.")
+        notes.append("One seed per comparison: the interval covers questions only, and says nothing about other runs.")
     elif pairs < _RELIABLE_SEED_COUNT:
         notes.append(
-            f"{pairs} seeds to a comparison make a coarse interval: where runs differ far more from seed to seed than "
-            f"their questions account for, one comparison of equals in {compute_false_positive_odds(pairs)} looks"
-            " apart."
+            f"{pairs} seeds per comparison give a coarse interval: if runs differ far more from seed to seed than "
+            f"their questions explain, one in {compute_false_positive_odds(pairs)} comparisons of equal variants shows"
+            " a difference."
         )
     return [
         *notes,

@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file without script and network. `escape_text` escapes every string of a run."""
+"""The page of a comparison: one HTML file without scripts or requests. `escape_text` escapes all strings of runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _build_comparison_page(comparison: Comparison, rows: Sequence[VariantSummary
         "Results": _build_result_table(rows) + _build_notes(comparison, rows),
         "Curves": curves,
         "Cost of a run": _build_cost_table(rows),
-        "Did it do anything": _build_variant_metric_table(rows),
+        "Did the variant take effect": _build_variant_metric_table(rows),
         "Runs": _build_command_list(comparison),
     }
     return Template(read_asset("report.html")).substitute(
@@ -75,7 +75,7 @@ def _build_comparison_page(comparison: Comparison, rows: Sequence[VariantSummary
 
 
 def write_lede(rows: Sequence[VariantSummary]) -> str:
-    """Return a few sentences with the conclusions that the intervals allow."""
+    """Return a few sentences with the conclusions that the intervals support."""
     baseline, *others = rows
     if not others:
         return f"There is only {escape_text(baseline.variant)}: nothing to compare it with."
@@ -102,18 +102,18 @@ def write_lede(rows: Sequence[VariantSummary]) -> str:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Return names as the subject of a sentence. Example: join_names(["a", "b", "c"]) == "a, b and c are"."""
+    """Return names as a subject with its verb. Example: _join_names(["a", "b", "c"]) == "a, b and c are"."""
     *first, last = names
     return f"{', '.join(first)} and {last} are" if first else f"{last} is"
 
 
 def _build_facts(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
     left_out = len(comparison.unfinished) + len(comparison.missing)
-    lasts = [run.last_evaluation for run in comparison.finished_runs]
-    questions = [len(last.get("right", ())) or last["n"] for last in lasts]
+    evaluations = [run.last_evaluation for run in comparison.finished_runs]
+    questions = [len(last.get("right", ())) or last["n"] for last in evaluations]
     values = {
         "Variants": str(len(rows)),
-        "Finished runs": str(len(lasts)),
+        "Finished runs": str(len(evaluations)),
         "Unfinished or missing": str(left_out),
         "Seeds": str(len({seed for row in rows for seed in row.seeds})),
         "Held-out questions": " to ".join(f"{n:,}" for n in sorted({min(questions), max(questions)})),
@@ -138,11 +138,11 @@ def _build_result_table(rows: Sequence[VariantSummary]) -> str:
         measures = ["Greedy", escape_text(f"mean@{ks}") if ks else "", *(["Reward"] if rewards_differ else [])]
     heads = ["Variant", "Conclusion", "Difference", "", "By seed", *measures, "Runs"]
     differences = [row.difference for row in rows if row.difference]
-    reach = max((max(abs(each.low), abs(each.high)) for each in differences), default=0) or 1.0
-    return render_table(heads, [_build_result_row(row, reach, len(measures)) for row in rows], caption, "results")
+    max_bound = max((max(abs(each.low), abs(each.high)) for each in differences), default=0) or 1.0
+    return render_table(heads, [_build_result_row(row, max_bound, len(measures)) for row in rows], caption, "results")
 
 
-def _build_result_row(row: VariantSummary, reach: float, measure_count: int) -> list[str]:
+def _build_result_row(row: VariantSummary, max_bound: float, measure_count: int) -> list[str]:
     is_reward = row.measure == "reward"
     reward = _format_with_interval(row.reward, "", "reward")
     mean_at_k = "" if row.mean_at_k is None else f"{100 * row.mean_at_k:.1f}"
@@ -151,7 +151,7 @@ def _build_result_row(row: VariantSummary, reach: float, measure_count: int) -> 
         escape_text(row.variant),
         f'<span class="{_CONCLUSION_CSS_CLASSES[row.conclusion]}">{row.conclusion}</span>',
         _format_with_interval(row.difference, "+", row.measure),
-        _draw_interval(row, row.difference, reach) if row.difference else "",
+        _draw_interval(row, row.difference, max_bound) if row.difference else "",
         ", ".join(f"{x:+.3f}" if is_reward else f"{100 * x:+.1f}" for x in row.pairs.values()),
         *measures[:measure_count],
         str(len(row.seeds)),
@@ -163,9 +163,9 @@ def _format_with_interval(estimate: Estimate | None, sign: str, measure: str) ->
     return f"{value} <small>{bounds}</small>" if estimate else ""
 
 
-def _draw_interval(row: VariantSummary, difference: Estimate, reach: float) -> str:
+def _draw_interval(row: VariantSummary, difference: Estimate, max_bound: float) -> str:
     """Return the interval of a difference as an SVG bar with 0 in the middle, on a scale that all variants share."""
-    low, value, high = (100 + 94 * x / reach for x in (difference.low, difference.value, difference.high))
+    low, value, high = (100 + 94 * x / max_bound for x in (difference.low, difference.value, difference.high))
     about = format_estimate(difference, "+", row.measure)
     return (
         f'<svg class="span {_CONCLUSION_CSS_CLASSES[row.conclusion]}" viewBox="0 0 200 16" role="img"'
@@ -176,14 +176,14 @@ def _draw_interval(row: VariantSummary, difference: Estimate, reach: float) -> s
 
 
 def _build_notes(comparison: Comparison, rows: Sequence[VariantSummary]) -> str:
-    """Return a list in HTML on how the table was computed, and on what it does not show."""
+    """Return an HTML list of notes on how the table was computed and what it does not show."""
     comparisons = sum(bool(row.difference) for row in rows)
     notes = [
         f"A difference is taken question by question between runs of the same seed. Its interval comes from "
         f"{RESAMPLE_COUNT:,} resamples: seeds with replacement, then questions within a seed, or one draw of questions"
-        f" for all seeds where these asked the same. A variant is above or below only where the interval excludes 0.",
+        f" for all seeds if they asked the same. A variant is above or below only if the interval excludes 0.",
         f"{format_count(comparisons, 'comparison')} {'was' if comparisons == 1 else 'were'} made. Of comparisons"
-        f" between equals, one in twenty is expected to look apart by chance.",
+        f" between equal variants, one in twenty is expected to differ by chance.",
         *list_notes(comparison, rows),
     ]
     return f'\n<ul class="notes">{"".join(f"<li>{escape_text(note)}</li>" for note in notes)}</ul>'
@@ -207,8 +207,8 @@ def _build_cost_table(rows: Sequence[VariantSummary]) -> str:
         if row.seeds
     ]
     caption = (
-        "By seed, and the mean as a multiple of the baseline's; time is that of the machine it ran on, dead groups the "
-        "share of all that were drawn"
+        "Values by seed, and their mean relative to the baseline's; times depend on the machine, and dead groups are a "
+        "share of all drawn groups"
     )
     heads = ("Variant", "Tokens sampled", "Ratio", "Time in steps", "Ratio", "Dead groups")
     return render_table(heads, cells, caption, "results")
@@ -220,7 +220,7 @@ def _build_variant_metric_table(rows: Sequence[VariantSummary]) -> str:
         for row in rows
         for name, value in (row.own or {}).items()
     ]
-    caption = "Measures of what a variant adds, means over the steps that have them"
+    caption = "Metrics that show whether a variant took effect, as means over the steps that log them"
     return render_table(("Variant", "Measure", "Mean"), cells, caption, "results") if cells else ""
 
 
@@ -259,7 +259,7 @@ def _draw_variant_curves(variant: str, comparison: Comparison) -> str:
         ),
         draw(
             "Training reward",
-            f"of what is trained on; {around}",
+            f"of the groups trained on; {around}",
             lambda run: make_points(run.metrics, "reward/mean"),
             *((min(rewards), max(rewards)) if rewards else ()),
         ),

@@ -1,4 +1,4 @@
-"""A study, variants of a base recipe with several seeds each: read its TOML file and list its runs."""
+"""Reads the TOML file of a study, which has variants of a base recipe with several seeds each, and lists its runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StudyRun:
 
     @property
     def arguments(self) -> list[str]:
-        """Return the arguments of `pellucid` that make this run from the start."""
+        """Return the arguments of `pellucid` that start this run from scratch."""
         return ["train", str(self.recipe_path), "--algorithm.seed", str(self.seed), "--run", str(self.run_dir)]
 
 
@@ -58,7 +58,7 @@ class Study:
     """The settings of each variant, as a recipe has them; the first is the baseline."""
 
     def list_runs(self, study_dir: Path, only: Sequence[str] = ()) -> list[StudyRun]:
-        """Return all runs, or those of the variants in `only`. UserError for a name that is no variant.
+        """Return all runs, or those of the variants in `only`. Raises UserError for an unknown variant.
 
         The first seed of every variant comes before any second seed, so that a study cut short compares all variants.
         """
@@ -71,11 +71,11 @@ class Study:
 
 
 def read_study(path: Path) -> Study:
-    """Return the study in a TOML file. UserError, one line, for mistakes outside the settings of its variants."""
+    """Return the study in a TOML file. Raises UserError with one line for mistakes outside variant settings."""
     values = config.read_settings(path)
     if "variants" not in values and config.SECTIONS.keys() & values.keys():
         raise UserError(
-            f"{path} is a recipe, and no study: pellucid train {path} trains it; a study names it as its base"
+            f"{path} is a recipe, not a study: run pellucid train {path}, or name it as the base of a study"
         )
     for key in values:
         if key not in _STUDY_KEYS:
@@ -120,7 +120,7 @@ def _check_settings_table(path: Path, name: str, table: Any) -> None:
 
 
 def load_variant_configs(study: Study) -> dict[str, Config]:
-    """Return the complete settings of each variant, as a run has them. UserError names a variant with a mistake."""
+    """Return the complete settings of each variant, as a run has them. Raises UserError, which names the variant."""
     configs = dict[str, Config]()
     for name, settings in study.variants.items():
         source = f"{study.path}: variants.{name}"

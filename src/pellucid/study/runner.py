@@ -66,7 +66,7 @@ class Progress:
 def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
     """Make all runs of the study, or as many as end before Ctrl-C. A second call continues where the first stopped.
 
-    `jobs` runs are made at once, of all variants or those in `only`. Returns the exit status.
+    Up to `jobs` runs are made at once, of all variants or of those in `only`. Returns the exit status.
     """
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
@@ -82,7 +82,7 @@ def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] 
         waiting = deque[StudyRun]()
         for run in runs:
             if is_run_finished(run.run_dir):
-                prune_finished_run(run.run_dir, keep_model=True)  # the user may have kept it on purpose
+                prune_finished_run(run.run_dir, keep_model=True)  # the user may have kept the model on purpose
             else:
                 waiting.append(run)
         done = len(runs) - len(waiting)
@@ -91,7 +91,7 @@ def run_study(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] 
     status = report_failures(progress.failures)
     if not requests:
         return status
-    _print_line(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
+    _print_line(f"stopped after {progress.ended} of {progress.total} runs; the same command continues")
     return INTERRUPTED_EXIT_STATUS
 
 
@@ -132,10 +132,10 @@ def start_job(run: StudyRun, jobs: int, lock: TextIOWrapper) -> Job:
             stderr=subprocess.STDOUT,
             env={**threads, **os.environ},
             pass_fds=[lock.fileno()],
-            start_new_session=True,  # otherwise Ctrl-C would reach it as well as our SIGINT, and two end it at once
+            start_new_session=True,  # otherwise it gets Ctrl-C as well as our SIGINT, and two end it at once
         )
     write_lock_holder(lock, process.pid)
-    _print_line(f"{run.name}: {'goes on' if resumed else 'started'}, log {run.log_path}")
+    _print_line(f"{run.name}: {'resumed' if resumed else 'started'}, log {run.log_path}")
     return Job(run, process)
 
 
@@ -160,11 +160,11 @@ def _finish_job(job: Job, keep_models: bool, progress: Progress, stopping: bool)
 
 
 def report_failures(failures: dict[StudyRun, int]) -> int:
-    """Print the failed runs. Return the exit status: 0 without any, 2 if all are mistakes of the user, else 1."""
+    """Print the failed runs. Return the exit status: 0 if there are none, 2 if all are user errors, else 1."""
     for run, status in failures.items():
         lines = run.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         _print_line(f"failed (exit {status}): {run.name}: {lines[-1] if lines else 'it printed nothing'}")
-        _print_line(f"  again: {format_command(build_resume_arguments(run) or run.arguments)}")
+        _print_line(f"  to retry: {format_command(build_resume_arguments(run) or run.arguments)}")
     return 0 if not failures else 2 if set(failures.values()) == {2} else 1
 
 
@@ -187,17 +187,17 @@ def _print_line(line: str) -> None:
 
 
 def check_run_dir(run: StudyRun, recipe: Config) -> None:
-    """Raise UserError if the folder holds anything but this run of the study, with the settings that it has now."""
+    """Raise UserError if the folder holds anything but this run with the current settings of the study."""
     run_dir = run.run_dir
     if not run_dir.exists():
         return
     refuse_locked_run_dir(run_dir)
     if not run_dir.is_dir() or list_foreign_files(run_dir):
-        raise UserError(f"{run_dir} is no run (no config.json) and in the way: move it, or choose another --into")
+        raise UserError(f"{run_dir} exists and is not a run (no config.json): move it, or choose another --into")
     if not read_config(run_dir):
         if list_checkpoints(run_dir) or any(read_records(run_dir / "metrics.jsonl")):
-            raise UserError(f"{run_dir}/config.json cannot be read: mend it, or delete that run")
-        return  # the run crashed in its first moment
+            raise UserError(f"{run_dir}/config.json cannot be read: fix it, or delete that run")
+        return  # the run crashed before it wrote its settings
     for key, (theirs, ours) in find_relevant_changes(run_dir, get_expected_settings(run, recipe)).items():
         raise UserError(
             f"{run_dir} was made with {key} = {theirs!r}, the study says {ours!r}: choose another --into, or delete"

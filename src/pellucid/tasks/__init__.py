@@ -29,7 +29,7 @@ TASKS = {
 
 
 def load_task_class(name: str) -> type:
-    """Return the class of a task in TASKS, or of the user's own as "path/to/file.py:Class". UserError if it is none.
+    """Return the class of a task in TASKS, or a user's "path/to/file.py:Class". Raises UserError if there is none.
 
     Example: load_task_class("arithmetic"); load_task_class("my_task.py:Riddles")
     """

@@ -1,4 +1,4 @@
-"""Agents that somebody has written already, in whatever framework, about rows of your own."""
+"""Agents that already exist, in any framework. Each rollout runs one on a row of your data."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pellucid.tasks.dataset import DatasetTask
 
 @dataclass(frozen=True)
 class Agent(DatasetTask):
-    """The policy is asked by an agent, as by a client of OpenAI's API whose address is that of one rollout.
+    """An agent queries the policy through OpenAI's API, at a separate address for each rollout.
 
-    The reward is what the agent returns, with reward terms beside it or in its place.
+    The reward is the agent's return value, with other reward terms added or in its place.
 
     Example: Agent(run="my_agent.py:solve", data="train.jsonl"); Agent(run="python my_agent.py", data="train.jsonl")
     """
 
     name: Literal["agent"] = "agent"
-    """This task."""
+    """The name of the task."""
     run: str = ""
-    """"path/to/file.py:name": a function solve(row, client) that returns the reward, or None where `rewards` grade. Or
-    a command, which finds the row as JSON in its standard input and the address in OPENAI_BASE_URL; the number in its
-    last line is the reward."""
+    """"path/to/file.py:name": a function solve(row, client) that returns the reward, or None if only `rewards` grade
+    it. Or a command, which finds the row as JSON in its standard input and the address in OPENAI_BASE_URL; the number
+    in its last line is the reward."""
     timeout: float = 120.0
-    """Seconds that the agent may take for a row; while it waits for the policy no time is counted."""
+    """The time limit of the agent for a row, in seconds, not counting the time that it waits for the policy."""
     rewards: tuple[RewardTerm, ...] = ()
-    """The terms of the reward. One of them is `environment`, what the agent returns, whether it is named or not: where
-    the agent has failed there is no grade."""
+    """The terms of the reward. They always include `environment`, the agent's return value, even if it is not named. If
+    the agent fails, there is no grade."""
 
     def __post_init__(self) -> None:
         if not self.run.strip():

@@ -35,7 +35,7 @@ class Arithmetic(GeneratedTask):
     """
 
     name: Literal["arithmetic"] = "arithmetic"
-    """This task."""
+    """The name of the task."""
     digits: int = 1
     """Digits of each operand: 1 means 0 to 9, 2 means 10 to 99."""
     operators: tuple[_Operator, ...] = ("+", "*")

@@ -25,7 +25,7 @@ class Calculator(GeneratedTask):
     """
 
     name: Literal["calculator"] = "calculator"
-    """This task."""
+    """The name of the task."""
     digits: int = 3
     """How many digits each number has."""
     credit: float = 0.3
@@ -38,7 +38,7 @@ class Calculator(GeneratedTask):
     def __post_init__(self) -> None:
         check_ranges(self, digits=(1, 6), examples=(0, 8))
         if not 0 <= self.credit < 1:
-            raise ValueError(f"credit = {self.credit} must be from 0 to below 1")
+            raise ValueError(f"credit = {self.credit} must be at least 0 and below 1")
 
     @property
     def environment_spec(self) -> EnvironmentSpec:

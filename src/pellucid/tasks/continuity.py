@@ -18,9 +18,9 @@ from pellucid.types import Completion, Prompt, Reward
 
 _DEFAULT_SYSTEM_MESSAGE = "Solve the problem step by step, and put the final answer in \\boxed{}."
 PARSED_WEIGHTS = {"points": 0.1, "right equation": 0.15, "a": 0.15, "left equation": 0.15, "b": 0.15, "sum": 0.3}
-"""The weight of each part. Without the sum they add up to 0.7: nothing replaces the answer."""
+"""The weight of each part. Without the sum they add up to 0.7: no other part makes up for the answer."""
 _LITERAL_WEIGHTS = {"points": 0.2, "right equation": 0.25, "a": 0.15, "left equation": 0.25, "b": 0.15, "sum": 0.2}
-"""The weights of literal grading. They add up to 1.2, capped at 1: the sum is not needed."""
+"""The weights of literal grading. They add up to 1.2, capped at 1, so the sum is not needed for a full reward."""
 
 _BULLET = re.compile(r"^[ \t]*(?:[-+*\u2022]|\d+[.)])[ \t]+", re.MULTILINE)
 _REMARK = re.compile(r"\(([^()]*=[^()]*)\)")
@@ -28,7 +28,7 @@ _OPENING_BRACKET = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
 _EXPRESSION_TOKEN = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENING_BRACKET}|[ \t]+")
 _LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
 _MAX_SEARCHED_CHARS = 20_000
-"""The number of characters of a completion that are searched for statements. A marked answer may stand behind them."""
+"""The number of characters of a completion that are searched for statements. A marked answer may come after them."""
 
 
 class PiecewiseProblem(NamedTuple):
@@ -50,10 +50,10 @@ class PiecewiseProblem(NamedTuple):
         return self.k * self.left - self.m * self.left - self.q
 
     def format_question(self) -> str:
-        middle = f"{_omit_1(self.m)}x {_format_signed(self.q)}"
+        middle = f"{_format_factor(self.m)}x {_format_signed(self.q)}"
         return (
             f"Let f(x) = ax {_format_signed(self.p)} for x > {self.right}, f(x) = {middle} for {self.left} <= x <="
-            f" {self.right}, and f(x) = {_omit_1(self.k)}x - b for x < {self.left}. f is continuous everywhere."
+            f" {self.right}, and f(x) = {_format_factor(self.k)}x - b for x < {self.left}. f is continuous everywhere."
             " Find a + b."
         )
 
@@ -68,7 +68,7 @@ class Continuity(GeneratedTask):
 
     Grading `parsed` reads statements as equations, in LaTeX and Markdown too: 2a + 6 = 0 is the same as 2a + 3 = -3,
     and b = 30 is not b = 3. At the beginning of a line, "- a = -3" is a list item and states a = -3. The sum is the
-    number in a final `<answer>` tag or in the last `\\boxed{}`, else that behind the last "a + b = ".
+    number in a final `<answer>` tag or in the last `\\boxed{}`, else the number after the last "a + b = ".
 
     Grading `literal` searches for strings, as first described: "a = -39" then contains a = -3, and the reward can reach
     1 with a wrong sum.
@@ -77,7 +77,7 @@ class Continuity(GeneratedTask):
     """
 
     name: Literal["continuity"] = "continuity"
-    """This task."""
+    """The name of the task."""
     problems: Literal["one", "family"] = "one"
     """one: always the same problem, in both splits, to see whether training has any effect. family: many problems."""
     grading: Literal["parsed", "literal"] = "parsed"
@@ -89,7 +89,7 @@ class Continuity(GeneratedTask):
 
     def __post_init__(self) -> None:
         if self.grading == "literal" and self.problems == "family":
-            raise ValueError('grading = "literal" knows the strings of one problem only: problems = "one"')
+            raise ValueError('grading = "literal" needs problems = "one": it searches for strings of that problem')
         check_ranges(self, test_share=(0.01, 0.99))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
@@ -107,17 +107,17 @@ class Continuity(GeneratedTask):
         ]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        found = parts = grade_parts(completion.full_text, PiecewiseProblem(**prompt.columns["pieces"]))
+        parsed_parts = parts = grade_parts(completion.full_text, PiecewiseProblem(**prompt.columns["pieces"]))
         weights = PARSED_WEIGHTS
         if self.grading == "literal":
             parts, weights = _grade_literal_parts(completion.text[:_MAX_SEARCHED_CHARS]), _LITERAL_WEIGHTS
         value = round(sum(weights[name] * part for name, part in parts.items()), 10)
-        return Reward(min(1.0, value), parts, correct=bool(found["sum"]), weights=weights)
+        return Reward(min(1.0, value), parts, correct=bool(parsed_parts["sum"]), weights=weights)
 
 
 @cache
 def list_problems(split: str, test_share: float) -> tuple[PiecewiseProblem, ...]:
-    """Return all problems of a split. a and b are whole numbers from -9 to 9."""
+    """Return all problems of a split. a is from -5 to 5 and not 0, b from -9 to 9."""
     every = (
         PiecewiseProblem(right, left, m * right + q - a * right, m, q, k)
         for right in range(1, 5)
@@ -192,7 +192,7 @@ def _normalize_equation(left: LinearExpression, right: LinearExpression) -> Line
 
 
 def _find_solution(equations: Sequence[tuple[LinearExpression, LinearExpression]], *unknowns: str) -> Fraction | None:
-    """Return the number in the last "a = number", or for several unknowns in the last "a + b = number"; or None."""
+    """Return the number in the last "a = number", or for several unknowns in the last "a + b = number", if any."""
     wanted = LinearExpression(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
     return next(
         (right.constant for left, right in reversed(equations) if left == wanted and not right.coefficients), None
@@ -220,7 +220,7 @@ def _grade_literal_parts(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in parts.items()}
 
 
-def _omit_1(n: int) -> str:
+def _format_factor(n: int) -> str:
     return "" if n == 1 else str(n)
 
 

@@ -22,8 +22,8 @@ MAX_TRIES = 10_000
 class Countdown(GeneratedTask):
     """The reward is 1 for an expression that has the target's exact value and uses every number exactly once.
 
-    The expression is read from a final `<answer>` tag or the last `\\boxed{}`, otherwise from the last line, in LaTeX
-    and Markdown too. Of an equation, only the first side that is more than a number is graded: `3 * 5 - 2 = 13` and
+    The expression is read from a final `<answer>` tag or the last `\\boxed{}`, otherwise from the last line. It may be
+    LaTeX or Markdown. In an equation, only the first side that is more than a number is graded: `3 * 5 - 2 = 13` and
     `13 = 3 * 5 - 2` are the same. Numbers are written in digits, without decimal point or power, and the only signs
     are + - * / and brackets. An expression that uses the right numbers but misses the target earns `format_reward`. The
     splits share no set of numbers.
@@ -32,13 +32,13 @@ class Countdown(GeneratedTask):
     """
 
     name: Literal["countdown"] = "countdown"
-    """This task."""
+    """The name of the task."""
     numbers: int = 3
     """How many numbers there are, from 2 to 6."""
     largest: int = 20
     """The largest number."""
     format_reward: float = 0.1
-    """The reward for the right numbers and a wrong value, from 0 to below 1."""
+    """The reward for the right numbers and a wrong value, at least 0 and below 1."""
     test_share: float = 0.1
     """The share of number sets that is held out for the test split."""
     template: str = (
@@ -52,7 +52,7 @@ class Countdown(GeneratedTask):
         if self.largest < 5:
             raise ValueError(f"largest = {self.largest} must be at least 5")
         if not 0 <= self.format_reward < 1:
-            raise ValueError(f"format_reward = {self.format_reward} must be from 0 to below 1")
+            raise ValueError(f"format_reward = {self.format_reward} must be at least 0 and below 1")
         if not all(field in self.template for field in ("{numbers}", "{target}")):
             raise ValueError(f'template = "{self.template}" must contain {{numbers}} and {{target}}')
 
@@ -107,7 +107,7 @@ def extract_expression(text: str) -> str:
 
 
 def _strip_emphasis(written: str) -> str:
-    """Remove Markdown emphasis and a final period: the stars around `**3 * 5**.` are no powers."""
+    """Remove Markdown emphasis and a final period: the stars around `**3 * 5**.` are not powers."""
     bare = written.strip().rstrip(".\u3002")
     marks = len(bare) - len(bare.lstrip("*_`"))
     return bare[marks : len(bare) - marks] if marks and bare.endswith(bare[:marks][::-1]) else bare
@@ -142,7 +142,7 @@ class LinearExpression(NamedTuple):
 
     constant: Fraction
     coefficients: dict[str, Fraction]
-    """The coefficients of the unknowns that are not 0."""
+    """The nonzero coefficients, by unknown."""
 
 
 def convert_latex(text: str) -> str:
@@ -215,13 +215,13 @@ def extract_numbers(text: str) -> list[int] | None:
 
 
 def _get_source(written: str, node: ast.Constant) -> str:
-    """Return a number as it is written, since Python rounds decimals, and reads 1_0 and 0x10 otherwise than people."""
+    """Return a number as written, since Python rounds decimals, and people read 1_0 and 0x10 differently."""
     return written[node.col_offset : node.end_col_offset]
 
 
 @lru_cache(maxsize=4096)
 def _parse_expression(text: str) -> tuple[str, ast.expr | None]:
-    """Return the text as Python writes it, and its syntax tree; None if it is no expression."""
+    """Return the text in Python's syntax, and its syntax tree; no tree if it is not an expression."""
     written = _IMPLICIT_PRODUCT.sub("*", " ".join(text.translate(_ASCII_TABLE).split()))
     if len(text) > MAX_EXPRESSION_CHARS or not _ALLOWED_CHARS.fullmatch(written):
         return written, None

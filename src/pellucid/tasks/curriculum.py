@@ -44,7 +44,7 @@ class Curriculum(TaskWrapper):
     """
 
     name: Literal["curriculum"] = "curriculum"
-    """This task."""
+    """The name of the task."""
     pool: int = 480
     """How many questions the task is asked for; the pool is the distinct ones."""
     order: Literal["running", "described"] = "running"
@@ -66,7 +66,7 @@ class Curriculum(TaskWrapper):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if not 0 <= self.decay < 1:
-            raise ValueError(f"decay = {self.decay} must be from 0 to below 1")
+            raise ValueError(f"decay = {self.decay} must be at least 0 and below 1")
         if self.rest < 0:
             raise ValueError(f"rest = {self.rest} must not be negative")
 

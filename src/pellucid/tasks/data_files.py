@@ -1,7 +1,7 @@
-"""Rows of data: mappings from column names to values, from files in one of the formats in READERS or from the Hub.
+"""Data rows: mappings from column names to values, read from files in one of the formats in READERS or from the Hub.
 
-The rows of files are copied to a temporary file, and read from there when they are accessed: as dicts they would take
-five times as much memory as they take on the disk (docs/lab-book.md).
+Rows of files are copied to a temporary file, and read from it when they are accessed: as dicts they would take five
+times as much memory as they take disk space (docs/lab-book.md).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ DataRow = Mapping[str, Any]
 DataRows = Sequence[tuple[str, DataRow]]
 """Rows, each with its location, such as "train.jsonl, line 3", for error messages."""
 _Records = Iterator[tuple[int, DataRow]]
-"""The rows of a file, each with the number of its line or its row, counted from 1."""
+"""The rows of a file, each with its line or row number, counted from 1."""
 
 _MAX_BYTES_IN_MEMORY = 8 * 2**20
-"""More rows than this are on the disk."""
+"""Above this size, the temporary file is on disk instead of in memory."""
 _MAX_CSV_FIELD_CHARS = 2**31 - 1
-"""The largest limit of the length of a field that Python takes on every platform."""
+"""The largest field size limit that Python accepts on every platform."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-"""An escape sequence of a surrogate. Two of them are one character."""
+"""A JSON escape of a UTF-16 surrogate. Two of them make one character."""
 _TOO_DEEP = "lists or objects are nested too deeply"
 _CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -47,7 +47,7 @@ class _FileRows(Sequence[tuple[str, DataRow]]):
     """The rows of one or more files, one file after the other, pickled in a temporary file."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._file = SpooledTemporaryFile(max_size=_MAX_BYTES_IN_MEMORY)  # noqa: SIM115 - as long as the rows
+        self._file = SpooledTemporaryFile(max_size=_MAX_BYTES_IN_MEMORY)  # noqa: SIM115 - open as long as the rows exist
         weakref.finalize(self, self._file.close)
         self._lock = Lock()
         self._units = [f"{path}, {'line' if path.suffix.lower() in _LINE_FORMATS else 'row'}" for path in paths]
@@ -73,7 +73,7 @@ class _FileRows(Sequence[tuple[str, DataRow]]):
 
 
 class _HubRows(Sequence[tuple[str, DataRow]]):
-    """The rows of a split of a Hub data set, which stay on the disk."""
+    """The rows of a split of a Hub data set, which stay on disk."""
 
     def __init__(self, name: str, dataset: Any) -> None:
         self._name, self._dataset = name, dataset
@@ -116,8 +116,8 @@ def read_jsonl(path: Path) -> _Records:
 def read_json(path: Path) -> _Records:
     text = "".join(_iter_lines(path))
     if not text.lstrip().startswith("["):
-        hint = "a file with an object a line is named .jsonl"
-        raise UserError(f'{path}: no list [{{"column": value}}, ...]; {hint}')
+        hint = "name a file with one object per line .jsonl"
+        raise UserError(f'{path}: must be a list [{{"column": value}}, ...]; {hint}')
     has_surrogates = _SURROGATE_ESCAPE.search(text)
     for number, row in enumerate(_parse_json(text, str(path)), start=1):
         yield number, _check_json_row(row, f"{path}, row {number}", has_surrogates)
@@ -133,13 +133,13 @@ def _parse_json(text: str, location: str) -> Any:
 
 
 def _check_json_row(row: Any, location: str, has_surrogates: object) -> DataRow:
-    """Return the row. UserError if it is no object, or holds half a surrogate pair, which no tokenizer takes."""
+    """Return the row. UserError if it is not an object, or has half a surrogate pair, which no tokenizer accepts."""
     if not isinstance(row, dict):
-        raise UserError(f'{location}: of type {type(row).__name__}, where an object {{"column": value}} is needed')
+        raise UserError(f'{location}: must be an object {{"column": value}}, not of type {type(row).__name__}')
     for column, value in row.items() if has_surrogates else ():
         try:
             json.dumps({column: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:  # mostly of an emoji that was cut
+        except UnicodeEncodeError as error:  # usually from an emoji that was cut in half
             half = f"\\u{ord(error.object[error.start]):04x}"
             raise UserError(f'{location}: column "{column}" holds {half}, half of a character') from error
     return row
@@ -159,7 +159,7 @@ def read_csv(path: Path) -> _Records:
         for row in reader:
             if None in row or None in row.values():
                 location = f"{path}, line {reader.line_num}"
-                raise UserError(f"{location}: not as many fields as the {len(names)} of the header")
+                raise UserError(f"{location}: the number of fields is not {len(names)} as in the header")
             yield reader.line_num, row
     except csv.Error as error:
         raise UserError(f"{path}, after line {reader.line_num}: not {path.suffix[1:].upper()}: {error}") from error
@@ -187,7 +187,7 @@ READERS: dict[str, Callable[[Path], _Records]] = {
     ".parquet": read_parquet,
 }
 _LINE_FORMATS = (".jsonl", ".csv", ".tsv")
-"""The formats whose rows are located by line; those of the others are counted."""
+"""The formats whose errors give the line number. The errors of the others give the row number."""
 
 
 def format_error_line(error: BaseException) -> str:
@@ -212,7 +212,7 @@ def get_column_value(row: DataRow, column: str, location: str) -> Any:
         hint = did_you_mean(column, _list_column_names(row))
         if column == "question" and "prompt" in row:
             setting = "question" if isinstance(row["prompt"], str) else "messages"
-            hint = f'; give {setting} = "prompt"'
+            hint = f'; set {setting} = "prompt"'
         raise UserError(f'{location}: no column "{column}"{hint}; the columns are {", ".join(_list_column_names(row))}')
     return value
 
@@ -222,7 +222,7 @@ def has_column(row: DataRow, column: str) -> bool:
 
 
 def _get_nested_value(row: DataRow, column: str) -> Any:
-    """Return the value of a dotted name. A column whose own name has the dot takes precedence."""
+    """Return the value at a dotted path. A column whose own name has the dots takes precedence."""
     if column in row:
         return row[column]
     value: Any = row
@@ -243,15 +243,15 @@ def _list_column_names(row: DataRow) -> list[str]:
 
 
 def parse_chat(value: Any, column: str, location: str) -> tuple[Message, ...]:
-    """Return the role and content of each message of a chat. UserError if it does not end with a message of the user.
+    """Return the messages of a chat, each with role and content. UserError if the last is not the user's.
 
-    A content may be a list of parts, [{"type": "text", "text": "..."}], whose texts are joined.
+    The content may be a list of parts, [{"type": "text", "text": "..."}], whose texts are joined.
     """
     try:
         messages = [_parse_message(message, f'{location}: column "{column}"') for message in value]
         if messages[-1]["role"] == "user":
             return tuple(messages)
-    except (AttributeError, IndexError, KeyError, TypeError):  # no chat
+    except (AttributeError, IndexError, KeyError, TypeError):  # not a chat
         pass
     form = '[{"role": "user", "content": "..."}], with the user\'s message last'
     raise UserError(f'{location}: column "{column}" must look like {form}')
@@ -273,12 +273,12 @@ def _parse_message(message: Any, column: str) -> Message:
 
 
 DataSource = str | tuple[str, ...]
-"""The setting `data` of a task: a file, several, all that match a pattern, or a data set on the Hub."""
+"""The setting `data` of a task: a file, several files, a file pattern, or a data set on the Hub."""
 
 
 @lru_cache(maxsize=4)
 def load_rows(source: DataSource, subset: str, hub_split: str) -> DataRows:
-    """Return the rows of files or of a Hub split. UserError, with the location, for an invalid row."""
+    """Return the rows of files or of a Hub split. For an invalid row, raise UserError with its location."""
     if isinstance(source, str) and not is_file_source(source):
         rows = read_hub_dataset(source, subset, hub_split)
     else:
@@ -289,7 +289,7 @@ def load_rows(source: DataSource, subset: str, hub_split: str) -> DataRows:
 
 
 def is_file_source(source: DataSource) -> bool:
-    """Whether a source stands for files. A tuple always does."""
+    """Whether a source names files. A tuple always does."""
     return not isinstance(source, str) or Path(source).suffix.lower() in READERS or Path(source).expanduser().is_file()
 
 
@@ -338,14 +338,14 @@ def _read_data_file(path: Path) -> _Records:
 
 def read_hub_dataset(source: str, subset: str, split: str) -> DataRows:
     datasets = import_extra("datasets", "data", f'data = "{source}" on the Hugging Face Hub')
-    datasets.config.HF_HUB_OFFLINE |= not check_hub_online()  # it read the environment when it was imported
+    datasets.config.HF_HUB_OFFLINE |= not check_hub_online()  # datasets reads the environment only at import
     try:
         rows = datasets.load_dataset(source, name=subset or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         close = suggest_file(Path(source), find_nearby_files(Path(source), READERS))
         verb = "cannot be reached" if isinstance(error, ConnectionError) else "says"
         raise UserError(
-            f'data = "{source}" is no local file ({", ".join(READERS)}){close}, and the Hugging Face Hub {verb}:'
+            f'data = "{source}" is not a local file ({", ".join(READERS)}){close}, and the Hugging Face Hub {verb}:'
             f" {format_error_line(error)}"
         ) from error
     return _HubRows(f"{source}, {split}", rows)

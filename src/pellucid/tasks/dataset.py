@@ -50,9 +50,9 @@ class DatasetTask:
     """A task whose prompts and rewards are those of a Dataset with the same settings."""
 
     name: str = ""
-    """This task."""
+    """The name of the task."""
     seed: int = 0
-    """The seed of the order of the rows, and of the random numbers of an environment or an agent."""
+    """The seed for the order of the rows, and for random numbers in an environment or an agent."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     data: DataSource = ""
@@ -63,8 +63,8 @@ class DatasetTask:
     test_data: DataSource = ""
     """The held-out rows, which are not trained on: files, or a split of the Hub data set. Empty: a share of `data`."""
     test_share: float = 0.1
-    """The share of questions that is held out where there is no `test_data`, whatever the seed. 0 holds none out, for a
-    run without evaluations (evaluate.every = 0)."""
+    """The share of questions to hold out if there is no `test_data`; it does not depend on the seed. 0 holds none out,
+    for a run without evaluations (evaluate.every = 0)."""
     question: str = "question"
     """The column of the question. Any column may be nested: "extra_info.question"."""
     messages: str = ""
@@ -75,10 +75,10 @@ class DatasetTask:
     answer_pattern: str = ""
     """A regular expression whose first group is the gold answer within its column, such as "#### (.+)"."""
     rewards: tuple[RewardTerm, ...] = ()
-    """The terms of the reward; on the command line their names, with --task.rewards.0.weight 0.5 for a weight."""
+    """The terms of the reward. The command line takes their names; --task.rewards.0.weight 0.5 sets a weight."""
     correct: str = ""
-    """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first; where that is a
-    function of your own which gives other numbers than 0 and 1, evaluation speaks of the mean reward instead."""
+    """The reward term that decides correctness: an answer is correct if it is 1. Empty: the first term; if that is your
+    own function with values other than 0 and 1, evaluation reports the mean reward instead."""
 
     def build_dataset(self) -> Dataset:
         return build_dataset(self)
@@ -105,7 +105,7 @@ class Dataset(DatasetTask):
     """
 
     name: Literal["dataset"] = "dataset"
-    """This task."""
+    """The name of the task."""
     system: str = ""
     """The system message, if any."""
     template: str = "{question}"
@@ -114,7 +114,7 @@ class Dataset(DatasetTask):
     chat: bool = True
     """False: the filled-in template reaches the model as it stands, without a chat template."""
     rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
-    """The terms of the reward; on the command line their names, with --task.rewards.0.weight 0.5 for a weight."""
+    """The terms of the reward. The command line takes their names; --task.rewards.0.weight 0.5 sets a weight."""
     skip_bad_rows: bool = False
     """Skip and list rows with an unusable question or answer. False: such rows end the run before it begins."""
 
@@ -128,17 +128,17 @@ class Dataset(DatasetTask):
         if self.system and not self.chat:
             raise ValueError("system needs chat = true: a plain prompt has no system message")
         if self.answer != self.question and self.answer in find_placeholders(self.template):
-            raise ValueError(f"template shows {{{self.answer}}}, the gold answer; {{{{...}}}} keeps braces as braces")
+            raise ValueError(f"template shows {{{self.answer}}}, the gold answer; write {{{{...}}}} for literal braces")
         if self.answer_pattern and compile_pattern(self.answer_pattern).groups < 1:
             raise ValueError(f'answer_pattern = "{self.answer_pattern}" needs a group around the answer: "#### (.+)"')
         if not self.rewards:
             raise ValueError("rewards must have at least one term")
         if not any(term.weight for term in self.rewards):
-            raise ValueError("rewards: every weight is 0, which is only logged: give a weight to one of them")
+            raise ValueError("rewards: every weight is 0, so none counts: give one of them a weight")
         if self.correct and self.correct not in label_terms(self.rewards):
             raise ValueError(f'correct = "{self.correct}" must name a reward: {", ".join(label_terms(self.rewards))}')
         if self.correctness_term.name == "length":
-            raise ValueError("length is never 1: name another reward in correct")
+            raise ValueError("correct: length is never 1: name another reward")
 
     @property
     def correctness_term(self) -> RewardTerm:
@@ -153,11 +153,11 @@ class Dataset(DatasetTask):
 
     @property
     def question_count(self) -> int:
-        """The number of rows of the split, without those that are left out."""
+        """The number of rows of the split, without bad rows."""
         return len(load_split_prompts(self))
 
     def as_dataset(self) -> Dataset:
-        """Return the data set that the questions are from, which is this one."""
+        """Return the data set of the questions: this one."""
         return self
 
     def sample(self, step: int, n: int) -> list[Prompt]:
@@ -182,10 +182,10 @@ class Dataset(DatasetTask):
     def combine_parts(self, parts: Sequence[RewardPart]) -> Reward:
         """Add up the parts of a reward, one for each reward term in order; NaN if no term with a weight applies.
 
-        A term that failed fails the whole reward, since the other terms alone are no grade. A term of weight 0 is only
-        logged: it fails the reward only if it decides which answers are correct, and it does not make the reward apply
-        to a completion for which every term with a weight returned None. If the deciding term returned None, the
-        completion is neither right nor wrong.
+        A failed term fails the whole reward, since the other terms alone are not a valid grade. A term of weight 0 is
+        only logged. If it fails, the reward fails only if the term decides which answers are correct. If all terms
+        with a weight returned None, the reward does not apply. If the deciding term returned None, the completion is
+        neither right nor wrong.
         """
         names = label_terms(self.rewards)
         values = {name: part.value for name, part in zip(names, parts, strict=True) if part.value is not None}
@@ -215,7 +215,7 @@ class Dataset(DatasetTask):
 
 
 def build_dataset(task: Any, **settings: Any) -> Dataset:
-    """Return a Dataset with the settings that a task has in common with it, and with those that are given."""
+    """Return a Dataset with the fields that a task shares with it, and with `settings`, which take precedence."""
     names = {field.name for field in fields(Dataset)} & {field.name for field in fields(task)} - {"name"}
     return Dataset(**{name: getattr(task, name) for name in names} | settings)
 
@@ -259,7 +259,7 @@ class SourceScan(NamedTuple):
 
 
 ScanKey = tuple[Dataset, DataSource, str]
-"""The task with the seed 0 and the split train, the source, and the split on the Hub."""
+"""A task with seed=0 and split="train", a source, and its split on the Hub."""
 _MARKED_BAD_ROWS: dict[ScanKey, dict[int, str]] = {}
 """The reasons why rows were marked as bad, by the indices of the rows."""
 
@@ -286,9 +286,9 @@ def list_scan_keys(task: Dataset) -> list[ScanKey]:
 
 
 def mark_bad_rows(key: ScanKey, bad: Mapping[int, str]) -> None:
-    """Mark rows of a source as bad by their indices, with the reasons, in place of the rows that were marked before.
+    """Mark rows of a source as bad, with a reason for each index. This replaces earlier marks of the source.
 
-    From now on a task with skip_bad_rows leaves these rows out; for another task, loading its rows is a UserError.
+    From now on a task with skip_bad_rows skips these rows; another task raises DataError when it loads its rows.
     """
     _MARKED_BAD_ROWS[key] = dict(bad)
     load_split_prompts.cache_clear()
@@ -315,7 +315,7 @@ def clear_dataset_caches() -> None:
 
 
 def format_bad_rows(bad: Sequence[BadRow]) -> str:
-    """Return one line with the first bad rows and their reasons, and with the number of the others."""
+    """Return one line with the first bad rows, their reasons, and the number of other bad rows."""
     if len(bad) > _MAX_LISTED_BAD_ROWS and len({row.reason for row in bad}) == 1:
         return f"{bad[0].location}, and {len(bad) - 1} more rows: {bad[0].reason}"
     named = "; ".join(f"{row.location}: {row.reason}" for row in bad[:_MAX_LISTED_BAD_ROWS])
@@ -326,7 +326,7 @@ def format_bad_rows(bad: Sequence[BadRow]) -> str:
 def load_split_prompts(task: Dataset) -> _LazyPrompts:
     """Return the prompts of a task's split, in the order of the data. Every row is read.
 
-    UserError if no row is left; DataError if there are bad rows and the task has no skip_bad_rows.
+    Raise UserError if no row is left, and DataError if there are bad rows and the task has no skip_bad_rows.
     """
     keys, is_test = list_scan_keys(task), task.split == "test"
     own, *test = map(scan_source, keys)
@@ -382,10 +382,10 @@ def sample_prompts(task: Any, prompts: Sequence[Prompt], step: int, n: int) -> l
 
 
 def iter_shuffled_indices(seed: str, step: int, n: int, row_count: int) -> Iterator[int]:
-    """Yield the indices of the n rows of a step, of as many rows as there are. Each epoch is a new shuffle of all.
+    """Yield the n row indices of a step. Each epoch is a new shuffle of all `row_count` rows.
 
-    Another round of the same step (`step` then holds ROUND_STRIDE times its number) begins elsewhere in the same epoch,
-    so that it does not repeat the rows.
+    `step` is ROUND_STRIDE * round + step in the round. Another round begins elsewhere in the same epoch, so that it
+    does not repeat the rows.
     """
     round_number, step_in_round = divmod(step, ROUND_STRIDE)
     # Multiples of the golden ratio keep any number of rounds apart.
@@ -416,7 +416,7 @@ def make_prompt(task: Dataset, location: str, row: DataRow) -> Prompt:
 
 
 def _parse_gold_answers(task: Dataset, location: str, row: DataRow) -> list[str]:
-    """Return the gold answers of a row, of which a list holds several; [""] if no reward term needs any."""
+    """Return the gold answers of a row, several if the column is a list; [""] if it is missing and not needed."""
     if not has_column(row, task.answer) and not task.needs_gold:
         return [""]
     value = get_column_value(row, task.answer, location)
@@ -425,7 +425,7 @@ def _parse_gold_answers(task: Dataset, location: str, row: DataRow) -> list[str]
 
 
 def _parse_gold_answer(task: Dataset, location: str, text: str) -> str:
-    """Return the gold answer in the text of its column. UserError if one that is needed cannot be read."""
+    """Return the gold answer in its column's text. UserError if the pattern or a reward term cannot read it."""
     if task.answer_pattern:
         match = compile_pattern(task.answer_pattern).search(text)
         if match is None:
@@ -437,7 +437,7 @@ def _parse_gold_answer(task: Dataset, location: str, text: str) -> str:
         return text
     text = extract_gold_answer(text)
     if not text:
-        raise UserError(f"{location}: the answer is empty, and a reward compares with it")
+        raise UserError(f"{location}: the answer is empty, but a reward needs it")
     for name in dict.fromkeys(term.name for term in task.rewards if term.name in GOLD_GRADERS):
         if fault := find_gold_fault(name, text):
             raise UserError(f"{location}: the answer {_shorten_to_line(text)} {fault}")
@@ -445,6 +445,6 @@ def _parse_gold_answer(task: Dataset, location: str, text: str) -> str:
 
 
 def _shorten_to_line(text: str) -> str:
-    """Shorten a text to one line of at most 60 characters. Its end is kept, where an answer tends to be."""
+    """Shorten a text to one line of at most 60 characters. The end is kept, since answers tend to be there."""
     line = " ".join(text.split())
     return f'"{line}"' if len(line) <= 60 else f'"...{line[-57:]}"'

@@ -1,4 +1,4 @@
-"""Conversations with an environment and tools of your own, about questions of your own or of the environment's."""
+"""The task of conversations with your environment and tools. Questions are rows of data, or the environment asks."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from pellucid.types import Prompt
 class Environment(DatasetTask):
     """The policy talks with an environment, and calls its methods and other functions as tools, until it is over.
 
-    The reward is what `get_reward()` of the environment returns, with reward terms beside it or in its place.
+    The reward is the result of the environment's `get_reward()`; `rewards` may add terms to it, or replace it.
 
     Example: Environment(environment="games.py:Wordle"); Environment(tools=("tools.py:search",), data="train.jsonl")
     """
 
     name: Literal["environment"] = "environment"
-    """This task."""
+    """The name of the task."""
     environment: str = ""
     """"path/to/file.py:Class": a class with reset(**row), which may return what is added to the question, with public
-    methods as tools, and get_reward(). Or a function reply(messages), which returns what is said next, or None. Or a
-    mapping of names to classes, where the column `environment` says which."""
+    methods as tools, and get_reward(). Or a function reply(messages), which returns the environment's next message, or
+    None to end the conversation. Or a mapping of names to classes; the column `environment` selects the class."""
     tools: tuple[str, ...] = ()
     """Functions that may be called, "path/to/file.py:function": their types and docstrings say what they take."""
     timeout: float = 10.0
     """Seconds that one call of a tool or of the environment may take."""
     data: DataSource = ""
-    """Files of questions, or the id of a data set on the Hub. Empty: the environment asks by itself."""
+    """Files of questions, or the id of a data set on the Hub. Empty: the environment supplies the questions."""
     system: str = ""
     """The system message, if any."""
     template: str = "{question}"
-    """The user's message: {column} is replaced by the text of that column. Without data it is what stands before the
-    question of the environment; "{question}" then is nothing."""
+    """The user's message: {column} is replaced by the text of that column. Without data, it is the text before the
+    question of the environment, and the default adds no text."""
     rewards: tuple[RewardTerm, ...] = ()
     """The terms of the reward. Empty: `environment`, which is what get_reward() returns."""
 
@@ -48,7 +48,7 @@ class Environment(DatasetTask):
         if not 0 < self.timeout <= 1e6:
             raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
         if not self.data and not self.environment:
-            raise ValueError('data = "" needs an environment, which asks by itself')
+            raise ValueError('data = "" needs an environment, which supplies the questions')
         if not self.rewards:
             object.__setattr__(self, "rewards", (RewardTerm(ENVIRONMENT_TERM),))
         can_reward = any(
@@ -57,7 +57,7 @@ class Environment(DatasetTask):
         )
         if not can_reward and any(term.name == ENVIRONMENT_TERM for term in self.rewards):
             raise ValueError("the environment has no get_reward(): give rewards that grade without it")
-        self.build_dataset()  # to check the settings that it shares
+        self.build_dataset()  # to check the settings that both have
 
     @property
     def environment_spec(self) -> EnvironmentSpec:
@@ -67,7 +67,7 @@ class Environment(DatasetTask):
 
     @property
     def question_count(self) -> int | None:
-        """The number of rows of the split; None if the environment asks, which has no number of questions."""
+        """The number of rows of the split; None if the environment asks, which may ask any number of questions."""
         return super().question_count if self.data else None
 
     def sample(self, step: int, n: int) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""A few questions whose answers are known word for word: +1 if right, -1 if wrong, less a small length penalty."""
+"""A few questions whose answers are known word for word: +1 if right, -1 if wrong, minus a small length penalty."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _LITERAL_IGNORED_CHARS = " \n\t。，,.!?：:\"'"
 
 @dataclass(frozen=True)
 class Expected(GeneratedTask):
-    """The reward is hit_reward for the expected answer and miss_reward for any other, less a penalty for length.
+    """The reward is hit_reward for the expected answer and miss_reward for any other, minus a penalty for length.
 
     Texts must agree as a whole, but case, white space, punctuation and the difference between full-width and half-width
-    forms do not count. However long it is, a right answer scores above miss_reward.
+    forms do not count. A right answer scores above miss_reward, however long it is.
 
     Example: Expected(matching="literal").sample(step=0, n=4)
     """
 
     name: Literal["expected"] = "expected"
-    """This task."""
+    """The name of the task."""
     split: Literal["train", "test"] = "train"
     """`train`, or `test`: the same four in other words."""
     language: Literal["zh", "en"] = "zh"
@@ -58,7 +58,7 @@ class Expected(GeneratedTask):
     hit_reward: float = 1.0
     miss_reward: float = -1.0
     length_penalty: float = 0.002
-    """The penalty for each character of the answer, once it is normalised for comparison."""
+    """The penalty for each character of the answer, once it is normalized for comparison."""
     system: str = "You are a helpful assistant."
     """The system message; empty for none."""
 
@@ -94,7 +94,7 @@ class Expected(GeneratedTask):
 
 
 def normalize_text(text: str) -> str:
-    """Return a text without case, white space, punctuation and full-width forms.
+    """Return a text in one case and width, without white space and punctuation.
 
     Example: normalize_text("Ｃzq 是神！") == "czq是神"
     """
@@ -103,7 +103,7 @@ def normalize_text(text: str) -> str:
 
 
 def normalize_literally(text: str) -> str:
-    """Return a text in lower case, without the characters in LITERAL_IGNORED_CHARS.
+    """Return a text in lower case, without the characters in _LITERAL_IGNORED_CHARS.
 
     Example: normalize_literally("czq 是神！") == "czq是神！"
     """

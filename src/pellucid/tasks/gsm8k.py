@@ -41,7 +41,7 @@ class Gsm8k:
     """
 
     name: Literal["gsm8k"] = "gsm8k"
-    """This task."""
+    """The name of the task."""
     seed: int = 0
     """The seed of the order of the questions."""
     split: Literal["train", "test"] = "train"

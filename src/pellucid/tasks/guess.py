@@ -27,13 +27,13 @@ class Guess(GeneratedTask):
     """
 
     name: Literal["guess"] = "guess"
-    """This task."""
+    """The name of the task."""
     largest: int = 20
     """The largest number that may be hidden; the smallest is 1."""
     guesses: int = 5
     """How many guesses there are."""
     format_reward: float = 0.2
-    """The share of the reward for turns that are a number alone, from 0 to below 1."""
+    """The share of the reward for turns that are a number alone, at least 0 and below 1."""
     template: str = (
         "I have hidden a number from 1 to {largest}. Guess it. Answer with one number only, and I will say whether mine"
         " is higher or lower."
@@ -44,7 +44,7 @@ class Guess(GeneratedTask):
         if self.largest < 2 or self.guesses < 1:
             raise ValueError(f"largest = {self.largest} must be at least 2, and guesses = {self.guesses} at least 1")
         if not 0 <= self.format_reward < 1:
-            raise ValueError(f"format_reward = {self.format_reward} must be from 0 to below 1")
+            raise ValueError(f"format_reward = {self.format_reward} must be at least 0 and below 1")
 
     @property
     def environment_spec(self) -> EnvironmentSpec:

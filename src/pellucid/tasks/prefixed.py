@@ -34,7 +34,7 @@ class Prefixed(TaskWrapper):
     """
 
     name: Literal["prefixed"] = "prefixed"
-    """This task."""
+    """The name of the task."""
     file: str = ""
     """The file that `pellucid prefixes` wrote. Empty: prefixes come from the task's own method `working`."""
     opening: str = ""
@@ -42,11 +42,11 @@ class Prefixed(TaskWrapper):
     dropout: float = 0.2
     """The share of groups without a prefix."""
     teacher_share: float = 0.5
-    """Where a question has prefixes from both teacher and student, the probability of the teacher's."""
+    """The probability of a teacher's prefix if a question has prefixes from both."""
     length: float = 1.0
     """The largest share of a prefix's words that is given."""
     shortest: float = 1.0
-    """The share of words that a group is given is drawn between shortest * length and length."""
+    """Each group gets a share of the words drawn between shortest * length and length."""
     schedule: Literal["constant", "cosine"] = "constant"
     """cosine: `length` falls to 0 over schedule_steps, and stays there."""
     schedule_steps: int = 0
@@ -69,7 +69,7 @@ class Prefixed(TaskWrapper):
     def with_split(self, split: str) -> Any:
         """Return the task on another split; for `test` the task inside, without prefixes.
 
-        UserError if there are no prefixes: not earlier, since `pellucid prefixes` takes a recipe that has none yet.
+        Raises UserError if there are no prefixes; not earlier, since `pellucid prefixes` reads recipes without any.
         """
         inside = with_split(self.task, split)
         if split == "test":
@@ -78,7 +78,7 @@ class Prefixed(TaskWrapper):
             load_prefixes(self.file)
         elif not hasattr(get_innermost_task(self.task), "working"):
             raise UserError(
-                f"{type(get_innermost_task(self.task)).__name__} writes no working: set task.file = prefixes.jsonl"
+                f"{type(get_innermost_task(self.task)).__name__} has no `working`: set task.file = prefixes.jsonl"
             )
         return replace(self, task=inside)
 
@@ -145,12 +145,12 @@ def take_first_words(text: str, share: float) -> str:
 
 @cache
 def load_prefixes(file: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
-    """Return the prefixes of each question by source. UserError if the file is not what `pellucid prefixes` writes."""
+    """Return the prefixes of each question, by source. Raises UserError if the file cannot be used."""
     try:
         _, entries = read_prefix_file(Path(file))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"task.file = {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"task.file = {file} is not what `pellucid prefixes` writes ({error})") from error
     found: dict[str, dict[str, list[str]]] = {}
     for entry in sorted(entries, key=lambda entry: entry["index"]):
@@ -159,10 +159,10 @@ def load_prefixes(file: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
 
 
 def read_prefix_file(path: Path) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """Return the first JSON line of a file of prefixes, with its settings, and the others, each of which is a prefix.
+    """Return the header of a prefix file, which has its settings, and its other lines, each of which is a prefix.
 
-    A last line without its end was cut off when a process was killed; it is left out. OSError, UnicodeDecodeError,
-    json.JSONDecodeError, KeyError or TypeError if the file cannot be read, or is no such file.
+    A last line without a newline was cut off when a process was killed; it is left out. Raises OSError,
+    UnicodeDecodeError, KeyError, TypeError or ValueError if the file cannot be read, or has another format.
     """
     lines = path.read_bytes().rpartition(b"\n")[0].decode("utf-8").split("\n")
     header, *entries = map(json.loads, lines)
@@ -170,7 +170,7 @@ def read_prefix_file(path: Path) -> tuple[Mapping[str, Any], list[dict[str, Any]
         raise TypeError("the first line must hold settings")
     for entry in entries:
         if entry["source"] not in PREFIX_SOURCES:
-            raise KeyError(entry["source"])
+            raise ValueError(f"the source of a prefix is {entry['source']!r}, not {' or '.join(PREFIX_SOURCES)}")
         if not isinstance(entry["index"], int) or not all(isinstance(entry[name], str) for name in _TEXT_KEYS):
             raise TypeError("a prefix must have texts and an index")
     return header, entries

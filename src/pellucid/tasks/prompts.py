@@ -1,4 +1,4 @@
-"""What several tasks share that make up their questions."""
+"""Helpers for tasks that build prompts, such as those that generate their questions."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pellucid.types import Message, Prompt
 
 @dataclass(frozen=True)
 class GeneratedTask:
-    """The settings of tasks that make up their questions from random numbers."""
+    """The settings of tasks that generate their questions from random numbers."""
 
     name: str = ""
-    """This task."""
+    """The name of the task."""
     seed: int = 0
-    """The seed by which the questions of each step are drawn."""
+    """The seed for the random questions of each step."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
 
 
 def draw_prompts(task: GeneratedTask, step: int, n: int, make_prompt: Callable[[str, Random], Prompt]) -> list[Prompt]:
-    """Return n prompts of a step. `make_prompt` takes the id of a prompt and the random numbers of the step."""
+    """Return n prompts of a step. `make_prompt` takes the id of a prompt and the random generator of the step."""
     rng = Random(f"{task.name}/{task.seed}/{task.split}/{step}")
     return [make_prompt(f"{task.split}/{step}/{i}", rng) for i in range(n)]
 
 
 def check_ranges(task: GeneratedTask, **ranges: tuple[float, float]) -> None:
-    """Raise ValueError unless each of these settings is between two values, or equal to one of them."""
+    """Raise ValueError unless each of these settings is between two values, inclusive."""
     for name, (low, high) in ranges.items():
         if not low <= getattr(task, name) <= high:
             raise ValueError(f"{name} = {getattr(task, name)} must be from {low} to {high}")

@@ -38,7 +38,7 @@ class ReasoningGym(GeneratedTask):
     """
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
-    """This task."""
+    """The name of the task."""
     family: str = "chain_sum"
     """A data set of the package, such as mini_sudoku; composite mixes those in options.datasets."""
     options: _FamilyOptions = field(default_factory=dict)

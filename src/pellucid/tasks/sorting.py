@@ -1,4 +1,4 @@
-"""Sort a few numbers: a task with partial credit for every answer, in several ways."""
+"""Sort a few numbers: a task with several ways to give partial credit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
 _INVALID_NUMBER = -1
-"""Stands for a number below 0 or of 20 digits and more, which no right answer contains."""
+"""Replaces numbers below 0 or of at least 20 digits, which no right answer contains."""
 Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
 
 
@@ -30,14 +30,14 @@ class Sorting(GeneratedTask):
     """
 
     name: Literal["sorting"] = "sorting"
-    """This task."""
+    """The name of the task."""
     length: int = 4
     """How many numbers there are."""
     largest: int = 9
     """The largest number; the smallest is 0."""
     grading: Grading = "positions"
     """positions: the share of places that hold the right number; distance: how far the numbers are from the right ones;
-    inclusion_ordering: which numbers are there, and which neighbors ascend; exact: all or nothing."""
+    inclusion_ordering: how many of the numbers it contains, and how many neighbors ascend; exact: all or nothing."""
     test_share: float = 0.25
     """The share of number sets that is held out for the test split."""
     template: str = "Sort these numbers in ascending order: {numbers}. Answer with the numbers only."
@@ -78,7 +78,7 @@ def grade_positions(answer: Sequence[int], expected: Sequence[int]) -> float:
 
 
 def grade_distance(answer: Sequence[int], expected: Sequence[int]) -> float:
-    """Return 1 minus the mean distance to the right numbers, as a share of their range; missing or extra ones count 1.
+    """Return 1 minus the mean distance to the right numbers, relative to their range; missing or extra ones count 1.
 
     Example: grade_distance([1, 3, 2], [1, 2, 3]) == 1 - (0 + 1/2 + 1/2) / 3
     """

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, by Prime Intellect, as they are."""
+"""Tasks from unchanged environments of the package `verifiers` by Prime Intellect."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _MAX_TASKS = 10_000
 
 @dataclass(frozen=True)
 class Verifiers:
-    """The reward is that of the environment; an answer is right at 1. A tenth of the tasks is held out.
+    """The environment computes the reward; an answer with a reward of 1 is right. A tenth of the tasks is held out.
 
     Example: Verifiers(env={"taskset": {"id": "my-taskset"}, "agent": {"max_turns": 4}}).sample(step=0, n=8)
     """
 
     name: Literal["verifiers"] = "verifiers"
-    """This task."""
+    """The name of the task."""
     seed: int = 0
     """The seed of the order of the tasks."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     env: dict[str, Any] = field(default_factory=dict)
-    """verifiers' own table `[env]`: the id and the settings of the taskset, and those of each seat."""
+    """verifiers' own table `[env]`: the id and settings of the taskset, and the settings of each agent."""
     timeout: float = 120.0
-    """Seconds that an episode may take; while it waits for the policy no time is counted."""
+    """The time limit of an episode, in seconds, not counting the time that it waits for the policy."""
 
     def __post_init__(self) -> None:
         try:
@@ -56,7 +56,7 @@ class Verifiers:
         return len(load_split_prompts(json.dumps(self.env), self.split))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return n tasks as they are shown in logs; the environment decides what it asks the policy."""
+        """Return n tasks, whose text is only for logs: the environment decides what it asks the policy."""
         return sample_prompts(self, load_split_prompts(json.dumps(self.env), self.split), step, n)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:  # noqa: ARG002

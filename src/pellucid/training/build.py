@@ -1,6 +1,6 @@
 """Builds the objects that a Config describes: task, policy, reference, samplers, environments and runtime.
 
-`check_settings` refuses combinations of settings that these objects cannot work with, before any of them is built.
+Before that, `check_settings` rejects combinations of settings with which these objects cannot work.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pellucid.policy.chat_template import ChatTemplate
 from pellucid.policy.policy import LORA_REFERENCE_ERROR, LoraReference, Policy
 from pellucid.rewards.grading import GradedTask, load_graders
 from pellucid.rewards.settings import RewardConfig
-from pellucid.rollout.hf import HuggingFaceSampler
 from pellucid.rollout.native import NativeSampler
 from pellucid.rollout.select import choose_sampler
 from pellucid.rollout.vllm import TRUNCATION_ERROR, VLLMSampler
+from pellucid.rollout.vllm_client import ServerPool
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
@@ -44,7 +44,7 @@ from pellucid.utils.text import print_notes
 
 _MERGED_IN_FP32 = (
     'sampler.adapter = "merged": vLLM samples in float32, since {} would round most of the adapter\'s update away;'
-    ' "request" gives it the adapter by itself'
+    ' "request" passes the adapter separately'
 )
 MAX_REWARD_LOG_BYTES = 2**24
 """The size limit of rewards.log in bytes. It can be exceeded by the output of half a second."""
@@ -91,7 +91,7 @@ def resolve_machine_settings(cfg: Config) -> Config:
     p, device, timeout = cfg.policy, hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
 
     def find_commit() -> str:
-        with suppress(UserError):  # loading the model raises an error that says more
+        with suppress(UserError):  # loading the model raises a more detailed error
             return load.resolve_commit(p.model, p.access) or p.revision
         return p.revision
 
@@ -103,12 +103,12 @@ def resolve_machine_settings(cfg: Config) -> Config:
 def build_components(cfg: Config, log: Path | None = None) -> Components:
     """Build the objects of settings that `check_settings` accepts.
 
-    What rewards and environments print goes to `log`. Raise UserError if the task, the model or the runtime does not
+    The output of rewards and environments goes to `log`. Raise UserError if the task, the model or the runtime does not
     work with the settings.
     """
     device = hardware.pick_device(cfg.policy.device)
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
-    # The task comes first: its mistakes are then found before a model is loaded.
+    # The task comes first, so its errors are found before a model is loaded.
     task = isolate_task_rewards(with_split(cfg.task, "train"), cfg.reward, log)
     learner = policy.load_policy(
         cfg.policy.model,
@@ -127,12 +127,12 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
         offload_masters=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
     environments = make_environments(cfg, learner, log)
-    # Before the engine shards the policy, since the sampler tries its decoder.
+    # The sampler is chosen before the engine shards the policy, since this tests the policy's decoder.
     sampler = pick_sampler(cfg, learner, environments)
     total_updates = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total_updates, cfg.runtime)
     _check_step_size(algorithm, runtime.world_size)
-    # After the policy was sharded, so that two unsharded models never exist at the same time.
+    # The reference is loaded after the policy is sharded, so that two unsharded models never exist at the same time.
     reference = _load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
         learner.set_kl_reference(reference)
@@ -163,7 +163,7 @@ def make_template(cfg: PolicyConfig) -> ChatTemplate:
 
 
 def check_settings(cfg: Config) -> None:
-    """Raise UserError for settings that contradict one another or that this machine cannot compute with.
+    """Raise UserError for settings that contradict each other or that this machine does not support.
 
     A run and its dry run call this before they load a model.
     """
@@ -171,24 +171,24 @@ def check_settings(cfg: Config) -> None:
     device = hardware.pick_device(p.device)
     dtype = hardware.pick_dtype(p.dtype, device)
     is_sharded, offload = engine in ("fsdp2", "deepspeed"), cfg.optimizer.offload
-    get_advantage_function(cfg.algorithm.advantage)  # these may be in files of the user
+    get_advantage_function(cfg.algorithm.advantage)  # these load user-defined functions from their files
     get_objective_function(cfg.algorithm.objective)
     _refuse_conflicts(
         {
-            'policy.dtype = "float16" is for runtime.engine = "ddp": choose another, or that engine': (
+            'policy.dtype = "float16" needs runtime.engine = "ddp": choose another dtype, or that engine': (
                 is_sharded and dtype == torch.float16
             ),
-            'algorithm.reference_every is not for runtime.engine = "deepspeed": use "fsdp2", or set 0': (
+            'algorithm.reference_every does not work with runtime.engine = "deepspeed": use "fsdp2", or set 0': (
                 engine == "deepspeed" and cfg.algorithm.reference_every > 0
             ),
-            f'policy.load_in_4bit: runtime.engine = "{engine}" cannot share out 4-bit numbers: use "ddp"': (
+            f'policy.load_in_4bit: runtime.engine = "{engine}" cannot shard 4-bit weights: use "ddp"': (
                 is_sharded and p.load_in_4bit
             ),
-            "policy.load_in_4bit: optimizer.offload would gain nothing, an adapter is small: leave it out": (
+            "policy.load_in_4bit: optimizer.offload gains nothing, since an adapter is small: leave it out": (
                 offload and p.load_in_4bit
             ),
             'optimizer.offload keeps gradients in policy.dtype, and those of "float16" cannot be unscaled: set'
-            ' policy.dtype = "bfloat16", policy.lora, or leave offload out': (
+            ' policy.dtype = "bfloat16" or policy.lora, or leave optimizer.offload out': (
                 dtype == torch.float16 and offload and not p.lora
             ),
         }
@@ -210,10 +210,10 @@ def check_sampler(cfg: Config) -> None:
         {
             'sampler.name = "vllm" is for one process that has the whole model: set "native"': by_vllm
             and is_distributed,
-            'sampler.name = "vllm" takes no base in 4 bits: set "native", or leave out policy.load_in_4bit': (
+            'sampler.name = "vllm" does not support a 4-bit base: set "native", or leave out policy.load_in_4bit': (
                 by_vllm and cfg.policy.load_in_4bit
             ),
-            'sampler.adapter = "request" is for a LoRA adapter: give policy.lora, its rank, or leave it out': (
+            'sampler.adapter = "request" needs a LoRA adapter: give policy.lora, its rank, or leave "request" out': (
                 by_vllm and s.adapter == "request" and not cfg.policy.lora
             ),
             TRUNCATION_ERROR: by_vllm and truncations != {(0, 1.0, 0.0)},
@@ -246,7 +246,7 @@ def _check_step_size(cfg: GRPOConfig, world_size: int) -> None:
 def isolate_task_rewards(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
     """Return the task with its rewards computed in worker processes, unless they cannot raise, hang or exit.
 
-    What rewards print goes to `log`. The judge keeps its answers beside it.
+    The output of rewards goes to `log`. A judge keeps its answers in a folder beside it.
     """
     if all(type(layer) in _IN_PROCESS_TASKS for layer in list_task_layers(task)):
         return task
@@ -283,24 +283,25 @@ def make_environments(cfg: Config, learner: Policy, log: Path | None = None) -> 
     return environments
 
 
-def pick_sampler(
-    cfg: Config, learner: Policy, environments: AsyncEnvironments | None
-) -> NativeSampler | HuggingFaceSampler | VLLMSampler:
-    """Return the sampler of the settings, or another one, with a printed note, if that one cannot sample this model."""
-    s = cfg.sampler
-    sampler, note = choose_sampler(
-        s.name, s.rows, learner, environments, s.cache_gb, s.urls, s.timeout, bool(s.ahead), s.adapter
-    )
+def pick_sampler(cfg: Config, learner: Policy, environments: AsyncEnvironments | None) -> Sampler:
+    """Return the sampler that the settings name. If it cannot sample this model, return another, and print a note."""
+    s, note = cfg.sampler, ""
+    if s.name == "vllm":
+        pool = ServerPool(s.urls, s.timeout, bool(s.ahead)) if s.urls else None
+        sampler = VLLMSampler(s.rows, s.cache_gb, environments=environments, adapter=s.adapter, engine=pool)
+        if s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32:
+            note = _MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch."))
+    else:
+        sampler, note = choose_sampler(s.name, s.rows, learner, environments)
     if isinstance(sampler, NativeSampler | VLLMSampler):
         sampler.deterministic = cfg.policy.deterministic
-    merged = s.name == "vllm" and s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32
     if is_first_process():
-        print_notes(note, _MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else "")
+        print_notes(note)
     return sampler
 
 
 def make_training_sampling(cfg: Config) -> Sampling:
-    """Return how the completions that are trained on are sampled."""
+    """Return the sampling settings for the completions that are trained on."""
     s = cfg.sampler
     return Sampling(
         cfg.algorithm.group_size,
@@ -315,6 +316,6 @@ def make_training_sampling(cfg: Config) -> Sampling:
 
 
 def make_evaluation_sampling(cfg: Config) -> Sampling:
-    """Return how the samples of an evaluation are drawn."""
+    """Return the sampling settings for an evaluation."""
     e = cfg.evaluate
     return replace(make_training_sampling(cfg), n=e.samples or e.k, top_k=e.top_k, top_p=e.top_p, min_p=e.min_p)

@@ -1,7 +1,7 @@
 """Saves a run as a checkpoint, restores it, and saves its trained model.
 
-A checkpoint is the folder `checkpoints/step-NNNNNN` of safetensors and JSON files with their checksums. It is written
-under another name and then renamed, so that it is complete or not there. Processes that share parameters save together.
+A checkpoint is a folder `checkpoints/step-NNNNNN` of safetensors and JSON files with their checksums. It is written
+under another name and then renamed, so it is either complete or absent. Processes that share parameters save together.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ AHEAD_GROUPS_TYPE = TypeAdapter(
     tuple[Sequence[Group], dict[str, float]],
     config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants"),
 )
-"""The groups and metrics that were generated ahead for the step after a checkpoint. The reward that failed is NaN and
-must stay a float: pydantic writes null by default, and null is no reward when the checkpoint is loaded."""
+"""The groups and metrics that were generated ahead for the step after a checkpoint. A failed reward is NaN: pydantic
+would write null by default, and null is not a valid reward when the checkpoint is loaded."""
 
 
 class DamagedCheckpointError(UserError):
@@ -63,7 +63,7 @@ class DamagedCheckpointError(UserError):
 
 
 def save_checkpoint(run_dir: Path, cfg: Config, parts: Components) -> None:
-    """Save all that is needed to resume the run to the same bits. All processes call this together.
+    """Save all that a bit-identical resume of the run needs. All processes call this together.
 
     Raise UserError in all of them if the checkpoint could not be written.
     """
@@ -103,7 +103,7 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
         Notes for the user, such as which checkpoints are damaged; empty in all but the main process.
 
     Raises:
-        UserError: No checkpoint is undamaged, or it cannot be resumed with this number of processes.
+        UserError: All checkpoints are damaged, or the run cannot be resumed with this number of processes.
     """
     runtime, state = parts.runtime, parts.state
     tensors, facts, notes = load_newest_checkpoint(run_dir, runtime)
@@ -131,15 +131,15 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
     runtime.updates = facts["updates"]
     if rows := facts.get("micro_batch"):
         runtime.max_micro_batch_rows = rows
-        notes = [*notes, f"memory ran out before: {rows} rows in a forward pass at most"]
+        notes = [*notes, f"memory ran out earlier: at most {rows} rows in a forward pass"]
     saved_world_size = len(facts["random"])
     if saved_world_size != runtime.world_size:
         if any(facts["replay"]):
             raise UserError(
-                f"{run_dir} has a replay buffer in each of {saved_world_size} processes: resume it with as many"
+                f"{run_dir} has replay buffers of {saved_world_size} processes: resume it with as many processes"
             )
         resumed = f"saved by {saved_world_size} processes, resumed by {runtime.world_size}"
-        notes = [*notes, f"{resumed}: the same weights, rounded otherwise"]
+        notes = [*notes, f"{resumed}: same weights, different rounding"]
     restore_random_state(facts["random"][runtime.rank % saved_world_size])
     parts.elapsed_seconds = facts["seconds"]
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
@@ -173,7 +173,7 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         if is_sharded:
             save_consolidated_model(model, {name: x.to(dtype) for name, x in runtime.engine.weights().items()})
 
-    def end(_: Sequence[None]) -> None:
+    def finish(_: Sequence[None]) -> None:
         if is_sharded:
             learner.save_config(model, dtype)
         else:
@@ -181,17 +181,17 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         if learner.adapter:
             save_adapter(learner.adapter, trained, adapter)
             _finalize_folder(adapter)
-        _finalize_folder(model)  # last, since a run with a model is finished
+        _finalize_folder(model)  # last, since a run with `model/` counts as finished
 
     try:
-        _save_collectively([model, *([adapter] if learner.adapter else [])], save_own_part, end, processes)
+        _save_collectively([model, *([adapter] if learner.adapter else [])], save_own_part, finish, processes)
     except (OSError, UserError) as error:
         checkpoints = list_checkpoints(run_dir)[-1:]
         is_saved = bool(checkpoints) and get_checkpoint_step(checkpoints[0]) == parts.state.step
-        first = "make room" if isinstance(error, OSError) else "mend that"
-        mend = f"the checkpoint is whole: {first}, then {format_option('resume', run_dir)}"
-        lost = f"checkpoint.every = 0 has left no checkpoint of it: {first}, then train it again"
-        raise UserError(f"{run_dir / 'model'} could not be saved ({error}); {mend if is_saved else lost}") from error
+        remedy = "make room" if isinstance(error, OSError) else "fix that"
+        kept = f"the checkpoint is intact: {remedy}, then {format_option('resume', run_dir)}"
+        lost = f"there is no checkpoint (checkpoint.every = 0): {remedy}, then train again"
+        raise UserError(f"{run_dir / 'model'} could not be saved ({error}); {kept if is_saved else lost}") from error
 
 
 def _finalize_folder(partial_folder: Path) -> None:
@@ -209,13 +209,13 @@ def _finalize_folder(partial_folder: Path) -> None:
 def _save_collectively(
     partial_folders: Sequence[Path],
     save_own_part: Callable[[], Sequence[T] | None],
-    end: Callable[[Sequence[T]], None],
+    finish: Callable[[Sequence[T]], None],
     processes: ProcessGroup,
 ) -> None:
-    """Save something in parts, each of which starts when all processes have finished the one before.
+    """Save in stages. Each starts when all processes have finished the one before.
 
-    All save their own part; then the main process ends it, with what the others have returned. The folders are empty
-    at first, and removed if one process fails; its OSError or UserError is then raised in all of them.
+    The main process creates empty folders, each process saves its own part, and the main process calls `finish` with
+    all results. If a process fails, the folders are removed, and all processes raise its OSError or UserError.
     """
 
     def remove_folders() -> None:
@@ -230,7 +230,7 @@ def _save_collectively(
     try:
         _run_in_all_processes(begin, processes, main_only=True)
         results = _run_in_all_processes(save_own_part, processes)
-        _run_in_all_processes(lambda: end(results), processes, main_only=True)
+        _run_in_all_processes(lambda: finish(results), processes, main_only=True)
     except (OSError, UserError):
         if processes.is_main:
             remove_folders()
@@ -242,7 +242,7 @@ def _run_in_all_processes(
 ) -> list[T]:
     """Run an action in all processes, or in the main one while the others wait, and return all results.
 
-    If one fails, its OSError or UserError is raised in all of them, so that none waits for it.
+    If one fails, all processes raise its OSError or UserError, so none waits forever.
     """
     results, error = [], None
     try:
@@ -274,12 +274,12 @@ def write_checkpoint(
     keep_last: int,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> Path:
-    """Write the checkpoint of a step, which is on disk at return, remove older ones, and return its folder.
+    """Write and sync the checkpoint of a step, remove older ones, and return its folder.
 
     Args:
         run_dir: The run directory.
         step: The number of finished steps.
-        tensors: A safetensors file for each name. Sharded tensors become a folder with a file of each process.
+        tensors: Each name becomes a safetensors file, or for sharded tensors a folder with a file per process.
         facts: The content of state.json.
         keep_last: How many checkpoints to keep.
         processes: The processes that call this together. If one cannot write, all raise a UserError.
@@ -300,9 +300,9 @@ def write_checkpoint(
             files.sync_path(partial_folder / name)
         return checksums
 
-    def end(shard_checksums: Sequence[tuple[str, str]]) -> None:
+    def finish(shard_checksums: Sequence[tuple[str, str]]) -> None:
         _write_files(partial_folder, unsharded, facts, dict(shard_checksums))
-        shutil.rmtree(folder, ignore_errors=True)  # there is one if the run was resumed before a damaged checkpoint
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if the run was resumed from an earlier step
         partial_folder.rename(folder)
         files.sync_path(folder.parent)
         files.sync_path(run_dir)
@@ -310,16 +310,16 @@ def write_checkpoint(
             _remove_checkpoint(old)
 
     try:
-        _save_collectively([partial_folder], save_own_shards, end, processes)
+        _save_collectively([partial_folder], save_own_shards, finish, processes)
     except OSError as error:
         raise UserError(
-            f"step {step} could not be saved in {folder.parent} ({error}); earlier checkpoints are whole"
+            f"step {step} could not be saved in {folder.parent} ({error}); earlier checkpoints are intact"
         ) from error
     return folder
 
 
 def _write_files(folder: Path, tensors: _TensorStates, facts: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
-    """Write tensors, facts and the checksums of all files; `checksums` are those of files that are already written."""
+    """Write tensors, facts and the checksums of all files; `checksums` has those of files already written."""
     for name, state in tensors.items():
         # safetensors refuses tensors that share memory, and ignores strides.
         save_file({k: x.detach().cpu().contiguous() for k, x in state.items()}, folder / f"{name}.safetensors")
@@ -332,7 +332,7 @@ def _write_files(folder: Path, tensors: _TensorStates, facts: Mapping[str, Any],
 
 
 def _sync_and_digest(path: Path) -> str:
-    """Sync a file, since power may fail between the rename and the write-back, and return its checksum."""
+    """Sync a file, since power may fail after the rename and before the write-back; return its checksum."""
     files.sync_path(path)
     return files.compute_file_digest(path)
 
@@ -345,7 +345,7 @@ def _remove_checkpoint(folder: Path) -> None:
 def remove_old_checkpoints(run_dir: Path, settings: CheckpointConfig) -> None:
     """Remove the checkpoints of a finished run that the settings do not keep.
 
-    With checkpoint.every = 0 all are removed: one that a stop request has left would resume the middle of the run.
+    With checkpoint.every = 0 all are removed: one from a stop request would resume the run from its middle.
     """
     keep = settings.keep_finished if settings.every else "none"
     for old in list_checkpoints(run_dir)[: {"newest": -1, "all": -settings.keep_last, "none": None}[keep]]:
@@ -361,10 +361,10 @@ def remove_partial_checkpoints(run_dir: Path) -> None:
 def load_newest_checkpoint(
     run_dir: Path, processes: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[str]]:
-    """Load the newest undamaged checkpoint, which the main process looks for.
+    """Load the newest undamaged checkpoint, which the main process finds.
 
     Return tensors and facts as `load_checkpoint` does, and notes that name damaged checkpoints. Raise UserError in all
-    processes if no checkpoint is undamaged, or one of them cannot read it.
+    processes if all checkpoints are damaged, or if a process cannot read the checkpoint.
     """
     loaded = {}
 
@@ -376,9 +376,9 @@ def load_newest_checkpoint(
             except DamagedCheckpointError as error:
                 damaged.append(str(error))
             else:
-                return [(folder, [f"{line}: {folder.name} is taken" for line in damaged])]
+                return [(folder, [f"{line}: {folder.name} is loaded instead" for line in damaged])]
         found = "; ".join(damaged) or str(run_dir)
-        raise UserError(f"{found}: no checkpoint is whole: bring one back from a copy, or start again elsewhere")
+        raise UserError(f"{found}: no checkpoint is intact: restore one from a copy, or start in another folder")
 
     def load() -> None:
         if folder not in loaded:
@@ -390,14 +390,15 @@ def load_newest_checkpoint(
 
 
 def load_checkpoint(folder: Path, is_verified: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Load the tensors, without sharded ones, and the facts that `write_checkpoint` was given, with the step.
+    """Load the unsharded tensors, and the facts that `write_checkpoint` saved, including the step.
 
-    Raise DamagedCheckpointError if a file is missing, or has changed unless another process has verified that.
+    Raise DamagedCheckpointError if a file is missing or has changed. If another process has verified the checksums,
+    `is_verified` skips them.
     """
     try:
         facts = json.loads((folder / "state.json").read_text())
         if not isinstance(facts, dict) or facts.get("step") != get_checkpoint_step(folder):
-            raise ValueError("state.json is not that of this step")
+            raise ValueError("state.json belongs to another step")
         verify_checksums(folder, only_names=is_verified)
         tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     except (OSError, ValueError, SafetensorError) as error:
@@ -417,7 +418,7 @@ def verify_checksums(folder: Path, only_names: bool = False) -> None:
         raise ValueError(f"{unmatched[0]} is {fault}")
     for name, digest in {}.items() if only_names else checksums.items():
         if files.compute_file_digest(folder / name) != digest:
-            raise ValueError(f"{name} is not what {CHECKSUMS_FILE} says")
+            raise ValueError(f"{name} does not match {CHECKSUMS_FILE}")
 
 
 # ---------------------------------------------------------------- replay buffers and random states

@@ -36,12 +36,12 @@ def show_dry_run(cfg: Config, run_dir: Path) -> int:
     make_template(cfg.policy).apply_to_tokenizer(tokenizer)
     prompt = next(iter(with_split(cfg.task, "train").sample(0, 1)), None)
     if prompt is None:
-        raise UserError("the task has no prompt for step 0: its sample(step, n) must return n of them")
+        raise UserError("the task has no prompt for step 0: its sample(step, n) must return n prompts")
     print(escape_controls(format_toml(dump_config(cfg))), flush=True)
     show_plan(cfg, model, predict_fallback_reason(model, cfg.policy), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
     task = get_innermost_task(cfg.task)
     if isinstance(getattr(task, "environment_spec", None), AgentSpec):
-        print("\nThe agent writes its prompts by itself: they are shown when it runs. The row that it is given first:")
+        print("\nThe agent writes its own prompts, which are shown when it runs. Its first data row:")
     else:
         prompt = _get_environment_prompt(cfg, prompt)
     text = str(tokenizer.decode([*encode_question(tokenizer, prompt), *encode_prefix(tokenizer, prompt)]))
@@ -50,7 +50,7 @@ def show_dry_run(cfg: Config, run_dir: Path) -> int:
 
 
 def _get_environment_prompt(cfg: Config, prompt: Prompt) -> Prompt:
-    """Return the prompt with the tools and messages that its environment adds; as it is if the task has none."""
+    """Return the prompt with the tools and messages that its environment adds; unchanged without an environment."""
     task = get_innermost_task(cfg.task)
     environments = create_environments(task, cfg.reward, in_process=is_process_bound(cfg.task))
     if not environments:
@@ -59,11 +59,11 @@ def _get_environment_prompt(cfg: Config, prompt: Prompt) -> Prompt:
         environments.start_conversation(0, prompt, 0)
         replies = environments.receive_replies(task.environment_spec.timeout + _ENVIRONMENT_STARTUP_SECONDS)
         if not replies:
-            raise UserError("the environment did not say its question: run it by itself, or raise task.timeout")
+            raise UserError("the environment sent no question in time: test it alone, or raise task.timeout")
         reply = replies[0][1]
         if reply.prompt is None:
             why = reply.outcome.error if reply.outcome else ""
-            raise UserError(f"the environment cannot begin a conversation: {why or 'it was over at once'}")
+            raise UserError(f"the environment cannot begin a conversation: {why or 'it ended at once'}")
         return reply.prompt
     finally:
         environments.close()

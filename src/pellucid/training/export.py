@@ -23,7 +23,7 @@ from pellucid.utils.text import escape_controls, print_notes
 def export_model(run_dir: Path, output: Path) -> int:
     """Save the model of the newest undamaged checkpoint in a new folder, and print the path. Return the exit status, 0.
 
-    A LoRA adapter is merged into its base, and is also saved by itself in `adapter/` below the folder.
+    A LoRA adapter is merged into its base, and is also saved by itself in the subfolder `adapter/`.
     """
     if not find_run_dir(str(run_dir)):
         raise UserError(f"{run_dir} is not a run folder: it needs config.json and metrics.jsonl")

@@ -1,6 +1,6 @@
 """Estimates the memory and the disk space of a run, part by part, before anything is loaded.
 
-Sizes are in GB, 1e9 bytes, on each device.
+Sizes are in GB (1e9 bytes) per device.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from pellucid.utils.hardware import pick_device
 _ASSUMED_PROMPT_TOKENS = 64
 """The assumed length of a prompt in tokens."""
 BYTES_PER_4BIT_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a 4-bit number, with its share of the scale of its block, and of the scale of 256 blocks."""
+"""Bytes of a 4-bit weight, with its share of the scale of its block of 64, and of the scale of 256 blocks."""
 LIBRARIES_GB = 0.6
 """The memory of code and libraries."""
 _MIN_CHECKPOINTING_SAVING = 0.02
-"""The share of the peak from which gradient checkpointing, which costs time, is recommended."""
+"""The least share of the peak that gradient checkpointing must save to be worth its time."""
 _VLLM_OVERHEAD_GB = 1.0
 """The memory of vLLM besides weights and cache, as measured on a CPU."""
 
@@ -51,9 +51,9 @@ class ModelFacts(NamedTuple):
     parameter_count: int
     trained_count: int
     quantized_count: int = 0
-    """How many of the parameters are 4-bit numbers."""
+    """The number of parameters that are stored in 4 bits."""
     has_own_code: bool = False
-    """Whether Python code of the checkpoint computes it."""
+    """Whether the model runs Python code from its checkpoint."""
 
 
 def build_meta_model(name: str, access: ModelAccess) -> tuple[Any, Any]:
@@ -99,7 +99,7 @@ def estimate_peak(model: ModelFacts, cfg: Config, processes: int = 1) -> float:
 def estimate_phases(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float]:
     """Return the memory of each phase of a run. Unknown parts are not counted.
 
-    In an update of a single micro-batch, activations are freed as gradients are computed, so the larger of both counts.
+    In an update of one micro-batch, activations are freed as gradients are computed, so the larger of the two counts.
     From the second micro-batch on, gradients of earlier ones exist beside the activations.
     """
     parts = estimate_parts(model, cfg, processes)
@@ -119,7 +119,7 @@ def estimate_phases(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[
 def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float | None]:
     """Return the memory of each part on each of `processes` devices; None for a part whose size is unknown.
 
-    Weights, gradients and optimizer are exact. The parts do not all exist at the same time: see `estimate_phases`.
+    Weights, gradients and optimizer state are exact. Not all parts exist at the same time: see `estimate_phases`.
     """
     own_decoder = _uses_own_decoder(model, cfg.policy)
     tokens = _count_backward_tokens(cfg, processes, shares_prompts=own_decoder)
@@ -142,9 +142,9 @@ def sum_known(parts: Mapping[str, float | None]) -> float:
 
 
 def explain_unknown_memory(config: Any) -> str:
-    """Return why the formulas for activations and cache do not describe such a model; empty if they do.
+    """Return why the formulas for activations and KV cache do not apply to a model; empty if they do.
 
-    They count layers of attention over keys and values, each with one MLP.
+    They assume that each layer consists of attention with keys and values, and one MLP.
     """
     text = config.get_text_config()
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -154,13 +154,13 @@ def explain_unknown_memory(config: Any) -> str:
         "layers without attention": not has_kv_cache or not hasattr(text, "num_attention_heads"),
         "experts": any(getattr(text, name, None) for name in experts),
         "compressed keys and values": getattr(text, "kv_lora_rank", None) is not None,
-        "sizes of its own": not all(hasattr(text, name) for name in ("hidden_size", "num_hidden_layers")),
+        "no hidden size or layer count": not all(hasattr(text, name) for name in ("hidden_size", "num_hidden_layers")),
     }
     return ", ".join(reason for reason, applies in reasons.items() if applies)
 
 
 def _get_dtype_bytes(policy: PolicyConfig) -> int:
-    """Return the bytes of a number in the compute dtype."""
+    """Return the bytes per number in the compute dtype."""
     return 4 if policy.dtype == "float32" else 2
 
 
@@ -188,7 +188,7 @@ def describe_checkpointing(model: ModelFacts, cfg: Config, processes: int = 1) -
 
 
 def suggest_memory_remedy(model: ModelFacts, cfg: Config, processes: int = 1) -> str:
-    """Return what to change in a run whose memory runs out with one row in a forward pass."""
+    """Return what to change if memory runs out in a forward pass of one row."""
     remedy = "set a lower sampler.max_tokens"
     if cfg.policy.gradient_checkpointing or explain_unknown_memory(model.config):
         return remedy
@@ -205,7 +205,7 @@ def suggest_memory_remedy(model: ModelFacts, cfg: Config, processes: int = 1) ->
 def estimate_training_state(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float]:
     """Return the memory of weights, gradients, optimizer and reference.
 
-    With ddp every process has fp32 masters and a copy in the compute dtype; with fsdp2 and deepspeed they are sharded.
+    With ddp each process has fp32 master weights and a copy in the compute dtype; fsdp2 and deepspeed shard them.
     """
     estimators = {"fsdp2": _estimate_fsdp2_state, "deepspeed": _estimate_zero_state}
     return estimators.get(cfg.runtime.engine, _estimate_ddp_state)(model, cfg, processes)
@@ -214,7 +214,7 @@ def estimate_training_state(model: ModelFacts, cfg: Config, processes: int = 1) 
 def _estimate_ddp_state(model: ModelFacts, cfg: Config, _: int) -> dict[str, float]:
     p, t, q = model.parameter_count / 1e9, model.trained_count / 1e9, model.quantized_count / 1e9
     dtype_bytes = _get_dtype_bytes(cfg.policy)
-    copy_bytes = 4 - dtype_bytes  # a copy in half precision beside the masters
+    copy_bytes = 4 - dtype_bytes  # 2 for a half-precision copy beside the masters, 0 in fp32
     reference = (4 + copy_bytes) * p * _has_reference(cfg)
     if cfg.optimizer.offload:
         copied = _count_fused_weights(model.config) if copy_bytes and _uses_own_decoder(model, cfg.policy) else p
@@ -227,7 +227,7 @@ def _estimate_ddp_state(model: ModelFacts, cfg: Config, _: int) -> dict[str, flo
 
 
 def _estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
-    """The state is sharded among `runtime.shards` processes; the weights for sampling are not."""
+    """Return the state, sharded among `runtime.shards` processes, and the weights for sampling, unsharded."""
     p, t, shards = model.parameter_count / 1e9, model.trained_count / 1e9, cfg.runtime.shards or processes
     dtype_bytes = _get_dtype_bytes(cfg.policy)
     is_offloaded = cfg.optimizer.offload and cfg.policy.device != "cpu"
@@ -238,10 +238,10 @@ def _estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dic
 
 
 def _estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
-    """DeepSpeed's ZeRO (arXiv 1910.02054, figure 1), with gradients in fp32.
+    """Return the state with DeepSpeed's ZeRO (arXiv 1910.02054, figure 1) and gradients in fp32.
 
-    A parameter has 2 bytes of weights in bf16, 4 of gradients and 12 of optimizer state. Stage 2 shards all but the
-    weights, stage 3 the weights, too. The weights for sampling are not sharded.
+    A parameter takes 2 bytes of weights in bf16, 4 of gradients and 12 of optimizer state. Stage 2 shards all but the
+    weights, and stage 3 also the weights. The weights for sampling are not sharded.
     """
     p, t = model.parameter_count / 1e9, model.trained_count / 1e9
     dtype_bytes, is_stage_3 = _get_dtype_bytes(cfg.policy), cfg.runtime.zero_stage == 3
@@ -258,7 +258,7 @@ def _estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict
 
 
 def _has_reference(cfg: Config) -> bool:
-    """Whether there is a reference on the device of the policy."""
+    """Whether a reference model is on the policy's device."""
     p = cfg.policy
     if not cfg.algorithm.kl_coef or p.lora:
         return False
@@ -270,20 +270,20 @@ def _uses_own_decoder(model: ModelFacts, policy: PolicyConfig) -> bool:
 
 
 def predict_fallback_reason(model: ModelFacts, policy: PolicyConfig) -> str:
-    """Return why transformers will compute and not our decoder, as `Policy.find_fallback_reason` does later."""
+    """Predict `Policy.find_fallback_reason`: why transformers computes the model instead of our decoder."""
     if policy.engine == "transformers":
         return "policy.engine"
     if model.has_own_code:
-        return "code of its own"
+        return "custom code"
     if policy.lora:
         return "an adapter on a 4-bit base" if policy.load_in_4bit else "an adapter"
     return find_fallback_reason(model.config)
 
 
 def _count_fused_weights(config: Any) -> float:
-    """Return the number of weights, in 1e9, of projections that our decoder fuses.
+    """Return the number of weights, in billions, in the projections that our decoder fuses.
 
-    They are a copy even if the masters have the dtype of the decoder.
+    Fused weights are a copy even if the master weights have the decoder's dtype.
     """
     heads, key_heads, size = _get_head_sizes(config)
     rows = (heads + 2 * key_heads) * size + 2 * config.intermediate_size
@@ -302,30 +302,30 @@ def _get_head_sizes(config: Any) -> tuple[int, int, int]:
 
 
 def count_backward_rows(cfg: Config, processes: int) -> int:
-    """Return the number of completions in one backward pass. Groups are not split."""
+    """Return the number of completions in one backward pass. Only `micro_batch` splits groups."""
     a = cfg.algorithm
     return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
 
 
 def _has_single_backward_pass(cfg: Config, processes: int) -> bool:
-    """Whether an optimizer step has a single micro-batch, and the engine keeps no gradient buffers during it."""
+    """Whether an optimizer step has one micro-batch, during which the engine keeps no gradient buffers."""
     a = cfg.algorithm
     minibatch = a.prompts_per_step * a.group_size // (a.minibatches * processes)
     return cfg.runtime.engine != "deepspeed" and count_backward_rows(cfg, processes) >= minibatch
 
 
 def _count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool) -> float:
-    """Return the number of tokens of one backward pass. A shared prompt counts once for a group."""
+    """Return the number of tokens of one backward pass. A shared prompt counts once per group."""
     rows = count_backward_rows(cfg, processes)
     prompts = rows / cfg.algorithm.group_size if shares_prompts else rows
     return rows * cfg.sampler.max_tokens + prompts * _ASSUMED_PROMPT_TOKENS
 
 
 def estimate_activation_bytes(config: Any, policy: PolicyConfig, own_decoder: bool) -> float:
-    """Return the bytes of activations that the backward pass needs for one token.
+    """Return the bytes of activations per token that the backward pass needs.
 
-    They are those of all layers, or with gradient checkpointing the residual stream and one layer. The count is of our
-    decoder; for transformers, 1.5 times as many are assumed.
+    All layers keep activations; with gradient checkpointing, only the residual stream and one layer do. The count is
+    for our decoder; transformers is assumed to need 1.5 times as much.
     """
     config = config.get_text_config()
     layer, layers = estimate_layer_bytes(config, _get_dtype_bytes(policy)), config.num_hidden_layers
@@ -334,11 +334,11 @@ def estimate_activation_bytes(config: Any, policy: PolicyConfig, own_decoder: bo
 
 
 def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
-    """Return the bytes that one layer keeps for one token.
+    """Return the bytes of activations per token that one layer keeps.
 
-    They are the residual stream twice in fp32, and in the compute dtype the inputs of the matrices and of attention.
-    Attention by operators pads rows and repeats the keys and values of a prompt for each response. The kernel,
-    in half precision, keeps the output of the heads instead.
+    It keeps the residual stream twice in fp32, and the inputs of matrix products and attention in the compute dtype.
+    Attention without the kernel pads rows and repeats a prompt's keys and values for each response; with the kernel
+    (half precision only), the layer keeps the output of the heads instead.
     """
     heads, key_heads, size = _get_head_sizes(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -351,7 +351,7 @@ def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
 def _estimate_logits(model: ModelFacts, policy: PolicyConfig, tokens: float) -> float:
     """Return the memory of the logits that exist at once, and of the gradient of the head.
 
-    The gradient is in fp32, and in half precision once more as the matrix product that is added to it.
+    The gradient is in fp32. In half precision, the matrix product that is added to it exists beside it.
     """
     config, dtype_bytes = model.config.get_text_config(), _get_dtype_bytes(policy)
     vocabulary, width = getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0)
@@ -364,7 +364,7 @@ def _estimate_logits(model: ModelFacts, policy: PolicyConfig, tokens: float) -> 
 
 
 def estimate_kv_cache(config: Any, cfg: Config, processes: int) -> float | None:
-    """Return the memory of the KV cache, with each prompt once; None if it is unknown."""
+    """Return the memory of the KV cache, which stores each prompt once; None if it is unknown."""
     if explain_unknown_memory(config):
         return None
     config, a, s = config.get_text_config(), cfg.algorithm, cfg.sampler
@@ -375,16 +375,16 @@ def estimate_kv_cache(config: Any, cfg: Config, processes: int) -> float | None:
 
 
 def _estimate_packed_weights(model: ModelFacts, cfg: Config) -> float:
-    """Return the memory of the packed weights that the CPU kernels sample with, beside those of the update."""
+    """Return the memory of the packed weights for sampling with CPU kernels, beside the weights for the update."""
     is_bf16 = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16"
     has_kernels = is_bf16 and _uses_own_decoder(model, cfg.policy)
     return 2 * model.parameter_count / 1e9 if has_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
 
 
 def _estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
-    """Return the memory of vLLM beside the trainer; empty without it.
+    """Return the memory of vLLM on the trainer's device; empty without vLLM.
 
-    With servers and sampler.ahead it is that of the pushed weights, which are kept for servers that restart.
+    With servers and sampler.ahead, it is the memory of the pushed weights, which are kept for servers that restart.
     """
     s = cfg.sampler
     if s.name != "vllm" or (s.urls and not s.ahead):
@@ -395,7 +395,7 @@ def _estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
 
 
 def estimate_reward_models(cfg: Config) -> dict[str, float]:
-    """Return the memory of the reward models on the device of the policy, which are not sharded; empty without any."""
+    """Return the memory of the reward models on the policy's device, unsharded; empty if there are none."""
     device = pick_device(cfg.policy.device)
     sizes = [
         compute_weights_gb(source, settings)
@@ -412,10 +412,10 @@ class DiskPlan(NamedTuple):
     """The disk space of a run, without its logs."""
 
     max_checkpoints: int
-    """The most checkpoints that exist at once: a new one is complete before the oldest is removed."""
+    """The maximum number of checkpoints that exist at once. A new one is complete before the oldest is removed."""
     peak_gb: float
     needed_gb: float
-    """The peak without the existing files that a resumed run replaces."""
+    """The peak minus the existing files that a resumed run replaces."""
     free_gb: float
 
 
@@ -436,6 +436,6 @@ def count_model_bytes(model: ModelFacts, cfg: Config) -> int:
 
 
 def count_checkpoint_bytes(model: ModelFacts, cfg: Config) -> int:
-    """Return the bytes of a checkpoint: weights, or their masters, and two moments in fp32."""
+    """Return the bytes of a checkpoint: master weights, two moments, and an updated reference, in fp32."""
     reference = 4 * model.parameter_count if cfg.algorithm.reference_every else 0
     return 12 * model.trained_count + reference

@@ -1,7 +1,7 @@
 """Checks settings and data before step 1, and shows what the run will do.
 
-`run_preflight_checks` runs before a model is loaded. Later come the plan, one prompt with its completion and
-reward, the predicted share of zero-variance groups, and a check of all prompts of a data set against the tokenizer.
+`run_preflight_checks` runs before the model is loaded, and checks all prompts of a data set against the tokenizer.
+Then follow the plan, one prompt with its completion and reward, and the predicted share of zero-variance groups.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ from pellucid.utils.text import escape_controls, format_option, print_notes
 _CUT_OFF_WARNING_SHARE = 0.1
 """The share of cut-off samples from which a warning is printed."""
 MAX_GIVEN_CHARACTERS = 4000
-"""The most characters that are shown of tokens that were not sampled."""
+"""The most characters that are shown of a span of given tokens."""
 _MARK_STYLE = "bold cyan"
 _FAILED_WARNING_SHARE = 0.1
-"""The share of failed rewards from which the advice is to mend them."""
+"""The share of failed rewards from which the advice is to fix them first."""
 _OTHER_ARITHMETIC_NOTE = (
-    'sampler.name = "vllm" computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
+    'log-probs of sampler.name = "vllm" differ slightly from those of the update: algorithm.correction = "{}"'
 )
 
 
@@ -130,7 +130,7 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
 
 
 def print_disclosures(cfg: Config, access_warning: str) -> None:
-    """Print what must be known before code of the model runs, graders are loaded and data is sent to servers."""
+    """Print notices before code of the model runs, graders are loaded and data is sent to servers."""
     servers = [vllm_client.format_servers_notice(cfg.sampler.urls)] if cfg.sampler.urls else []
     if is_first_process():
         print_notes(access_warning, *collect_grader_notices(cfg.task), *servers)
@@ -156,7 +156,7 @@ def _check_model_config(cfg: Config, text: PreTrainedConfig) -> None:
         )
     layer, layers = cfg.algorithm.similarity_layer, getattr(text, "num_hidden_layers", None)
     if cfg.algorithm.similarity != "none" and layers is not None and not -layers <= layer + 1 <= layers + 1:
-        raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
+        raise UserError(f"algorithm.similarity_layer = {layer}: this model has layers 0, the embedding, to {layers}")
     if cfg.policy.lora_targets:
         check_lora_targets(memory.build_meta_model(cfg.policy.model, cfg.policy.access)[1], cfg.policy.lora_targets)
 
@@ -164,7 +164,7 @@ def _check_model_config(cfg: Config, text: PreTrainedConfig) -> None:
 def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: int, run_dir: Path) -> None:
     """Print the numbers that follow from the settings.
 
-    `fallback` says why transformers computes and not our decoder; it is empty if our decoder does.
+    `fallback` is the reason why transformers is used and not our decoder; empty if our decoder is used.
     """
     a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
     completions, disk = a.prompts_per_step * a.group_size, memory.plan_disk(cfg, model, run_dir)
@@ -173,7 +173,7 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
         f" {model.trained_count / 1e6:.1f} M trained",
         "computes": f"in {cfg.policy.dtype} on {device}, {world_size} process{'es' if world_size > 1 else ''}, by"
         + (f" transformers ({fallback})" if fallback else " our decoder"),
-        **_describe_rows(cfg),
+        **_describe_data(cfg),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {format_count(a.inner_steps, 'optimizer step')}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
@@ -206,7 +206,7 @@ def _describe_memory(cfg: Config, model: memory.ModelFacts, world_size: int) -> 
     return f"{text}; {note}" if note and (expected > available or cfg.policy.gradient_checkpointing) else text
 
 
-def _describe_rows(cfg: Config) -> dict[str, str]:
+def _describe_data(cfg: Config) -> dict[str, str]:
     """Return how many rows train and how many are held out; empty for a task that generates its questions."""
     counts: dict[str, int | None] = {}
     for split in ("train", "test"):
@@ -217,12 +217,14 @@ def _describe_rows(cfg: Config) -> dict[str, str]:
         return {}
     if not test:
         return {"data": f"{format_count(train, 'row')} to train on, none held out"}
-    evaluations = f"an evaluation asks {min(test, cfg.evaluate.n):,} of these" if cfg.evaluate.every else "not asked"
+    evaluations = (
+        f"an evaluation asks {min(test, cfg.evaluate.n):,} of these" if cfg.evaluate.every else "not evaluated"
+    )
     return {"data": f"{format_count(train, 'row')} to train on, {test:,} held out ({evaluations})"}
 
 
-def show_exchange(policy: Policy, group: Group) -> None:
-    """Print the exact strings, special tokens included. A bar marks where sampled tokens begin and end."""
+def show_first_completion(policy: Policy, group: Group) -> None:
+    """Print the first completion of a group, special tokens included. Bars mark where sampled tokens begin and end."""
     completion, reward = group.completions[0], group.rewards[0]
     text, was_sampled = _format_tokens(policy, group.prompt_ids, is_given=True), False
     for ids, is_given in _split_spans(completion):
@@ -241,7 +243,7 @@ def show_exchange(policy: Policy, group: Group) -> None:
 
 
 def _format_tokens(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
-    """Return the string of these tokens for the screen. Given tokens are dim; of many, the middle is left out."""
+    """Return the text of these tokens for the screen. Given tokens are dim, without the middle of a long span."""
     text = escape_controls(policy.decode(ids, special=True))
     begin, left_out, end = cut_middle(text, MAX_GIVEN_CHARACTERS if is_given else len(text))
     between = f"[{format_count(left_out, 'character')} left out]" if left_out else ""
@@ -250,7 +252,7 @@ def _format_tokens(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
 
 
 def _split_spans(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Yield the tokens of a completion span by span, with whether a span was given and not sampled."""
+    """Yield the tokens of each span of a completion, and whether they were given rather than sampled."""
     position = 0
     for start, end in completion.given_spans:
         if start > position:
@@ -262,7 +264,7 @@ def _split_spans(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool
 
 
 def refuse_useless_rewards(groups: Sequence[Group], is_probe: bool = False) -> None:
-    """Raise NotBegunError if every reward failed or, unless these are a few probes, if every reward is None."""
+    """Raise NotBegunError if every reward failed or, unless `is_probe`, if every reward is None."""
     rewards = [reward for group in groups for reward in group.rewards]
     if have_all_failed(groups) and (error := find_first_error(groups)):
         raise NotBegunError(f"every reward of the first {len(rewards)} samples failed, the first with {error}")
@@ -280,7 +282,7 @@ def show_signal(groups: Sequence[Group], cfg: Config, eos_ids: Collection[int]) 
     """
     graded = [reward for group in groups for reward in group.rewards if not reward.failed]
     if not graded:
-        print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
+        print("! no sample could be graded: no reward applies to any of these prompts", flush=True)
         return
     n = f"{format_count(len(graded), 'sample')} of {format_count(len(groups), 'prompt')}"
     if rewards_are_verdicts(graded):
@@ -295,7 +297,7 @@ def show_signal(groups: Sequence[Group], cfg: Config, eos_ids: Collection[int]) 
 
 
 def _estimate_zero_variance_share(groups: Sequence[Group], cfg: GRPOConfig) -> tuple[float, str]:
-    """Return the share of groups that will have equal rewards, and a clause on it for a sentence."""
+    """Return the predicted share of groups with equal rewards, and a clause that states it."""
     rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
     shares = [predict_zero_variance_share([values], cfg.group_size, cfg.min_reward_range) for values in rewards]
     dead = estimate_if_enough(estimate_share, shares)
@@ -304,22 +306,22 @@ def _estimate_zero_variance_share(groups: Sequence[Group], cfg: GRPOConfig) -> t
 
 
 def _describe_failures(groups: Sequence[Group]) -> str:
-    """Return advice to mend the rewards if FAILED_WARNING_SHARE of them failed; else an empty string."""
+    """Return advice to fix the rewards if _FAILED_WARNING_SHARE of them failed; else an empty string."""
     rewards = [reward for group in groups for reward in group.rewards if reward.applies]
     share = fmean(reward.failed for reward in rewards) if rewards else 0.0
     if share < _FAILED_WARNING_SHARE:
         return ""
     terms = format_failed_terms(compute_failed_shares(rewards))
     in_brackets = f" ({terms})" if terms else ""
-    return f"{share:.0%} of rewards failed{in_brackets}, the first with {find_first_error(groups)}: mend them first."
+    return f"{share:.0%} of rewards failed{in_brackets}, the first with {find_first_error(groups)}: fix them first."
 
 
 def _give_advice(zero_variance_share: float, graded: Sequence[Reward], task: Task, few: bool) -> str:
-    """Return what to change if many groups will have zero variance; `few`, of too few prompts for a promise."""
+    """Return advice if many groups will have zero variance. `few`: too few prompts for a general statement."""
     if zero_variance_share < 0.5:
         return "" if few else "That is enough contrast to learn from."
     too_easy = fmean(reward.is_correct for reward in graded) >= 0.5
-    other_prompts = "harder prompts" if too_easy else "easier prompts or a better-prompted start"
+    other_prompts = "harder prompts" if too_easy else "easier prompts or clearer instructions"
     changes = [
         "a larger algorithm.group_size",
         "algorithm.max_rounds to draw dead groups anew",
@@ -335,7 +337,7 @@ def _give_advice(zero_variance_share: float, graded: Sequence[Reward], task: Tas
 def find_cut_off_warnings(
     completions: Sequence[Completion], cfg: SamplerConfig, eos_ids: Collection[int]
 ) -> Iterator[str]:
-    """Yield warnings if CUT_OFF_WARNING_SHARE of the samples, or of the conversations by a turn, were cut off.
+    """Yield warnings if _CUT_OFF_WARNING_SHARE of the samples were cut off, or have a turn that was cut off.
 
     A conversation that ended with the last of sampler.turns is not cut off.
     """
@@ -350,7 +352,7 @@ def find_cut_off_warnings(
         )
     if cut_off >= _CUT_OFF_WARNING_SHARE * n:
         has_conversations = any(completion.messages for completion in completions)
-        scope = ", which is for all that follows the question, whoever says it" if has_conversations else ""
+        scope = ", which counts all tokens after the question, whatever their role" if has_conversations else ""
         yield (
             f"{cut_off / n:.0%} of {format_count(n, 'sample')} were cut off at sampler.max_tokens = {limit}{scope}:"
             " raise it, or ask for shorter answers, if what is cut off is the answer"
@@ -384,14 +386,14 @@ def describe_loaded_model(policy: Policy) -> memory.ModelFacts:
 _TOKENIZE_BATCH_SIZE = 1024
 """The number of prompts that are tokenized at once, in parallel by a fast tokenizer."""
 _PROBE_PROMPT_COUNT = 256
-"""The number of prompts that are checked of a task that generates them."""
+"""The number of prompts that are checked if a task generates them."""
 
 
 class _PromptLimits(NamedTuple):
     """The limits that each prompt must be within."""
 
     max_prompt_tokens: int
-    """The most tokens that leave room for a completion in the context of the model."""
+    """The length of the context minus that of the longest completion."""
     max_completion_tokens: int
     vocabulary_size: int
 
@@ -456,7 +458,7 @@ def _check_probe_prompts(
 ) -> None:
     """Raise DataError for a bad prompt among the first ones of a task that generates its questions.
 
-    Of a task of the user they are those of the first step, since it may depend on being called once for each step.
+    A user-defined task is only asked for those of the first step: it may rely on one call per step.
     """
     train, n = get_innermost_task(with_split(cfg.task, "train")), cfg.algorithm.prompts_per_step
     steps = -(-_PROBE_PROMPT_COUNT // n) if type(train).__module__.startswith("pellucid.") else 1

@@ -77,7 +77,7 @@ from pellucid.training.preflight import (
     print_disclosures,
     refuse_useless_rewards,
     run_preflight_checks,
-    show_exchange,
+    show_first_completion,
     show_plan,
     show_signal,
 )
@@ -100,13 +100,13 @@ from pellucid.utils import files, hardware
 from pellucid.utils.signals import INTERRUPTED_EXIT_STATUS, StopRequests, collect_stop_requests
 from pellucid.utils.text import escape_controls, print_notes
 
-_NO_REWARD = "None: no reward applies to its rows"
+_NO_REWARD = "None, since no reward applies to its rows"
 _MIN_PROBE_ANSWERS = 8
-"""The number of answers that are graded before all others, to see that rewards work."""
+"""The number of answers that are graded first, to check that the rewards work."""
 
 
 def train_run(cfg: Config, run_dir: Path, resume_changes: SettingChanges | None = None, profile: bool = False) -> int:
-    """Train to the end, or to the step during which a stop request came. Return the exit status.
+    """Train to the end, or finish the step in which a stop request arrives. Return the exit status.
 
     Args:
         cfg: The settings of the run.
@@ -187,16 +187,16 @@ class TrainingRun:
                 print_results(self.run_dir, self.stopped_step, self.resume_hint if self._data_error is None else "")
         if self._data_error is not None:
             raise UserError(
-                f"{self._data_error}; saved after step {self.stopped_step}: mend the data, then {self.resume_hint}"
+                f"{self._data_error}; saved after step {self.stopped_step}: fix the data, then {self.resume_hint}"
             )
         if _is_out_of_patience(self.cfg.reward.patience, parts):
             raise UserError(
                 f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]};"
-                " nothing is lost, and reward.patience is how many such steps a run bears with"
+                " nothing is lost, and reward.patience sets after how many such steps a run ends"
             )
 
     def _run_until_data_error(self, parts: Components, log: Logger) -> Iterator[StepResult]:
-        """Take the steps. If a prompt is unusable, save the run as it is after the step before."""
+        """Take the steps. If a prompt is unusable, save the run as of the previous step."""
         try:
             yield from self._run_steps(parts, log)
         except DataError as error:
@@ -234,7 +234,7 @@ class TrainingRun:
         return parts
 
     def _check_preflight(self) -> None:
-        """Check what would otherwise fail later. If the data ends a resumed run, allow its next resume to change it."""
+        """Run the preflight checks. If the data ends a resumed run, allow the next resume to change the data."""
         try:
             run_preflight_checks(self.cfg, self.run_dir)
         except DataError as error:
@@ -249,7 +249,7 @@ class TrainingRun:
         if not is_new and _is_evaluation_missing(cfg, self.run_dir, parts) and not self._evaluate(parts, log):
             self.stopped_step = parts.state.step
             return
-        if is_out_of_time(cfg.algorithm, parts):  # the run was stopped or killed when only the model was missing
+        if is_out_of_time(cfg.algorithm, parts):  # only the model was left to save when the run was stopped or killed
             return
         for step, measured, groups in self._make_step_iterator(parts):
             parts.elapsed_seconds += measured["time/step"]
@@ -300,9 +300,10 @@ class TrainingRun:
             self._saved_step = parts.state.step
 
     def _evaluate(self, parts: Components, log: Logger) -> bool:
-        """Evaluate the policy. Return False if a stop request came: the resumed run then makes the evaluation.
+        """Evaluate the policy. Return False if a stop request arrived.
 
-        A single process interrupts the evaluation; several, which wait for one another, finish it.
+        A single process interrupts the evaluation, and the resumed run repeats it. Several processes, which wait for
+        one another, finish it.
         """
         is_alone = parts.runtime.world_size == 1
         try:
@@ -315,7 +316,7 @@ class TrainingRun:
 
 
 def end_forked_copies(steps: Iterator[StepResult]) -> Iterator[StepResult]:
-    """Yield the steps in this process, and end a copy of it that code of the user forked during a step.
+    """Yield the steps. If user code forked this process during a step, end the copy.
 
     The copy would write into the same run directory, and end the worker processes of this process.
     """
@@ -343,7 +344,7 @@ def _begin_run(
         with guard_display("the settings"):
             model, fallback_reason = describe_loaded_model(parts.policy), parts.policy.find_fallback_reason()
             show_plan(cfg, model, fallback_reason, parts.runtime.world_size, run_dir)
-    # A barrier: rewards of other processes write into the run directory, which the main process has checked now.
+    # A barrier: rewards of other processes may write into the run directory once the main process has checked it.
     parts.runtime.any_rank(False)
     return _evaluate_before_training(cfg, parts) if parts.state.step == 0 else None
 
@@ -372,7 +373,7 @@ def _is_evaluation_due(cfg: Config, parts: Components) -> bool:
 
 
 def _is_evaluation_missing(cfg: Config, run_dir: Path, parts: Components) -> bool:
-    """Whether the last step was not evaluated, because the run was stopped or killed between the two."""
+    """Whether the last step is due for evaluation but was not evaluated, because the run was stopped or killed."""
     is_logged = parts.runtime.is_main and parts.state.step in read_evaluations(run_dir)
     return _is_evaluation_due(cfg, parts) and not parts.runtime.any_rank(is_logged)
 
@@ -401,17 +402,17 @@ def _evaluate_before_training(cfg: Config, parts: Components) -> Evaluation | No
         groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling, progress))
     refuse_useless_rewards(groups)
     if parts.runtime.is_main:
-        with guard_display("the first exchange"):
-            show_exchange(parts.policy, groups[0])
+        with guard_display("the first completion"):
+            show_first_completion(parts.policy, groups[0])
             show_signal(groups, cfg, parts.policy.eos_ids)
     return evaluation
 
 
 def _try_rewards(cfg: Config, parts: Components) -> None:
-    """Raise NotBegunError if none of MIN_PROBE_ANSWERS answers has a reward.
+    """Raise NotBegunError if none of _MIN_PROBE_ANSWERS answers has a reward.
 
-    Without this, an evaluation whose rewards all hang would take hours. The answers are greedy, to held-out prompts.
-    If there are too few of these, prompts of the first step are added, and then several answers to each prompt.
+    Without this, an evaluation whose rewards all hang would take hours. The prompts are held-out ones, then those of
+    the first step. Each prompt gets one greedy answer, or several samples if there are too few prompts.
     """
     if not isinstance(parts.task, GradedTask):
         return
@@ -446,25 +447,25 @@ def start_run_dir(run_dir: Path, cfg: Config, step: int, resume_changes: Setting
 
 
 def _open_logs(cfg: Config, run_dir: Path, first_step: int) -> CompositeLogger:
-    """Open the loggers of a run: its files, the boards that the settings name, and the screen."""
+    """Open the loggers of a run: its files, the dashboards that the settings name, and the screen."""
     if is_in_notebook():
         screen: Logger = NotebookLogger(cfg.algorithm.steps, list(read_records(run_dir / "metrics.jsonl")))
     else:
         screen = make_screen_logger(cfg.algorithm.steps, first_step)
     for step, evaluation in read_evaluations(run_dir).items():
         screen.log_evaluation(step, evaluation)
-    boards: list[Logger] = []
+    dashboards: list[Logger] = []
     if cfg.log.tensorboard:
-        boards.append(TensorBoardLogger(run_dir / "tensorboard", first_step))
+        dashboards.append(TensorBoardLogger(run_dir / "tensorboard", first_step))
     if cfg.log.wandb != "off":
-        boards.append(WandbLogger(run_dir, cfg.log.project, cfg.log.wandb, dump_config(cfg)))
-    return CompositeLogger([JsonlLogger(run_dir, cfg.log.rollouts)], [*boards, screen])
+        dashboards.append(WandbLogger(run_dir, cfg.log.project, cfg.log.wandb, dump_config(cfg)))
+    return CompositeLogger([JsonlLogger(run_dir, cfg.log.rollouts)], [*dashboards, screen])
 
 
 def print_results(run_dir: Path, stopped_step: int, resume_hint: str) -> None:
     """Write the report, and print `resume_hint` for a stopped run or the results of a finished one."""
     if stopped_step and resume_hint:
-        print(escape_controls(f"stopped after step {stopped_step}, nothing is lost; go on with: {resume_hint}"))
+        print(escape_controls(f"stopped after step {stopped_step}, nothing is lost; resume with: {resume_hint}"))
     outputs = {"model": "model"}
     with guard_display("report.html"):
         write_report(run_dir)
@@ -480,7 +481,7 @@ def print_results(run_dir: Path, stopped_step: int, resume_hint: str) -> None:
 
 
 def collect_provenance() -> Record:
-    """Return where a run comes from, for config.json."""
+    """Return the versions, the git revision and the hardware of a run, for config.json."""
     return {"versions": collect_versions(), "git": get_git_revision(), "hardware": hardware.describe_hardware()}
 
 
@@ -517,7 +518,7 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     if os.path.isdir(model):
-        access = access._replace(revision="")  # the revision of the base from which this model was trained
+        access = access._replace(revision="")  # it names a revision of the base model, not of this one
     print_disclosures(cfg, access.format_warning(model))
     check_sampler(cfg)
     task = with_split(cfg.task, "test")
@@ -556,8 +557,8 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
 def make_answer_records(groups: Sequence[Group], sampling_kind: str, verdicts: bool) -> Iterator[dict[str, Any]]:
     """Yield a record of each answer: the question, the answer or the conversation, and the reward.
 
-    `answer` is the last turn of a conversation. `reward` is null if it failed. `correct` is null then, too, and if
-    rewards do not say which answers are right.
+    `answer` is the last turn of a conversation. `reward` is null if it failed. `correct` is null if the reward failed
+    or the rewards are no verdicts.
     """
     for group in groups:
         prompt = group.prompt

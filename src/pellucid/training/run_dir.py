@@ -43,13 +43,13 @@ _LOCK_FILE = ".lock"
 DATA_FILE = "data.jsonl"
 """The rows that `pellucid.train` was given in memory."""
 BAD_DATA_FILE = "bad_data.txt"
-"""Says how the data ended the run."""
+"""The error in the data that ended the run."""
 _RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-"""The environment variables in which launchers say which process this is, as Accelerate reads them."""
+"""The environment variables in which launchers set the rank of this process. Accelerate reads the same ones."""
 
 
 def is_first_process() -> bool:
-    """Whether this is the process of the run that writes files. Known before torch is imported."""
+    """Whether this is the process of the run that writes files. This check does not import torch."""
     return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
@@ -57,8 +57,8 @@ def is_first_process() -> bool:
 def hold_run_dir(run_dir: Path) -> Iterator[None]:
     """Create a run directory if it is missing, and hold its lock until the context or this process ends.
 
-    If the run cannot start, since its model is missing or its rewards fail, a new directory is removed again; from an
-    existing one, only the rows that were written for this run. Raise UserError if another process trains there.
+    If the run cannot start, for example because its model is missing or its rewards fail, a new directory is removed.
+    An existing one loses only the rows that were written for this run. Raise UserError if another process trains there.
     """
     new_folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def refuse_locked_run_dir(run_dir: Path) -> None:
 
 
 def list_foreign_files(run_dir: Path) -> list[str]:
-    """Return the names of files that are no part of a run, in a folder without config.json and without hidden files."""
+    """Return the names of visible files that do not belong to a run; empty if the folder has a config.json."""
     if (run_dir / "config.json").is_file() or not run_dir.is_dir():
         return []
     own_names = ("config.json.partial", DATA_FILE)
@@ -113,20 +113,20 @@ def check_free_run_dir(run_dir: Path) -> None:
     """Raise UserError if a new run would destroy something in the directory."""
     names = list_foreign_files(run_dir)
     if not names and (run_dir / "config.json").is_file() and "algorithm" not in read_config(run_dir):
-        names = ["config.json"]  # of a model, or damaged
+        names = ["config.json"]  # that of a model, or a damaged one
     if names:
-        raise UserError(f"{run_dir} holds {names[0]}, which is no run's: {_ANOTHER_FOLDER} {format_option('run')}")
+        raise UserError(f"{run_dir} holds {names[0]}, not a run: {_ANOTHER_FOLDER} {format_option('run')}")
     if list_checkpoints(run_dir) or is_run_finished(run_dir) or (run_dir / "model").exists():
         resume = format_option("resume", run_dir)
-        raise UserError(f"{run_dir} holds a run: go on with {resume}, or {_ANOTHER_FOLDER} {format_option('run')}")
+        raise UserError(f"{run_dir} holds a run: resume with {resume}, or {_ANOTHER_FOLDER} {format_option('run')}")
 
 
 def check_begun_run_dir(run_dir: Path, cfg: Config) -> None:
-    """Raise UserError if the directory has steps of a run with other settings, though no checkpoint."""
+    """Raise UserError if the directory has steps of a run with other settings but no checkpoint."""
     if any(read_records(run_dir / "metrics.jsonl")):
         for key in find_relevant_changes(run_dir, dump_settings(resolve_config(cfg))):
             raise UserError(
-                f"{run_dir} holds steps of a run with another {key}: begin again with"
+                f"{run_dir} holds steps of a run with another {key}: start again with"
                 f" {format_option('resume', run_dir)}, or {_ANOTHER_FOLDER} {format_option('run')}"
             )
 
@@ -144,8 +144,8 @@ def check_resumable_run_dir(run_dir: Path) -> None:
         model = run_dir / "model"
         advice = f" with {format_option('policy.model', model)}" if model.is_dir() else ""
         raise UserError(
-            f"{run_dir} is finished and has no checkpoint to go on from, which checkpoint.every above 0 and"
-            f' checkpoint.keep_finished = "newest" would have left: start a new run{advice}'
+            f"{run_dir} is finished and has no checkpoint to resume from: it would need checkpoint.every above 0 and"
+            f' checkpoint.keep_finished = "newest"; start a new run{advice}'
         )
 
 
@@ -154,7 +154,7 @@ def _read_run_config(run_dir: Path) -> Record:
     config = read_config(run_dir)
     if "algorithm" not in config or "digests" not in config:
         path = run_dir / "config.json"
-        raise UserError(f"{path} is no run's, or damaged: bring it back from a copy, or start in another folder")
+        raise UserError(f"{path} is damaged or not part of a run: restore it from a copy, or start in another folder")
     return config
 
 
@@ -164,7 +164,7 @@ def describe_finished_run(run_dir: Path, resume_changes: SettingChanges, steps: 
         return ""
     done = max((row["step"] for row in read_records(run_dir / "metrics.jsonl")), default=0)
     saved = max((path.stat().st_mtime_ns for path in (run_dir / "model").glob("*")), default=0)
-    is_last_model = saved >= (run_dir / "metrics.jsonl").stat().st_mtime_ns  # an older one is of fewer steps
+    is_last_model = saved >= (run_dir / "metrics.jsonl").stat().st_mtime_ns  # an older model has fewer steps
     # The steps after the newest checkpoint can be taken again.
     if not is_last_model or any(get_checkpoint_step(path) < done for path in list_checkpoints(run_dir)[-1:]):
         return ""
@@ -198,7 +198,7 @@ def remove_logs(run_dir: Path) -> None:
 
 
 # ---------------------------------------------------------------- settings that a resume may change
-# A resume may change the settings that keep the metrics of a run comparable from the first step to the last.
+# A resume may change only settings that leave the metrics of a run comparable from the first step to the last.
 
 
 CHANGEABLE_SETTINGS = (
@@ -208,8 +208,8 @@ CHANGEABLE_SETTINGS = (
     *("sampler.rows", "sampler.cache_gb", "sampler.urls", "sampler.timeout"),
     *("reward.", "optimizer.", "runtime.", "checkpoint.", "log."),
 )
-"""The number of steps, the machine and the speed. The learning rate of each step is in metrics.jsonl, and so is which
-rewards failed for lack of time or memory. Questions, rewards, sampling and objective must stay the same."""
+"""The number of steps, the machine and the speed. `optimizer.` and `reward.` are included because metrics.jsonl records
+the learning rate and the failed rewards of each step. Questions, rewards, sampling and objective must stay the same."""
 
 _NEUTRAL_SETTINGS = ("policy.save_dtype", "checkpoint.", "log.", "runtime.timeout", "reward.workers", "reward.patience")
 """Settings that change no result of a run."""
@@ -218,12 +218,12 @@ _CHANGEABLE_TERM_SETTINGS = {
     "judge": ("base_url", "key", "concurrency", "timeout", "retries", "step_timeout", "cache"),
     "reward_model": ("device", "batch"),
 }
-"""By the table of a reward term, its keys that may change: where and how fast the term is computed."""
+"""For each table of a reward term, the keys that may change: where and how fast the term is computed."""
 
 _COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 
 _DATA_KEY_PATTERN = re.compile(r"task\.(?:task\.)*(?:data|test_data)(?:\.\d+)?")
-"""Settings that name data, of the task itself or of one within it. If the data ended the run, these settings and the
+"""Settings that name the data of the task, or of a task within it. If the data ended the run, these settings and the
 content of the files may change."""
 _SKIP_BAD_ROWS_PATTERN = re.compile(r"task\.(?:task\.)*skip_bad_rows")
 """This may always change, since the rows that it leaves out were never trained on."""
@@ -248,14 +248,14 @@ def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
         ):
             when = "" if (run_dir / "model").is_dir() else "when it is finished, "
             raise UserError(
-                f"{run_dir} was trained with {key} = {old}, now {new}: resume it with what it was, or {when}start"
+                f"{run_dir} was trained with {key} = {old}, now {new}: resume it with the old value, or {when}start"
                 f" a new run from its model with {format_option('policy.model', run_dir / 'model')}"
             )
     return changed
 
 
 def _strip_execution_settings(term: Any) -> Any:
-    """Return a reward term, or a list of them, without the settings of where and how fast terms are computed."""
+    """Return a reward term, or a list of them, without the settings that say where and how fast terms are computed."""
     if isinstance(term, list):
         return list(map(_strip_execution_settings, term))
     if not isinstance(term, Mapping):
@@ -271,8 +271,8 @@ def _strip_execution_settings(term: Any) -> Any:
 def _find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
     """Return the differences between the settings of a run and other settings (`dump_settings`).
 
-    A file counts as changed if its content is different, wherever it is. The dtype "auto" is that of the run. A branch
-    or a tag is the commit to which it leads in the cache of the Hub.
+    Files are compared by content, not by path. The dtype "auto" stands for the dtype of the run, and a branch or a tag
+    for its commit in the cache of the Hub.
     """
     old_digests, new_digests = _read_run_config(run_dir)["digests"], digest_named_files(settings)
     old, new = (
@@ -296,7 +296,7 @@ def _find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
 
 
 def _find_cached_commit(model: str, revision: str, recorded: str) -> str:
-    """Return the commit of a revision by the cache of the Hub; the recorded one if the cache does not know it."""
+    """Return the commit of a revision from the cache of the Hub; the recorded one if the cache has none."""
     if revision == recorded or not _COMMIT_PATTERN.fullmatch(recorded) or _COMMIT_PATTERN.fullmatch(revision):
         return revision
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - most models have no revision
@@ -309,7 +309,7 @@ def _find_cached_commit(model: str, revision: str, recorded: str) -> str:
 
 
 def find_relevant_changes(run_dir: Path, settings: Record) -> SettingChanges:
-    """Return `find_setting_changes` without the settings that change no result."""
+    """Return the changes of `_find_setting_changes`, without settings that change no result."""
     return {
         key: change
         for key, change in _find_setting_changes(run_dir, settings).items()
@@ -318,7 +318,7 @@ def find_relevant_changes(run_dir: Path, settings: Record) -> SettingChanges:
 
 
 def add_resume_record(run_dir: Path, step: int, changed: SettingChanges, facts: Record) -> Record:
-    """Return the facts of the start of a run with the list of its resumes, to which this one is appended."""
+    """Return the facts from the start of the run, and the list of its resumes with this one appended."""
     recorded = read_config(run_dir)
     resume = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "changed": dict(changed), **facts}
     at_start = {name: recorded.get(name, fact) for name, fact in facts.items()}
@@ -339,7 +339,7 @@ def describe_resume(run_dir: Path, step: int, facts: Record) -> str:
 # ---------------------------------------------------------------- files that settings name
 
 
-AXES = ("advantage", "objective")
+FUNCTION_SETTINGS = ("advantage", "objective")
 """The settings of `[algorithm]` that may name a function of the user."""
 
 
@@ -350,8 +350,8 @@ def dump_settings(cfg: Config) -> dict[str, Any]:
     if model != PolicyConfig.model and os.path.exists(os.path.expanduser(model)):
         values["policy"]["model"] = _make_absolute(model)
     values["policy"]["template"] = _resolve_paths(values["policy"]["template"])
-    own = {axis: _resolve_paths(values["algorithm"][axis]) for axis in AXES}
-    return {**values, "task": _resolve_paths(values["task"]), "algorithm": {**values["algorithm"], **own}}
+    functions = {axis: _resolve_paths(values["algorithm"][axis]) for axis in FUNCTION_SETTINGS}
+    return {**values, "task": _resolve_paths(values["task"]), "algorithm": {**values["algorithm"], **functions}}
 
 
 def _resolve_paths(value: Any) -> Any:
@@ -380,11 +380,11 @@ def _resolve_path(value: str) -> str:
 def digest_named_files(settings: Record) -> dict[str, str]:
     """Return by dotted key the sha256 of each file that the settings of task, axes and policy name.
 
-    An object that was passed to `pellucid.train` has the digest of its source.
+    For an object that was passed to `pellucid.train`, it is the digest of its source code.
     """
     sources = [
         *_find_named_files(settings["task"], "task"),
-        *_find_named_files({axis: settings["algorithm"][axis] for axis in AXES}, "algorithm"),
+        *_find_named_files({axis: settings["algorithm"][axis] for axis in FUNCTION_SETTINGS}, "algorithm"),
         *_find_named_files({"template": settings["policy"]["template"]}, "policy"),
     ]
     return {key: _digest_source(source) for key, source in sources}
@@ -392,7 +392,7 @@ def digest_named_files(settings: Record) -> dict[str, str]:
 
 def digest_code_files(settings: Record) -> dict[str, str]:
     """Return by dotted key the sha256 of each code file that the settings of task and axes name."""
-    values = {**settings["task"], **{axis: settings["algorithm"][axis] for axis in AXES}}
+    values = {**settings["task"], **{axis: settings["algorithm"][axis] for axis in FUNCTION_SETTINGS}}
     return {
         key.removeprefix("."): _digest_source(path)
         for key, path in _find_named_files(values, "")
@@ -401,7 +401,7 @@ def digest_code_files(settings: Record) -> dict[str, str]:
 
 
 def _digest_source(source: Path | Sequence[Path] | str) -> str:
-    """Return the sha256 of a file, of a text, or of what `sha256sum` prints of several files."""
+    """Return the sha256 of a file, of a text, or of the output of `sha256sum` for several files."""
     if isinstance(source, Path):
         return files.compute_file_digest(source)
     if not isinstance(source, str):
@@ -435,12 +435,12 @@ def _find_file(value: str) -> Path | None:
     return path if path.suffix and os.path.isfile(path) else None
 
 
-def _get_source(thing: Any) -> str:
-    """Return the source of a function or a class; empty if there is none by itself, as of a lambda within a line."""
-    if getattr(thing, "__name__", "<lambda>") == "<lambda>":
+def _get_source(definition: Any) -> str:
+    """Return the source of a function or a class; empty if it has none of its own, as a lambda."""
+    if getattr(definition, "__name__", "<lambda>") == "<lambda>":
         return ""
     with suppress(OSError, TypeError):
-        return inspect.getsource(getattr(thing, "original", thing))
+        return inspect.getsource(getattr(definition, "original", definition))
     return ""
 
 

@@ -1,7 +1,7 @@
 """Records what each step did to the tokens of a few of its groups, for the token microscope (tokens/).
 
-The values before the update come from its own forward passes (`UpdateWatcher`), those after from one more pass over the
-recorded rows.
+Values before the update come from the forward passes of the update (`UpdateWatcher`), values after it from one more
+pass over the recorded rows.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _TokenRecorder:
         self.parts.policy.scorer.score_hook = self.watcher if is_recorded else None
 
     def record_step(self, result: StepResult) -> None:
-        """Write the file of a finished step. All processes call this with what they trained on."""
+        """Write the file of a finished step. All processes must call this, since it gathers their tables."""
         runtime, groups = self.parts.runtime, result.groups
         chosen = _choose_groups(groups, self.cfg.log.tokens)
         own_groups = {i: groups[i] for i in chosen if i % runtime.world_size == runtime.rank}
@@ -102,17 +102,17 @@ class _TokenRecorder:
 
     @torch.no_grad()
     def compute_columns_after(self, own_groups: Sequence[Group], groups: Sequence[Group]) -> list[_RowColumns]:
-        """Return the columns after the step of each row, for one group after another in the row order of `collate`.
+        """Return the columns after the update for each row of these groups, each group in the row order of `collate`.
 
-        If processes share parameters, all must make the same number of forward passes: one without groups makes them
-        with a single row.
+        If parameters are sharded, all processes must make the same number of forward passes. A process with fewer
+        chunks repeats a single row.
         """
         policy, runtime = self.parts.policy, self.parts.runtime
         is_lockstep = runtime.engine.is_lockstep
         if not own_groups and not is_lockstep:
             return []
         batches = [collate([group]) for group in own_groups] or [collate(groups[:1]).select_rows(slice(1))]
-        max_rows = runtime.max_micro_batch_rows or self.cfg.algorithm.micro_batch  # memory sufficed for these
+        max_rows = runtime.max_micro_batch_rows or self.cfg.algorithm.micro_batch  # these fit into memory
         chunks = [chunk for batch in batches for chunk in batch.split_into_chunks(max_rows)]
         rounds = max(runtime.gather([len(chunks)])) if is_lockstep else len(chunks)
         rows = [columns for chunk in chunks for columns in self.compute_row_columns(chunk)]
@@ -139,12 +139,12 @@ class _TokenRecorder:
         zero_rule = self.explain_zero_advantage(group)
         tables = [self.make_prompt_table(group.prompt_ids)]
         columns_by_row = [{**later, **earlier} for earlier, later in zip(before, after, strict=True)]
-        branches = len(group.completions)
+        next_branch = len(group.completions)
         for number, (completion, reward, advantage) in enumerate(
             zip(group.completions, group.rewards, group.advantages, strict=True)
         ):
-            branch_columns = columns_by_row[branches : branches + len(completion.branches)]
-            branches += len(completion.branches)
+            branch_columns = columns_by_row[next_branch : next_branch + len(completion.branches)]
+            next_branch += len(completion.branches)
             sequences = [(completion, columns_by_row[number]), *zip(completion.branches, branch_columns, strict=True)]
             for branch, (sequence, columns) in enumerate(sequences):
                 table = self.make_sequence_table(sequence, columns)
@@ -154,7 +154,7 @@ class _TokenRecorder:
         return _add_constant_columns(_join_tables(tables), {"step": step, "group": index, "prompt_id": group.prompt.id})
 
     def explain_zero_advantage(self, group: Group) -> str:
-        """Return the rule that makes an advantage of this group 0."""
+        """Return the rule for tokens of this group with advantage 0."""
         if all(reward.failed for reward in group.rewards):
             return "all_failed"
         dead = bool(is_zero_variance(collect_task_rewards([group]), self.cfg.algorithm.min_reward_range))
@@ -241,7 +241,7 @@ def _choose_groups(groups: Sequence[Group], max_groups: int) -> list[int]:
 
 
 def _list_row_origins(groups: Sequence[Group]) -> list[list[int]]:
-    """Return the row indices of each group of a process in its batch, completions before branches."""
+    """Return for each group of a process the indices of its rows in the batch, completions before branches."""
     branch_counts = [sum(len(completion.branches) for completion in group.completions) for group in groups]
     rows = itertools.count()
     origins = [list(itertools.islice(rows, len(group.completions))) for group in groups]
@@ -252,7 +252,7 @@ def _list_row_origins(groups: Sequence[Group]) -> list[list[int]]:
 
 
 class UpdateWatcher:
-    """A score hook that keeps what the loss did to each token, in the last optimizer step of which a row was part.
+    """A score hook that records the effect of the loss on each token, in the last optimizer step that used its row.
 
     It records the rows of the first prompts of a step, in their order, until `max_prompts` have an advantage.
     """
@@ -267,7 +267,7 @@ class UpdateWatcher:
         self.signal_prompts.clear()
         self.rows_by_origin.clear()
 
-    def __call__(self, batch: Batch, scores: Scores, hidden: Tensor, reading: ScoreContext) -> None:
+    def __call__(self, batch: Batch, scores: Scores, hidden: Tensor, context: ScoreContext) -> None:
         rows = self.select_rows(batch)
         if not bool(rows.any()):
             return
@@ -278,7 +278,7 @@ class UpdateWatcher:
         gradients = LossGradients(*(x[scored][tokens].to(hidden.device) for x in loss_gradients))
         ids = batch.response_ids[scored][tokens].to(hidden.device)
         selected = tokens.to(hidden.device)
-        statistics = compute_token_statistics(hidden[selected], ids, select_rows(reading, selected), gradients)
+        statistics = compute_token_statistics(hidden[selected], ids, select_rows(context, selected), gradients)
         columns = _make_update_columns(scores, batch, explanation)
         flat = {name: x[scored][tokens] for name, x in columns.items()}
         flat |= _make_distribution_columns(statistics, "before")
@@ -320,9 +320,9 @@ def _make_update_columns(scores: Scores, batch: Batch, explanation: LossExplanat
     }
 
 
-def _make_distribution_columns(examined_rows: TokenStatistics, when: str) -> dict[str, Tensor]:
+def _make_distribution_columns(statistics: TokenStatistics, when: str) -> dict[str, Tensor]:
     """Return the columns of the top tokens, [N, K] each; `when` is "before" or "after"."""
-    return {f"top_{when}": examined_rows.top_ids, f"top_{when}_logprob": examined_rows.top_logprobs}
+    return {f"top_{when}": statistics.top_ids, f"top_{when}_logprob": statistics.top_logprobs}
 
 
 def _split_by_row(flat: _RowColumns, counts: list[int]) -> list[_RowColumns]:

@@ -21,11 +21,11 @@ from pellucid.types import UserError
 NO_KEY = "none"
 """The key for endpoints that need none."""
 _MIN_KEY_CHARACTERS = 4
-"""Shorter keys are not redacted: they are part of ordinary words."""
+"""Shorter keys are not redacted, because ordinary words contain them."""
 _MIN_REDACTED_CHARACTERS = 6
-"""So many consecutive characters of a key are never stored or shown. Fewer are part of ordinary words."""
+"""Parts of a key of at least this length are never stored or shown. Ordinary words contain shorter ones."""
 MAX_ANSWER_BYTES = 2**24
-"""The largest answer; thousands of tokens with log-probs are smaller."""
+"""The maximum size of an answer. Thousands of tokens with log-probs are smaller."""
 UNCOMPRESSED_HEADERS = {"Accept-Encoding": "identity"}
 """The header that asks for uncompressed answers: a few kilobytes of gzip may be gigabytes of text."""
 
@@ -34,9 +34,9 @@ UNCOMPRESSED_HEADERS = {"Accept-Encoding": "identity"}
 
 
 class RefusedAnswerError(Exception):
-    """An answer is not read, because it is too long, compressed, or redirects to another origin.
+    """An answer was refused, because it is too long, is compressed, or redirects to another origin.
 
-    is_permanent: whether every answer of the endpoint would be refused.
+    If `is_permanent`, every answer of the endpoint would be refused.
     """
 
     def __init__(self, reason: str, is_permanent: bool = False) -> None:
@@ -54,7 +54,7 @@ class SettingNames:
 
 
 def split_address(url: str) -> SplitResult | None:
-    """Return the parts of an address of HTTP; None if it is no complete one."""
+    """Return the parts of an HTTP address; None if it is incomplete."""
     try:
         parts = urlsplit(url)
         is_complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -68,9 +68,9 @@ def find_address_mistake(base_url: str, names: SettingNames) -> str:
     parts = split_address(base_url)
     if parts is None:
         shown = "" if "@" in base_url else f" {base_url!r}"  # with "@" it may contain a password
-        return f"{names.base_url}{shown} is no address: write http://HOST:PORT/v1 or https://HOST/v1"
+        return f"{names.base_url}{shown} is not an address: write http://HOST:PORT/v1 or https://HOST/v1"
     if parts.username or parts.password or parts.query:
-        return f"{names.base_url} must hold no secret: put the key into the variable that {names.key} names"
+        return f"{names.base_url} must not contain a secret: put the key into the variable that {names.key} names"
     return ""
 
 
@@ -84,13 +84,15 @@ def is_loopback(url: str) -> bool:
 def get_api_key(base_url: str, variable: str) -> str:
     """Return the key in an environment variable; NO_KEY for a loopback address without one.
 
-    Raise UserError if there is no key, or it cannot be one.
+    Raise UserError if the key is missing or malformed.
     """
     key = os.environ.get(variable, "").strip()
     if not key and not is_loopback(base_url):
         raise UserError(f"{base_url} needs a key: put it into the environment variable {variable}")
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"the environment variable {variable} holds no key: keys are ASCII, in one line")
+        raise UserError(
+            f"the environment variable {variable} holds no valid key: a key is one line of printable ASCII characters"
+        )
     return key or NO_KEY
 
 
@@ -116,14 +118,14 @@ def describe_destination(base_url: str, variable: str, content: str) -> str:
 
 
 def redact_and_shorten(text: str, key: str) -> str:
-    """Return at most 200 characters of a text without the key: [key] replaces its parts, and words that begin as it."""
+    """Return at most 200 characters of a text. [key] replaces parts of the key, and words that begin like the key."""
     if key != NO_KEY and len(key) >= _MIN_KEY_CHARACTERS:
         text = re.sub(rf"{re.escape(key[:_MIN_KEY_CHARACTERS])}\S*", "[key]", text)
     return " ".join(remove_key(text, key).split())[:200]
 
 
 def remove_key(text: str, key: str) -> str:
-    """Replace the key, and every part of it with MIN_REDACTED_CHARACTERS characters or more, by [key].
+    """Replace the key, and every part of it with _MIN_REDACTED_CHARACTERS or more, by [key].
 
     Example: remove_key("7 for sk-abcdefgh", "sk-abcdefghijkl") == "7 for [key]"
     """
@@ -160,7 +162,7 @@ def limit_answer(response: Any) -> None:
         if (target.scheme, target.host, target.port) != (url.scheme, url.host, url.port):
             raise RefusedAnswerError(
                 f"{url.scheme}://{url.netloc.decode()} redirects to {target.scheme}://{target.netloc.decode()}:"
-                " if you trust that, name it as the address",
+                " if you trust it, use it as the address",
                 is_permanent=True,
             )
     encoding = response.headers.get("content-encoding", "").strip().lower()
@@ -208,7 +210,7 @@ def _limit_stream(stream: Any) -> Any:
 
 
 def describe_error(error: Any, key: str) -> str:
-    """Return the status and the message of an error of the client, without the key."""
+    """Return the status and the message of an error that the client raised, without the key."""
     message = error.body.get("message", "") if isinstance(error.body, Mapping) else ""
     return f"HTTP {error.status_code} {redact_and_shorten(str(message), key)}".strip()
 
@@ -217,12 +219,12 @@ def find_permanent_refusal(error: Any, base_url: str, model: str, variable: str,
     """Return why every request would be refused as this one was, and what to do; empty if others may succeed."""
     if error.status_code in (401, 403):
         return (
-            f"{base_url} does not take the key (HTTP {error.status_code}): put one that it takes into the"
+            f"{base_url} rejects the key (HTTP {error.status_code}): put a valid key into the"
             f" environment variable {variable}"
         )
     if error.status_code == 404:
         return (
-            f"{base_url} knows no model {model!r} (HTTP 404): name another with {names.model}, or mend"
+            f"{base_url} has no model {model!r} (HTTP 404): choose another with {names.model}, or fix"
             f" {names.base_url}, which often ends in /v1"
         )
     if error.status_code == 402 or error.code == "insufficient_quota":
@@ -247,7 +249,7 @@ def try_connection(url: str, timeout_seconds: float) -> None:
 
 def describe_unreachable(base_url: str, error: OSError, names: SettingNames) -> str:
     reason = error.strerror or "no answer"
-    return f"{base_url} cannot be reached ({reason}): start the service, or mend {names.base_url}"
+    return f"{base_url} cannot be reached ({reason}): start the service, or fix {names.base_url}"
 
 
 def find_first_cause(error: BaseException) -> BaseException:

@@ -25,12 +25,12 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-WORKING_DIRECTORY_GONE = "the working directory is gone, and with it what relative paths name: go to one that is there"
+WORKING_DIRECTORY_GONE = "the working directory is gone, and relative paths with it: change to a directory that exists"
 _LOCKS_UNSUPPORTED_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
 def get_cache_folder() -> Path:
-    """Return the folder of this user for what can be computed again."""
+    """Return the cache folder of this user, for files that can be computed again."""
     return Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid")
 
 
@@ -47,9 +47,9 @@ def is_working_directory_gone() -> bool:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file, or the names in a folder, to the disk. A rename is durable when its folder is synced."""
+    """Sync a file, or the entries of a folder, to the disk. A rename is durable once its folder is synced."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open folders, and writes names to the disk by itself
+        return  # Windows cannot open folders, and writes their entries to the disk by itself
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -58,14 +58,14 @@ def sync_path(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync every file and every folder below this one."""
+    """Sync a folder, and every file and folder below it."""
     for path in folder.rglob("*"):
         sync_path(path)
     sync_path(folder)
 
 
 def write_file_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace the content of a file. Whatever happens, it has the old or the new content; it is durable at return."""
+    """Replace the content of a file. A crash leaves the old or the new content; at return, the new one is durable."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
@@ -76,17 +76,17 @@ def write_file_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 class BoundedLog:
-    """Bounds the size of a file to which other processes append. They must open it with O_APPEND, or leave holes.
+    """Bounds the size of a file to which other processes append. They must open it with O_APPEND to leave no holes.
 
-    Of `max_bytes`, the first half and the newest quarter are kept, and a line between them says that something was left
-    out. The file may be larger by what is written in `interval_seconds`. Lines that are written during the
-    milliseconds in which the file is cut may be lost or be out of order.
+    The first half and the newest quarter of `max_bytes` are kept, and a line between them says that text was left out.
+    The file may exceed `max_bytes` by the output of `interval_seconds`. Lines that are written during the milliseconds
+    in which the file is cut may be lost or be out of order.
     """
 
     def __init__(self, path: Path, max_bytes: int = 2**24, interval_seconds: float = 0.5) -> None:
         self._path, self._max_bytes, self._interval_seconds = path, max_bytes, interval_seconds
         self._head_end = 0
-        """The end of the first half, once something was left out behind it."""
+        """The offset of the end of the first half, once text after it was left out; 0 before."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bounded log", daemon=True)
         self._thread.start()
@@ -102,7 +102,7 @@ class BoundedLog:
         self._trim()
 
     def _trim(self) -> None:
-        # The file may not exist yet, or not be writable. Others may append while it is cut: so does this.
+        # The file may not exist yet, or not be writable. Others may append while it is cut, so this appends, too.
         with suppress(OSError), self._path.open("r+b") as file, self._path.open("ab") as end:
             size = file.seek(0, os.SEEK_END)
             if size <= self._max_bytes:
@@ -117,9 +117,9 @@ class BoundedLog:
 
 
 def _find_line_bounds(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """Return where the last line of a part of a file ends, and where its second line begins.
+    """Return where the last whole line of a part of a file ends, and where the second line of the part begins.
 
-    If the part has no newline, its end and its start.
+    If the part has no newline, return its end and its start.
     """
     file.seek(start)
     part = file.read(length)
@@ -128,7 +128,7 @@ def _find_line_bounds(file: BinaryIO, start: int, length: int) -> tuple[int, int
 
 
 def compute_file_digest(path: Path) -> str:
-    """Return the sha256 of a file as hexadecimal digits."""
+    """Return the SHA-256 digest of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -146,16 +146,16 @@ def hold_lock(path: Path, activity: str) -> Iterator[TextIOWrapper]:
 
     Args:
         path: The lock file, which contains the process ids of the holders.
-        activity: What a holder does, for the message of the error: "reads".
+        activity: The verb for a holder's activity in the error message, such as "reads".
 
     Raises:
         UserError: Another process holds the lock.
     """
     if fcntl is None:
-        raise UserError("training needs Linux or macOS, whose file locks die with a process: on Windows use WSL")
+        raise UserError("training needs Linux or macOS, whose file locks end with their process: on Windows, use WSL")
     with path.open("a+", encoding="utf-8") as file:
         if not _lock(file, fcntl.LOCK_EX, activity):
-            text = f"! {path.parent}: its file system has no locks: see to it that no other process {activity}"
+            text = f"! {path.parent}: its file system has no locks: make sure that no other process {activity}"
             print(escape_controls(text), flush=True)
         file.truncate(0)
         write_lock_holder(file, os.getpid())
@@ -184,12 +184,12 @@ def _lock(file: TextIOWrapper, kind: int, activity: str) -> bool:
 
 
 def write_lock_holder(lock: TextIOWrapper, pid: int) -> None:
-    """Add a process that has inherited the open lock file to its holders."""
+    """Add a process that has inherited the open lock file to the holders that the file lists."""
     print(pid, file=lock, flush=True)
 
 
 def describe_lock_holder(file: TextIOWrapper, activity: str) -> str:
-    """Return for example "process 7 reads: wait for it, or stop it (since 2026-01-31 12:00:00)"."""
+    """Return, for example, "process 7 reads: wait for it, or stop it (since 2026-01-31 12:00:00)"."""
     file.seek(0)
     alive = [pid for pid in file.read().split() if pid.isdecimal() and psutil.pid_exists(int(pid))]
     who = f"process {' and '.join(alive)}" if alive else "another process"
@@ -201,9 +201,9 @@ def describe_lock_holder(file: TextIOWrapper, activity: str) -> str:
 
 
 def exit_if_forked(owner_pid: int, error: BaseException | None = None) -> None:
-    """Exit as Python would, without running our code, if this process is a copy that user code has forked.
+    """If user code forked this process, exit as Python would, without running our code.
 
-    `owner_pid` is the process id before the user code was called, and `error` is what it raised, if anything.
+    `owner_pid` is the process id before the user code was called, and `error` is the exception that it raised, if any.
     """
     if os.getpid() == owner_pid:
         return

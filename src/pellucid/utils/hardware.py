@@ -24,20 +24,20 @@ except ImportError:  # Windows
 
 
 CUBLAS_WORKSPACE_VARIABLE, DETERMINISTIC_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-"""The settings with which cuBLAS sums in the same order when a product is repeated."""
+"""The variable, and its values with which cuBLAS sums in the same order when a product is repeated."""
 
 _TRIM_RATIO = 1.03
 """Free memory is returned to the system when the resident size is this many times what a step needs."""
 _GEMM_CACHE_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-"""How many shapes of products oneDNN and torch's bridge to it cache, 1024 each by default. Every step has new shapes:
-entries of older ones are not used again, and fragment the heap."""
+"""How many matrix product shapes oneDNN and torch's bridge to it cache, 1024 each by default. Every step has new
+shapes: entries of older ones are never reused, and fragment the heap."""
 
 
 # ---------------------------------------------------------------- devices and dtypes
 
 
 def pick_device(name: str, setting: str = "policy.device") -> torch.device:
-    """Return the device of a name: PyTorch's, "cuda" for the GPU of this process, "auto" for that, Apple's or the CPU.
+    """Return a device by its PyTorch name; "cuda" is this process's GPU; "auto" is that GPU, Apple's or the CPU.
 
     Raises:
         UserError: There is no such device. `setting` is the user's name for the setting.
@@ -53,7 +53,7 @@ def pick_device(name: str, setting: str = "policy.device") -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a name; "auto" is bf16 on a GPU that has it and a CPU that is faster with it, else fp32."""
+    """Return the dtype of a name; "auto" is bf16 on a GPU that has it or a CPU that is faster with it, else fp32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -66,7 +66,7 @@ def describe_missing_bf16(device: torch.device) -> str:
     """Return a hint for a GPU without bf16; empty for other devices."""
     if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         return ""
-    return 'this GPU has no bf16: policy.dtype = "float16" may be several times as fast, where the model fits its range'
+    return 'this GPU has no bf16: policy.dtype = "float16" may be several times as fast, if its range suffices'
 
 
 def describe_slow_float16(device: torch.device) -> str:
@@ -88,12 +88,12 @@ def check_float16(device: torch.device) -> None:
         scaler.update()
     except (RuntimeError, TypeError, AssertionError) as error:
         raise UserError(
-            f'policy.dtype = "float16" cannot be trained in on {device} ({str(error).splitlines()[0]}): set "float32"'
+            f'policy.dtype = "float16" cannot be trained on {device} ({str(error).splitlines()[0]}): set "float32"'
         ) from error
 
 
 def pick_float64_device(device: torch.device) -> torch.device:
-    """Return the device of float64 sums over tensors on a device.
+    """Return the device that computes float64 sums of tensors on `device`.
 
     It is the CPU if the device has no float64 (Apple's), and in deterministic mode, where CUDA has no cumulative sums.
     """
@@ -107,7 +107,7 @@ def pick_float64_device(device: torch.device) -> torch.device:
 
 @contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Make operations on a GPU repeatable bit for bit within the block, or refused. Enter it before any operation.
+    """Within the block, GPU operations are repeatable bit for bit, or raise. Enter it before any operation.
 
     Raise UserError if the environment has another setting for cuBLAS.
     """
@@ -129,7 +129,7 @@ def use_deterministic_algorithms() -> Iterator[None]:
 
 
 def measure_matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, threads: int = 1) -> float:
-    """Return the speed of the fastest of a few matrix products on the CPU in TFLOP/s; it takes tens of milliseconds.
+    """Return the TFLOP/s of the fastest of a few matrix products on the CPU. This takes tens of milliseconds.
 
     With two threads, which wait for each other, the wrong dtype might look faster on a busy machine.
     """
@@ -150,16 +150,16 @@ def measure_matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error means that memory ran out: CUDA has a class for it, other devices only words."""
+    """Return whether an error means that memory ran out: CUDA raises its own class, others only a message."""
     words = ("DefaultCPUAllocator", "MPS backend out of memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 def keep_freed_memory() -> bool:
-    """Configure glibc to keep freed memory for the next tensor, and bound the caches for shapes of products.
+    """Configure glibc to keep freed memory for the next tensor, and limit the caches of matrix product shapes.
 
     A training step frees and allocates the same gigabytes again and again; on CPUs the page faults cost a quarter of
-    its time. The bounds have no effect after torch's first product. Return False without glibc.
+    its time. The limits have no effect after torch's first product. Return False without glibc.
     """
     for name, capacity in _GEMM_CACHE_LIMITS.items():
         os.environ.setdefault(name, capacity)

@@ -1,4 +1,4 @@
-"""The user's own objects, by names such as "path/to/file.py:Name", optional libraries, and access to the Hub."""
+"""Loads user objects by name ("path/to/file.py:Name"), imports optional libraries, and checks the Hub."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_object(spec: str) -> Any:
         objects = _in_process_objects.get({})
         if spec not in objects:
             raise ObjectNotInProcessError(
-                f'"{spec}" is an object that was given to pellucid.train: give it again there, or put it into a file'
+                f'"{spec}" is an object that was given to pellucid.train: pass it again, or put it into a file'
                 f' and name "path/to/file.py:{name}"'
             )
         return objects[spec]
@@ -72,8 +72,8 @@ def load_object(spec: str) -> Any:
 
 
 def load_function(spec: str, kind: str) -> Callable[..., Any]:
-    """Load a function, or raise UserError with what it is for, its `kind`. Objects from files are cached."""
-    # The name of a given object may stand for another one the next time.
+    """Load a function, or raise a UserError that names its `kind`. Objects from files are cached."""
+    # The same "here:" name may stand for another object in the next call.
     loaded = load_object(spec) if spec.startswith(IN_PROCESS_PREFIX) else _load_object_cached(spec)
     if not callable(loaded):
         raise UserError(f'{kind} "{spec}" is a {type(loaded).__name__}: name a function')
@@ -92,7 +92,7 @@ def _import_user_module(source: str) -> ModuleType:
         raise UserError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
     except ImportError as error:
         file = f"{source}.py"
-        hint = f'; a file is named with its ending, "{file}:Name"' if Path(file).is_file() else ""
+        hint = f'; write a file with its suffix, "{file}:Name"' if Path(file).is_file() else ""
         raise UserError(f"{source} cannot be imported: {error}{hint}") from error
     except UserError:
         raise
@@ -115,7 +115,7 @@ def forget_edited_modules() -> None:
             continue
         del _module_digests[name]
         module = sys.modules.pop(name, None)
-        with suppress(OSError):  # Python would reuse its bytecode for another file of the same second and size
+        with suppress(OSError):  # Python would reuse the bytecode if the new file has the same size and mtime second
             Path(getattr(module, "__cached__", None) or "").unlink()
 
 
@@ -133,7 +133,7 @@ def _resolve_module_name(path: Path) -> str:
         raise MissingFileError(f"{path}: there is no such file{suggest_path(path)}", path)
     path = path.expanduser().resolve()
     if not path.stem.isidentifier():
-        raise UserError(f'{path}: "{path.stem}" is no module name; rename the file to letters, digits and _')
+        raise UserError(f'{path}: "{path.stem}" is not a module name; rename the file to letters, digits and _')
     importlib.invalidate_caches()
     other = _find_module_origin(path.stem)
     if other and Path(other).resolve() != path:
@@ -144,7 +144,7 @@ def _resolve_module_name(path: Path) -> str:
 
 
 def _find_module_origin(module: str) -> str | None:
-    """Return the file of a module that is imported or installed, "built-in" if it has none; None for no module."""
+    """Return the file of a module that is imported or installed, "built-in" if it has none; None if not found."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or "built-in"
     spec = importlib.util.find_spec(module)
@@ -174,7 +174,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def import_extra(module: str, extra_name: str, feature: str) -> Any:
-    """Import a library that only some settings need. If it is missing, UserError says which `feature` needs it."""
+    """Import a library that only some settings need. If it is missing, raise a UserError that names `feature`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -190,7 +190,7 @@ CONNECT_TIMEOUT_SECONDS = 10.0
 
 
 def check_hub_online() -> bool:
-    """Return whether the Hub can be used. If not, this process says so once, and its client uses the cache alone."""
+    """Return whether the Hub can be used. If not, print that once, and make its client use only the cache."""
     from huggingface_hub import constants  # noqa: PLC0415 - it reads the environment when it is imported
 
     if not constants.HF_HUB_OFFLINE and not is_reachable(constants.ENDPOINT):
@@ -206,16 +206,16 @@ def is_reachable(endpoint: str) -> bool:
     try:
         try_connection(endpoint, CONNECT_TIMEOUT_SECONDS)
     except OSError as error:
-        print_notes(f"{endpoint} cannot be reached ({error.strerror or error}): only what is cached can be loaded")
+        print_notes(f"{endpoint} cannot be reached ({error.strerror or error}): only cached files can be loaded")
         return False
     return True
 
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector while torch is imported, and exempt its modules, which saves a third of the time.
+    """Pause the garbage collector while torch is imported, then exempt torch's objects: a third of the time is saved.
 
-    If torch is imported already, this does nothing: the process is another program's.
+    Do nothing if torch is imported already, since the process then belongs to another program.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

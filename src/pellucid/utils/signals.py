@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop after its step, and standard streams that do not end it when nobody reads them."""
+"""Signals that ask a run to stop after its step, and standard streams whose write errors do not end it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED_EXIT_STATUS = 130
-_STOPPING_MESSAGE = b"stopping after this step; once more to stop at once, back to the last checkpoint\n"
+_STOPPING_MESSAGE = b"stopping after this step; a second signal stops at once, back to the last checkpoint\n"
 
 
 # ---------------------------------------------------------------- requests to stop
@@ -25,8 +25,8 @@ class StopRequests(list[int]):
 
     @contextmanager
     def interrupt_immediately(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt for a request at once within the block, which must be safe to interrupt."""
-        self.is_immediate = True  # before the test: a signal after it would wait until the block ends
+        """Raise KeyboardInterrupt at once for a request within the block, which must be safe to interrupt."""
+        self.is_immediate = True  # first, or a signal after the test would wait until the block ends
         try:
             if self:
                 raise KeyboardInterrupt
@@ -98,7 +98,7 @@ def raise_keyboard_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def exit_immediately(_number: int, _frame: FrameType | None) -> None:
-    """Exit without cleaning up, for imports, which may swallow exceptions or replace them."""
+    """Exit without cleanup. Used during imports, which may swallow exceptions or replace them."""
     _write_to_stderr(b"pellucid: stopped\n")
     os._exit(INTERRUPTED_EXIT_STATUS)
 

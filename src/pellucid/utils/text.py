@@ -1,4 +1,4 @@
-"""Hints at files that may have been meant, text for terminals, options in messages, {placeholders}, and docstrings."""
+"""Hints at similar file names, text for terminals, options in messages, {placeholders}, and docstrings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-# ---------------------------------------------------------------- files that may have been meant
+# ---------------------------------------------------------------- hints at similar file names
 
 _RECIPE_FOLDERS: list[Path] = []
 """The folder of the recipe that was read last; relative paths in a recipe start there."""
 _MAX_LISTED_FILES = 1000
-"""How many files of a folder are considered."""
+"""The maximum number of files of a folder that are considered."""
 
 
 def set_recipe_folder(folder: Path | None) -> None:
@@ -26,7 +26,7 @@ def set_recipe_folder(folder: Path | None) -> None:
 
 
 def describe_searched_folders(path: Path) -> str:
-    """Return in which folders a relative path was looked for, if there are several; else an empty string."""
+    """Return a text that names the folders in which a relative path was looked for; empty if there is only one."""
     folders = [folder for folder in _RECIPE_FOLDERS if folder.resolve() != Path().resolve()]
     if path.expanduser().is_absolute() or not folders:
         return ""
@@ -54,7 +54,7 @@ def suggest_file(path: Path, candidates: Sequence[Path]) -> str:
 def find_nearby_files(path: Path, suffixes: Container[str]) -> list[Path]:
     """Return files near a path with one of these suffixes, such as ".toml".
 
-    They are in the folder of the path, or the nearest existing folder above it, and in the subfolders of that.
+    They are in the nearest existing folder above the path, or in its subfolders.
     """
     folder = next((parent for parent in path.parents if parent.is_dir()), Path())
     subfolders = [entry for entry in _list_folder(folder) if entry.is_dir() and not entry.name.startswith(".")]
@@ -98,7 +98,7 @@ def escape_controls(text: str) -> str:
 
 
 def format_one_line(value: object, limit: int = 300) -> str:
-    """Return a text, such as an error, in one line of at most so many characters."""
+    """Return a text, such as an error, in one line of at most `limit` characters."""
     return " ".join(str(value).split())[:limit]
 
 
