@@ -2,8 +2,8 @@
 
     python benchmarks/gap.py [--model smollm2-135m] [--tokens 64]
 
-Mean and most, in nats per token, over 4 prompts x 8 completions of two-digit sums. The last line has the scorer's hidden
-states read by a head in fp32: how much of the distance is the rounding of logits.
+Mean and most, in nats per token, over 4 prompts x 8 completions of two-digit sums. The last line has the scorer's
+hidden states read by a head in fp32: how much of the distance is the rounding of logits.
 """
 
 from __future__ import annotations

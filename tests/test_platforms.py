@@ -44,7 +44,7 @@ def test_all_of_it_is_imported_without_what_windows_and_macs_lack():
 
 def test_without_file_locks_training_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "fcntl", None)
-    with pytest.raises(UserError, match="on Windows use WSL"), files.hold_lock(tmp_path / ".lock", "trains"):
+    with pytest.raises(UserError, match="on Windows, use WSL"), files.hold_lock(tmp_path / ".lock", "trains"):
         pass
     assert not list(tmp_path.iterdir())
 

@@ -796,7 +796,9 @@ def test_a_row_beyond_that_length_is_not_scored(kind):
         if response + 3 <= most:
             assert bool(policy.score(batch).logprobs.isfinite().all())
         else:
-            with pytest.raises(UserError, match=f"a row of {most + 1} tokens is longer than .* {most}"):
+            with pytest.raises(
+                UserError, match=f"a row of {most + 1} tokens exceeds the context length of this model, {most}"
+            ):
                 policy.score(batch)
 
 

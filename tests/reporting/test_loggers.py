@@ -494,7 +494,7 @@ def test_the_live_display_shows_the_headlines_and_no_loss():
     assert "+0.400 over 5 steps" in picture
     assert "33% all right, 33% all wrong" in picture
     assert "[0.80, 0.95]  +0.65" in picture
-    assert "3 tokens a second" in picture
+    assert "3 tokens per second" in picture
     assert "generate 60%  reward 0%  score 10%  update 20%  other 10%" in picture
     assert "loss" not in picture
     assert "123" not in picture
@@ -555,7 +555,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(log, "render", lambda: 1 / 0)
     log.log(1, {}, [])
     log.close()
-    assert "cannot be shown (ZeroDivisionError" in str(log.render_safely())
+    assert "cannot be drawn (ZeroDivisionError" in str(log.render_safely())
 
 
 def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):

@@ -156,8 +156,8 @@ def test_the_live_display_shows_turns_and_faults_of_tools():
     picture = drawn(log.render())
     log.log(2, {"reward/mean": 0.5}, [])
     log.close()
-    assert re.search(r"turns +2\.4 +a conversation", picture)
-    assert re.search(r"tools +1\.1 +calls a conversation, 12% unreadable", picture)
+    assert re.search(r"turns +2\.4 +per conversation", picture)
+    assert re.search(r"tools +1\.1 +calls per conversation, 12% unreadable", picture)
     assert "turns" not in drawn(log.render())
 
 

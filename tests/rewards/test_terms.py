@@ -186,7 +186,7 @@ def test_the_property_of_gold_answers_holds_for_what_data_sets_have(gold):
     ("name", "gold", "reason"),
     [
         ("numeric", "seven", "holds no number"),
-        ("numeric", "3 or 5", "not one number"),
+        ("numeric", "3 or 5", "not a single number"),
         ("math", "some $ or other", "cannot be read by the reward math"),
         ("math", "9^{9^{9^9}}", "cannot be read by the reward math"),
         ("math", "He had $5 and then bought 3 apples", "answer_pattern"),
@@ -235,12 +235,12 @@ def test_length_is_minus_the_share_of_the_limit(tokens, expected):
     ("settings", "says"),
     [
         ({"name": "numric"}, 'reward "numric" is unknown; did you mean "numeric"?'),
-        ({"name": "numeric", "pattern": "x"}, "regex needs one"),
-        ({"name": "regex"}, "regex needs one"),
+        ({"name": "numeric", "pattern": "x"}, "only regex takes one"),
+        ({"name": "regex"}, "only regex takes one"),
         ({"name": "regex", "pattern": "("}, "not a valid regular expression"),
-        ({"name": "length"}, "length needs one above 0"),
-        ({"name": "length", "limit": -1}, "length needs one above 0"),
-        ({"name": "exact", "limit": 5}, "length needs one above 0"),
+        ({"name": "length"}, "only length takes one"),
+        ({"name": "length", "limit": -1}, "only length takes one"),
+        ({"name": "exact", "limit": 5}, "only length takes one"),
     ],
 )
 def test_bad_terms_are_refused_in_one_line(settings, says):

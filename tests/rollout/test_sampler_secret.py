@@ -85,7 +85,7 @@ def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monke
         assert mine.score_tokens([1, 2, 3])[0].shape == (2,)
         secret = file.read_text().strip()
         monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "of another user"))
-        with pytest.raises(UserError, match=r"401.*set PELLUCID_SAMPLER_TOKEN to the secret"):
+        with pytest.raises(UserError, match=r"401.*set PELLUCID_SAMPLER_TOKEN to the server's secret"):
             SamplerClient(url, 10.0).get_state()
         monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", secret)  # as through a tunnel
         assert SamplerClient(url, 10.0).get_state()["model"]

@@ -198,7 +198,7 @@ def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
     with pytest.raises(RuntimeError, match="the device is lost"):
         engine.run()
     assert [type(news[-1]) for news in told] == [RuntimeError, RequestError, RequestError]
-    with pytest.raises(RequestError, match="ending"):
+    with pytest.raises(RequestError, match="shutting down"):
         asked(engine)
 
 

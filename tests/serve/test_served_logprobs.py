@@ -150,7 +150,7 @@ def test_a_prompt_of_token_ids_is_that_of_its_text(service, client):
         ([0, -1], "prompt.1: Input should be greater than or equal to 0"),
         ([True], "prompt.0: Input should be a valid integer"),
         ([EOS + 1], "a token that the model does not know"),
-        ([0] * 127 + [1] * 5, "context of 128"),
+        ([0] * 127 + [1] * 5, "context length of 128"),
         (3, "prompt: Input should be a valid string"),
     ],
 )

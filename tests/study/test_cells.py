@@ -138,7 +138,7 @@ def test_a_folder_that_is_no_run_is_not_removed(cell):
     cell.run_dir.mkdir(parents=True)
     check_run_dir(cell, RECIPE)
     (cell.run_dir / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="no run"):
+    with pytest.raises(UserError, match="is not a run"):
         check_run_dir(cell, RECIPE)
     assert (cell.run_dir / "thesis.tex").exists()
 

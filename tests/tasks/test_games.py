@@ -113,7 +113,7 @@ def test_the_tool_of_the_task_is_called():
         (Guess, {"largest": 1}, "largest = 1 must be at least 2"),
         (Guess, {"format_reward": 1.0}, "format_reward = 1.0 must be at least 0 and below 1"),
         (Calculator, {"digits": 7}, "digits = 7 must be from 1 to 6"),
-        (Calculator, {"credit": 1.0}, "credit = 1.0 must be from 0"),
+        (Calculator, {"credit": 1.0}, "credit = 1.0 must be at least 0"),
         (Calculator, {"examples": 9}, "examples = 9 must be from 0 to 8"),
     ],
 )

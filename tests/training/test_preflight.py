@@ -81,7 +81,7 @@ def test_bars_stand_where_the_policy_begins_and_where_it_gives_way(capsys):
     held = talk([3, 4, EOS, 5, 6, 7, EOS], ((3, 5),), messages=messages, events={"calls": 1, "raised": 1})
     shown, *below = exchange(capsys, held)
     assert shown == "12|34<eos>|56|7<eos>"
-    counts = "5 sampled, 2 given in 2 turns, 1 call of tools (1 raised)"
+    counts = "5 sampled, 2 given in 2 turns, 1 tool call (1 raised)"
     assert " ".join(" ".join(below).split()) == f"2 prompt tokens | {counts}; reward 0.5, gold answer 7"
 
 

@@ -194,7 +194,9 @@ def test_a_reward_that_becomes_none_for_every_completion_stops_the_run_later(mod
     small = {"model": model_dir, "chat": False, "max_tokens": 4, "prompts_per_step": 2, "group_size": 2}
     run_dir = tmp_path / "run"
     mine = pellucid.train(data=rows, reward=at_first, run=run_dir, steps=9, evaluate_every=0, patience=2, **small)
-    with pytest.raises(UserError, match="every reward of the last 2 steps failed, the last with None: no reward app"):
+    with pytest.raises(
+        UserError, match="every reward of the last 2 steps failed, the last with None, since no reward app"
+    ):
         mine.finish()
     assert [row["reward/no_term"] for row in records(run_dir / "metrics.jsonl") if "reward/no_term" in row] == [4, 4]
     assert list_checkpoints(run_dir)

@@ -264,7 +264,7 @@ class ConsoleLogger(_ScreenLogger):
                 yield name, value.format(metrics[metric]), detail.format_map(metrics)
         if "tools/calls" in self.metrics:
             faults = format_fault_shares(self.metrics)
-            yield "tools", f"{metrics['tools/calls']:.1f}", f"calls a conversation{faults and f', {faults}'}"
+            yield "tools", f"{metrics['tools/calls']:.1f}", f"calls per conversation{faults and f', {faults}'}"
         if "time/step" in self.metrics:
             yield from _make_time_rows(self.metrics)
 
@@ -317,7 +317,7 @@ def _make_time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | T
     spent["other"] = max(0.0, total - sum(spent.values()))
     shares = {stage: seconds / total for stage, seconds in spent.items()} if total else {}
     rate = _compute_speed(metrics)
-    yield "step", f"{total:.1f} s", f"{rate['speed']:,.0f} tokens a second" if rate else ""
+    yield "step", f"{total:.1f} s", f"{rate['speed']:,.0f} tokens per second" if rate else ""
     bar = [("█" * round(share * _BAR_WIDTH_CELLS), _STAGE_COLORS[stage]) for stage, share in shares.items()]
     legend = [(f"{stage} {share:.0%}  ", _STAGE_COLORS[stage]) for stage, share in shares.items()]
     yield "", "", Text.assemble(*bar)

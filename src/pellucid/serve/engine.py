@@ -590,8 +590,8 @@ async def start_generation(
     async with enforce_deadline(served, deadline):
         prompt_ids = await _encode_prompt(served, prompt)
     room = served.policy.context_length - len(prompt_ids)
-    wanted = max_tokens or min(default_max_tokens or served.max_tokens, room)
-    if room < 1 or wanted > room:
+    wanted = max_tokens or max(1, min(default_max_tokens or served.max_tokens, room))
+    if wanted > room:
         raise RequestError(
             400,
             f"{len(prompt_ids)} prompt tokens and {wanted} answer tokens exceed the context length of"

@@ -29,7 +29,7 @@ _GRADER_ERRORS = (ArithmeticError, AttributeError, LookupError, SyntaxError, Typ
 
 @dataclass(frozen=True)
 class ReasoningGym(GeneratedTask):
-    """The reward is the score of the family's own grader, from 0 to 1; an answer is right at 1.
+    """The reward is the score of the family's own grader, from 0 to 1; an answer with a score of 1 is right.
 
     An answer that the grader cannot read earns 0. The splits share no question: a quarter of them, by a hash, are held
     out.
