@@ -42,8 +42,9 @@ class Duel(NamedTuple):
     """Ratio that is aimed for: how many times faster than the peer."""
 
 
-def steps(tokens: int, **goals: float | None) -> list[Duel]:
-    settings: Settings = {"tokens": tokens, "prompts": 4, "group": 8}
+def steps(tokens: int, lora: int = 0, **goals: float | None) -> list[Duel]:
+    """lora: the rank of an adapter that ours, and TRL through peft, train in place of whole weights."""
+    settings: Settings = {"tokens": tokens, "prompts": 4, "group": 8} | ({"lora": lora} if lora else {})
     return [Duel("step", peer.replace("_", "-"), settings, goal) for peer, goal in goals.items()]
 
 
@@ -59,6 +60,7 @@ BEST = {"trl_best_bf16": None, "trl_best_autocast": None}
 TABLES = {
     "step-64": steps(64, trl_bf16=4.0, trl_autocast=5.0, trl_fp32=None, **BEST, trl_as_it_comes=None),
     "step-256": steps(256, trl_bf16=4.0, trl_autocast=5.0, **BEST),
+    "lora": steps(64, 16, whole_weights=None, transformers=None, trl_bf16=4.0, trl_autocast=5.0),
     "job": [job(f"trl-{kind}") for kind in ("bf16", "autocast", "best-bf16", "best-autocast", "as-it-comes")],
     "generate": [sample("generate", 4, 8, 64, 2.4), sample("generate", 1, 32, 64, 2.4)],
     **{

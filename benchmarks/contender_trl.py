@@ -31,6 +31,8 @@ class Job(NamedTuple):
     device: str = "cpu"
     pieces: int = 0
     """Of an update; 0 leaves it to the setup."""
+    lora: int = 0
+    """The rank of an adapter with the settings of ours; 0 trains whole weights."""
 
 
 class Laps:
@@ -93,6 +95,7 @@ def trainer(job: Job, setup: Setup, laps: Laps, before: Callable[[], None], afte
         args=GRPOConfig(**arguments, **setup.arguments, model_init_kwargs=model or None),
         train_dataset=datasets.Dataset.from_list(questions),
         callbacks=[Steps()],
+        peft_config=adapter_of(job),
     )
     inner = made._generate_and_score_completions
 
@@ -105,6 +108,14 @@ def trainer(job: Job, setup: Setup, laps: Laps, before: Callable[[], None], afte
 
     made._generate_and_score_completions = timed
     return made
+
+
+def adapter_of(job: Job) -> Any:
+    if not job.lora:
+        return None
+    import peft  # noqa: PLC0415
+
+    return peft.LoraConfig(r=job.lora, lora_alpha=2 * job.lora, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def clock() -> float:

@@ -29,11 +29,16 @@ from pellucid.utils import hardware
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=["step", "job", "sample", "accuracy"])
-    parser.add_argument("contender", help="pellucid, without-graphs, generate, or what trl_setups.py knows")
+    parser.add_argument(
+        "contender",
+        help="pellucid; of a step transformers, whose code then computes ours, or whole-weights in place of an adapter;"
+        " of sampling without-graphs or generate; or what trl_setups.py knows",
+    )
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter that a step trains")
     parser.add_argument("--units", type=int, default=100)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu")
@@ -67,9 +72,10 @@ def our_policy(options: argparse.Namespace):
     from pellucid.policy import policy  # noqa: PLC0415
 
     hardware.keep_freed_memory()
-    learner = policy.load_policy(
-        options.model, torch.device(options.device), getattr(torch, options.dtype), temperature=1.0
-    )
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    engine = "transformers" if options.contender == "transformers" else "auto"
+    lora_rank = 0 if options.contender == "whole-weights" else options.lora
+    learner = policy.load_policy(options.model, device, dtype, 1.0, lora_rank=lora_rank, engine=engine)
     learner.eos_ids = (-1,)  # no token ends a completion
     return learner
 
@@ -218,11 +224,12 @@ def same_work(options: argparse.Namespace) -> Job:
         whole=True,
         device=options.device,
         pieces=options.pieces,
+        lora=options.lora,
     )
 
 
 CONTENDERS = {
-    ("step", "pellucid"): our_step,
+    **dict.fromkeys((("step", name) for name in ("pellucid", "transformers", "whole-weights")), our_step),
     ("job", "pellucid"): our_job,
     ("sample", "pellucid"): our_sample,
     ("sample", "without-graphs"): our_sample_without_graphs,

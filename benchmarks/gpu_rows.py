@@ -1,257 +1,517 @@
-"""The rows of gpu.py: what each does, what came of it, and whether that is right.
+"""The rows of gpu.py: each measures something and reports its findings as they come.
 
-What lies beside the tests is found here because gpu_place.py has put it on the path.
+A row is a function of a folder for files and of `report(**finding)`, in a process of its own. Models have the shapes of
+Qwen2.5 and random weights; no completion ends before its last token. Simulated, ours run on the pretended cuda:0 of the
+tests, and peers, whose libraries do not know it, on the CPU; all shapes are tiny.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import gc
 import json
-import math
-from collections import Counter
-from collections.abc import Callable
+import string
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
+import contenders
+import pytest
 import torch
-from bench import WARM_UP, Duel, fight, ratio
-from gpu_place import ROOT, Forked, Place
-from processes import MissingError
-from safetensors.torch import load_file
-from seeds import cell, records
-from torch.profiler import ProfilerActivity
+import turns
+from processes import check_there
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import tiny_recipe
+import pretended_graph
+from conftest import character_tokenizer
+from pellucid.algorithm import grpo
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.config import load_config
-from pellucid.policy.load import PACKAGED_MODELS
+from pellucid.distributed.runtime import Runtime
+from pellucid.models import native, ops
+from pellucid.models.decode import DecodeBatch
+from pellucid.models.native import LogitStatistics, ScaledLogits, StatisticsGradients
+from pellucid.models.triton_check import find_decoder_fault
+from pellucid.policy.load import move_to_device
+from pellucid.policy.logprobs import score_logits
+from pellucid.policy.policy import Policy
+from pellucid.rollout.native import NativeSampler
 from pellucid.training import memory
-from runs import same_run, train, untimed, weights
+from pellucid.types import Sampling
+from pellucid.utils import hardware
+from simulated_device import DEVICE, Device
 
-ARITHMETIC = ROOT / "recipes/arithmetic.toml"
-WORK = {"prompts": 4, "group": 8, "tokens": 128}
-"""Of one step, or of one call of a sampler."""
-SHORT = {"prompts": 2, "group": 2, "tokens": 4}
-"""The same where it is simulated."""
+ROOT = Path(__file__).parents[1]
+GPU = torch.device("cuda:0")
+Work = Callable[[Path, Callable[..., None]], None]
+CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+ACCURACY = 0.85
 PEER = "trl-autocast"
 """TRL as precise as ours: weights in fp32, products in bf16."""
-ROUNDING, SHARDING = 1e-5, 1e-6
-"""How far weights may be apart after a few steps: on another device, and with another engine."""
-PLANNED = 1.33
-"""A plan of memory may be wrong by this factor."""
-ATTENTION = ("flash", "cudnn", "efficient", "math")
-ATTENTIONS = ("aten::_scaled_dot_product", "aten::_flash_attention_forward")
-"""Operators that are one of these: of sequences of any lengths flash attention is called by itself."""
 
 
-class Outcome(NamedTuple):
-    result: str
-    verdict: str
-    """pass, fail, left out, or a ratio."""
+class Scale(NamedTuple):
+    """How much the rows do."""
+
+    shapes: dict[str, dict[str, int]]
+    """What tells the sizes of Qwen2.5 from the one in recipes/shapes."""
+    prompts: int = 8
+    group_size: int = 8
+    tokens: int = 512
+    turns: int = 3
+    update_tokens: int = 3072
+    """Tokens whose layers are timed."""
+    logits: int = 1024
+    """Tokens whose logits are timed."""
+    copied: int = 2**31
+    """Bytes."""
+    matrix: int = 8192
+    repeats: int = 20
+    """Calls in a graph that is timed."""
+    evaluations: int = 40
+    """Steps of `make train` at most, until ACCURACY is reached."""
+    is_simulated: bool = False
 
 
-class Row(NamedTuple):
-    work: Callable[[Place], Outcome]
-    stands_in: str
-    """What stands in for the GPU where it is simulated."""
+REAL = Scale({
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+})  # fmt: skip
+TINY = Scale(
+    {
+        "0.5B": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "1.5B": {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+    },
+    *(2, 2, 8, 2, 3, 4, 2**10, 8, 1, 2, True),
+)
+MICRO_BATCHES = {"0.5B": (0, 16, 5), "1.5B": (16, 5)}
+"""Rows of a forward pass beside the number that is planned; 0 is all."""
 
 
-def passed(right: bool) -> str:
-    return "pass" if right else "fail"
+def make_rows(simulated: bool) -> dict[str, Work]:
+    """Return the rows by name, the most valuable first: if the time is short, the last ones are left out."""
+    scale = TINY if simulated else REAL
 
+    def on_gpu(work: Callable[..., None], *arguments: Any) -> Work:
+        def row(_: Path, report: Callable[..., None]) -> None:
+            if simulated and work is not measure_kernels:
+                hide_triton()  # its interpreter takes minutes
+            with pretended_gpu(simulated):
+                work(*arguments, scale, report)
 
-def trained(place: Place, *arguments: object) -> None:
-    with place.entered():
-        status = train(*arguments)
-    if status != 0:
-        raise RuntimeError(f"training ended with status {status}: {' '.join(map(str, arguments))}")
+        return row
 
+    def step(contender: str, size: str, **settings: Any) -> Work:
+        return Play("step", contender, scale, size, settings)
 
-def tiny_run(place: Place, name: str, device: str, *settings: object) -> Path:
-    """The run folder of a training of the tests' tiny model, in a process of its own."""
-    recipe, run = tiny_recipe(place.folder / f"{name}.toml", place.tiny()), place.folder / name
-    few = ("--algorithm.micro-batch", 0, "--algorithm.epochs", 1, "--evaluate.n", 2, "--log.no-tensorboard")
-    place.apart(trained, place, recipe, "--run", run, "--policy.device", device, *few, *settings)
-    return run
-
-
-def moves(place: Place) -> Outcome:
-    """The same run on the CPU and on the device: the same tokens, numbers and weights but for rounding."""
-    # Such an eps keeps AdamW from making whole steps of gradients that are rounding alone.
-    settings = ("--algorithm.steps", 2, "--evaluate.every", 0, "--optimizer.lr", 1e-3, "--optimizer.eps", 1e-4)
-    runs = {"here": "cpu", "there": place.device}
-    here, there = (tiny_run(place, name, device, *settings) for name, device in runs.items())
-    said = [[row["tokens"] for row in records(run / "rollouts.jsonl")] for run in (here, there)]
-    rows = [[untimed(row) for row in records(run / "metrics.jsonl")] for run in (here, there)]
-    differ = {name for one, other in zip(*rows, strict=True) for name in one if not close(one[name], other.get(name))}
-    far = furthest(weights(here), weights(there))
-    learns = all(row["grad_norm"] > 0 for row in rows[1])
-    result = f"2 steps: {'the same' if said[0] == said[1] else 'other'} tokens, weights {far:.0e} apart at most"
-    if differ:
-        result += f"; other numbers: {', '.join(sorted(differ))}"
-    return Outcome(result, passed(said[0] == said[1] and not differ and far <= ROUNDING and learns))
-
-
-def close(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    return abs(one - other) <= 1e-4 + 1e-3 * abs(one)
-
-
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    if one.keys() != other.keys():
-        raise ValueError(f"only one of the two has {', '.join(one.keys() ^ other.keys())}")
-    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
-
-
-def resumes(place: Place) -> Outcome:
-    """A run of two steps, and one that was saved after the first and resumed in another process."""
-    settings = ("--policy.deterministic", "--policy.dtype", "bfloat16", "--optimizer.schedule", "constant")
-    settings += ("--evaluate.every", 1, "--checkpoint.every", 1)
-    whole = tiny_run(place, "whole", place.device, *settings, "--algorithm.steps", 2)
-    parted = tiny_run(place, "parted", place.device, *settings, "--algorithm.steps", 1)
-    place.apart(trained, place, "--resume", parted, "--algorithm.steps", 2)
-    same_run(whole, parted)
-    return Outcome("2 steps, and 1 + 1: the same weights, rollouts, metrics and evaluations, in bf16", "pass")
-
-
-def kernels(place: Place) -> Outcome:
-    """What a step asked for, by torch.profiler, and on a GPU which kernels took most of its time."""
-    run = place.folder / "kernels"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with torch.profiler.profile(activities=activities) as profile:
-        trained(place, ARITHMETIC, "--run", run, *brief(place, place.model("0.5B")))
-    events = profile.key_averages()
-    asked = Counter({event.key: event.count for event in events})
-    attention = {
-        kind: sum(n for name, n in asked.items() if name.startswith(ATTENTIONS) and kind in name) for kind in ATTENTION
-    }
-    attention = {kind: n for kind, n in attention.items() if n}
-    fused = asked["aten::_fused_adamw_"] > 0
-    dtype = json.loads((run / "config.json").read_text())["policy"]["dtype"]
-    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    longest = sorted(on_device, key=lambda event: -event.self_device_time_total)[:3]
-    told = [
-        f"{dtype}; AdamW {'fused' if fused else 'not fused'}",
-        "attention " + (", ".join(f"{kind} {n}x" for kind, n in attention.items()) or "unknown"),
-        *(f"{event.key[:40]} {event.self_device_time_total / 1e3:.1f} ms" for event in longest),
-    ]
-    # Plain attention writes all its scores to memory: on a GPU there are kernels that do not.
-    right = bool(attention) if place.simulated else bool(attention) and "math" not in attention and bool(longest)
-    expected = "float32" if place.simulated else "bfloat16"
-    return Outcome("; ".join(told), passed(fused and right and dtype == expected))
-
-
-def brief(place: Place, model: Path) -> tuple[object, ...]:
-    """A step of arithmetic, from which no row is dropped whatever its reward, and of which no token is recorded: a
-    prediction computes attention in another way.
-    """
-    return (
-        *("--policy.model", model, "--policy.device", place.device, "--sampler.max-tokens", 8),
-        *("--algorithm.steps", 1, "--algorithm.prompts-per-step", 2, "--algorithm.group-size", 4),
-        *("--algorithm.entropy-coef", 1e-6, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 0),
-    )
-
-
-def shards(place: Place) -> Outcome:
-    """Three steps with each engine, of one process that torchrun started."""
-    case, engines = "llama" if place.simulated else "llama, cuda", {"replicated": "ddp", "sharded": "fsdp2"}
-    script = ROOT / "tests/distributed/engines.py"
-    said = place.alone(script, place.folder, case, *(f"{name}={engine}" for name, engine in engines.items()))
-    one, other = (load_file(place.folder / f"{name}-{case}.safetensors") for name in engines)
-    del one["cast"], other["cast"]  # of weights that are sharded no cast ones are kept
-    far, between = furthest(one, other), "gloo" if place.simulated else "nccl"
-    right = far <= SHARDING and float(one["grad_norm"].min()) > 1e-3 and between in said
-    return Outcome(f"over {between}: parameters and norms of gradients {far:.0e} apart after 3 steps", passed(right))
-
-
-def learns(place: Place) -> Outcome:
-    """The recipe of `make train`, with the embedded model where it is installed."""
-    wheel, package, _ = PACKAGED_MODELS["smollm2-135m"]
-    settings: tuple[object, ...] = ("--policy.device", place.device)
-    if place.simulated:
-        settings = (*brief(place, place.model("0.5B")), "--evaluate.every", 1, "--evaluate.n", 2, "--evaluate.k", 0)
-    elif importlib.util.find_spec(package) is None:
-        return Outcome(f"{wheel} is not installed", "left out")
-    run = place.folder / "arithmetic"
-    trained(place, ARITHMETIC, "--run", run, *settings)
-    before, *_, after = (row["greedy"] for row in records(run / "evals.jsonl"))
-    steps = len(records(run / "metrics.jsonl"))
-    result = f"greedy {cell(before)} before, {cell(after)} after {steps} steps"
-    return Outcome(result, passed(place.simulated or after["low"] > before["high"]))
-
-
-def work_of(place: Place) -> dict[str, int]:
-    return SHORT if place.simulated else WORK
-
-
-def settings_of(place: Place, size: str) -> dict[str, int | str]:
-    return {**work_of(place), "model": str(place.model(size)), "device": place.contenders_device}
-
-
-def faster(work: str, peer: str, size: str, place: Place) -> Outcome:
-    """Ours against a peer, turn by turn."""
-    settings = settings_of(place, size) | ({"pieces": 1} if work == "step" else {})
-    try:
-        result = fight(Duel(work, peer, settings, None), place.repeats, Forked)
-    except MissingError as error:
-        return Outcome(str(error), "left out")
-    ours, theirs = (median(pair[i]["seconds"] for pair in result["turns"]) for i in (0, 1))
-    what = f"{ours:.2f} s, {peer} {theirs:.2f} s"
-    if work == "sample":
-        tokens = math.prod(work_of(place).values())
-        what = f"{tokens / ours:.0f} tokens/s, {peer} {tokens / theirs:.0f}"
-    peaks = result["peaks"]
-    return Outcome(
-        f"{what}; {peaks[0]:.1f} GB, {peaks[1]:.1f} GB ({peaks[0] / peaks[1]:.2f}x)",
-        f"{ratio(result['turns'], 'seconds'):.2f}x as fast",
-    )
-
-
-def planned(size: str, place: Place) -> Outcome:
-    """What `pellucid doctor --plan` says of the steps that are measured."""
-    settings = settings_of(place, size)
-    plan = place.apart(planned_gb, place.simulated, settings)
-    with Forked("step", "pellucid", settings, place.folder) as ours:
-        for _ in range(WARM_UP):
-            ours.turn()
-        peak = ours.close()["peak_gb"]
-    right = place.simulated or 1 / PLANNED <= plan / peak <= PLANNED
-    result = f"planned {plan:.1f} GB, measured {peak:.1f} GB"
-    return Outcome(result, f"{plan / peak:.2f}x" if right else f"fail: {plan / peak:.2f}x")
-
-
-def planned_gb(simulated: bool, settings: dict[str, int | str]) -> float:
-    """In a process of its own, since a plan asks the GPU for its size."""
-    overrides = {"policy.model": "model", "sampler.max-tokens": "tokens", "algorithm.group-size": "group"}
-    overrides |= {"algorithm.prompts-per-step": "prompts"}
-    words = [word for key, name in overrides.items() for word in (f"--{key}", str(settings[name]))]
-    cfg = load_config(ARITHMETIC, [*words, "--policy.dtype", "bfloat16"])
-    parts = memory.estimate_parts(memory.describe_model(cfg.policy), cfg)
-    # What torch counts on a GPU is tensors; of a process on the CPU it is everything.
-    return memory.sum_known(parts) - (0 if simulated else memory.LIBRARIES_GB)
-
-
-SIMULATED = "simulated: CPU, tiny model"
-
-
-def measured(size: str) -> dict[str, Row]:
+    small, large = "0.5B", "1.5B"
+    few, many = ({"pieces": 1 if simulated else n} for n in (4, 16))  # of TRL's update, else memory runs out
     return {
-        f"step-{size}": Row(partial(faster, "step", PEER, size), SIMULATED),
-        f"sample-{size}": Row(partial(faster, "sample", "generate", size), SIMULATED),
-        f"plan-{size}": Row(partial(planned, size), SIMULATED),
-        f"graphs-{size}": Row(partial(faster, "sample", "without-graphs", size), SIMULATED),
+        "machine": on_gpu(measure_machine),
+        f"kernels-{small}": on_gpu(measure_kernels, small),
+        f"sample-{small}": on_gpu(measure_sampling, small, "kernels in a graph"),
+        f"steps-{small}": on_gpu(measure_steps, small),
+        f"sample-{large}": on_gpu(measure_sampling, large, "kernels in a graph"),
+        f"steps-{large}": on_gpu(measure_steps, large),
+        "tests": run_tests,
+        f"sample-operators-{small}": on_gpu(measure_sampling, small, "operators in a graph"),
+        f"sample-eager-{small}": on_gpu(measure_sampling, small, "eager operators"),
+        f"generate-{small}": Play("sample", "generate", scale, small),
+        f"trl-{small}": step(PEER, small, **few),
+        "accuracy-pellucid": Play("accuracy", "pellucid", scale),
+        f"lora-{small}": step("pellucid", small, lora=16),
+        f"trl-lora-{small}": step(PEER, small, lora=16, **few),
+        f"kernels-{large}": on_gpu(measure_kernels, large),
+        f"sample-operators-{large}": on_gpu(measure_sampling, large, "operators in a graph"),
+        f"generate-{large}": Play("sample", "generate", scale, large),
+        f"trl-{large}": step(PEER, large, **many),
+        f"accuracy-{PEER}": Play("accuracy", PEER, scale),
     }
 
 
-ROWS = {
-    **measured("0.5B"),
-    "resume": Row(resumes, "simulated device"),
-    "device": Row(moves, "simulated device"),
-    "kernels": Row(kernels, "simulated device"),
-    "fsdp2": Row(shards, "simulated: CPU, gloo"),
-    "arithmetic": Row(learns, "simulated device, tiny model"),
-    **measured("1.5B"),
-}
-"""The most valuable first: if the time is short, the last ones are left out."""
+@contextmanager
+def pretended_gpu(simulated: bool) -> Iterator[None]:
+    """In here there is a GPU. A real one always is."""
+    if not simulated:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patched, Device():
+        pretended_graph.Graphs(patched)
+        yield
+
+
+def hide_triton() -> None:
+    """Behave as if Triton was not installed."""
+    sys.modules["triton"] = None  # pyright: ignore[reportArgumentType]
+    warnings.filterwarnings("ignore", message=".*without Triton")
+
+
+# ---------------------------------------------------------------- models and clocks
+
+
+def make_model(scale: Scale, size: str) -> tuple[Any, Any]:
+    """Return a config and a tokenizer that knows as many words as it has."""
+    largest = json.loads((ROOT / "recipes/shapes/qwen2.5-3b/config.json").read_text())
+    config = AutoConfig.for_model(**largest | scale.shapes[size] | ({"vocab_size": 128} if scale.is_simulated else {}))
+    tokenizer = character_tokenizer(string.printable, config.vocab_size)
+    tokenizer.chat_template = CHAT
+    config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    return config, tokenizer
+
+
+def build_policy(scale: Scale, size: str) -> Policy:
+    config, tokenizer = make_model(scale, size)
+    torch.manual_seed(0)
+    with torch.device("cpu" if scale.is_simulated else GPU):  # a GPU draws 1.5 billion numbers at once
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    move_to_device(model, torch.device(DEVICE))
+    policy = Policy(model, tokenizer, torch.bfloat16)
+    policy.eos_ids = (-1,)  # no token ends a completion
+    return policy
+
+
+def clock() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def time_call(act: Callable[[], Any], repeats: int) -> float:
+    """Return the seconds of a call, replayed in a graph as decoding does."""
+    for _ in range(2):
+        act()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            act()
+    seconds = []
+    for _ in range(3):
+        start = clock()
+        graph.replay()
+        seconds.append(clock() - start)
+    return min(seconds) / repeats
+
+
+def free_memory() -> None:
+    """Free what is no longer used, and begin to measure the next peak. A policy and its runtime refer to each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def get_peak_gb() -> float:
+    return round(torch.cuda.max_memory_allocated() / 1e9, 2)
+
+
+class GradedArithmetic:
+    """Arithmetic whose rewards differ in nearly every group, so that every row has a gradient."""
+
+    seed, split = 0, "train"
+    sample = staticmethod(contenders.our_task().sample)
+    reward = staticmethod(contenders.our_graded_task().reward)
+
+
+# ---------------------------------------------------------------- the machine and the kernels
+
+
+def measure_machine(scale: Scale, report: Callable[..., None]) -> None:
+    """The limits that other rows are compared with."""
+    properties = torch.cuda.get_device_properties(0)
+    report(gpu=torch.cuda.get_device_name(0), memory_gb=round(properties.total_memory / 1e9, 1))
+    report(copied_tb_s=round(measure_bandwidth(scale) / 1e12, 3))
+    a, b = torch.randn(2, scale.matrix, scale.matrix, device=GPU).bfloat16()
+    report(bf16_tflops=round(2 * scale.matrix**3 / time_call(lambda: a @ b, 1) / 1e12, 1))
+
+
+def measure_bandwidth(scale: Scale) -> float:
+    """Return the bytes that are read and written in a second."""
+    x = torch.ones(scale.copied // 2, dtype=torch.bfloat16, device=GPU)
+    return 2 * scale.copied / time_call(x.clone, 1)
+
+
+@torch.no_grad()
+def measure_kernels(size: str, scale: Scale, report: Callable[..., None]) -> None:
+    """Whether Triton's kernels are right on this GPU, and their times beside those of PyTorch's operators."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        policy = build_policy(scale, size)
+        kernels = native.load_triton_kernels(GPU, torch.bfloat16)
+        fault = find_decoder_fault(policy.decoder)
+    report(
+        update="right" if kernels else "not used", decoding=fault or "right", warnings=[str(w.message) for w in caught]
+    )
+    if kernels is None or fault:
+        return
+    from pellucid.models import triton_decode  # noqa: PLC0415 - there is no Triton in other rows
+
+    shape, n = policy.model.config, scale.update_tokens
+
+    def noise(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(sizes, device=GPU).to(dtype)
+
+    fp32 = torch.float32
+    width, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
+    x, more, weight = noise(n, width, dtype=fp32), noise(n, width), noise(width, dtype=fp32)
+    rotation = (noise(n, heads, width // heads), noise(n, 1, width // heads), noise(n, 1, width // heads))
+    few = scale.prompts * scale.group_size
+    for name, arguments in {
+        "add_norm_forward": (x, more, weight, 1e-6),
+        "add_norm_backward": (x, weight, 1e-6, x, more),
+        "rotate_forward": rotation,
+        "rotate_backward": rotation,
+        "swiglu_forward": (noise(n, 2 * inner),),
+        "swiglu_backward": (noise(n, 2 * inner), noise(n, inner)),
+        "add_norm_forward of a token": (x[:few], more[:few], weight, 1e-6),
+        "swiglu_forward of a token": (noise(few, 2 * inner),),
+    }.items():
+        function = name.split()[0]
+        seconds = [time_call(partial(getattr(of, function), *arguments), scale.repeats) for of in (kernels, ops)]
+        report(kernel=name, triton_us=round(seconds[0] * 1e6, 1), operators_us=round(seconds[1] * 1e6, 1))
+    logits, tokens = noise(scale.logits, shape.vocab_size, dtype=fp32), torch.arange(scale.logits, device=GPU)
+    tokens = tokens % shape.vocab_size
+    uniforms = torch.rand(few, dtype=torch.float64, device=GPU)
+    scaled, gradients = ScaledLogits(logits, 1.0), StatisticsGradients(logits[:, 0].clone(), None, None)
+    statistics = kernels.compute_statistics(scaled, tokens, None)
+    out = logits.view(torch.bfloat16)[:, : shape.vocab_size]
+    known = LogitStatistics(*(x.clone() for x in statistics))
+    for name, act, operators in (
+        (
+            "compute_statistics",
+            lambda: kernels.compute_statistics(scaled, tokens, None),
+            lambda: score_logits(logits, tokens, None),
+        ),
+        (
+            "compute_product_gradient",
+            lambda: kernels.compute_product_gradient(scaled, tokens, None, known, gradients, out),
+            lambda: (logits - known.log_normalizer[:, None]).exp_().mul_(-1).bfloat16(),
+        ),
+        (
+            "sample_tokens",
+            lambda: triton_decode.sample_tokens(logits[:few], uniforms, 1.0),
+            lambda: ops.sample_with_masses(logits[:few], uniforms, 1.0),
+        ),
+    ):
+        seconds = [time_call(each, 1) for each in (act, operators)]
+        report(kernel=name, triton_us=round(seconds[0] * 1e6, 1), operators_us=round(seconds[1] * 1e6, 1))
+    batches = policy.create_decode_batch(few), DecodeBatch(policy.decoder, few)
+    seconds = [time_step(batch, policy, scale) for batch in batches]
+    report(kernel="a decode step", triton_us=round(seconds[0] * 1e6, 1), operators_us=round(seconds[1] * 1e6, 1))
+
+
+def time_step(batch: DecodeBatch, policy: Policy, scale: Scale) -> float:
+    """Return the seconds of a decode step of all rows, by a graph."""
+    prompts = [policy.encode(prompt) for prompt in GradedArithmetic.sample(0, scale.prompts)]
+    tokens = batch.admit(prompts, scale.group_size).argmax(-1)
+    for _ in range(4):  # the third captures the graph
+        batch.step(tokens)
+    start = clock()
+    for _ in range(scale.turns):
+        batch.step(tokens)
+    return (clock() - start) / scale.turns
+
+
+# ---------------------------------------------------------------- sampling and steps
+
+
+def measure_sampling(size: str, way: str, scale: Scale, report: Callable[..., None]) -> None:
+    """Sampling alone, and what the GPU does meanwhile."""
+    if way != "kernels in a graph":
+        hide_triton()
+    policy = build_policy(scale, size)
+    if way == "eager operators":
+        policy.decoder.uses_cuda_graphs = False
+    sampler, task = NativeSampler(policy=policy), GradedArithmetic()
+
+    def generate(turn: int, tokens: int = scale.tokens) -> None:
+        sampling = Sampling(scale.group_size, max_tokens=tokens, seed=str(turn))
+        sampler.generate(task.sample(turn, scale.prompts), sampling)
+
+    report(way=way, floor_s=round(count_read_bytes(policy, scale) / measure_bandwidth(scale), 3))
+    generate(0)
+    for turn in range(1, scale.turns + 1):
+        start = clock()
+        generate(turn)
+        seconds = clock() - start
+        rate = scale.prompts * scale.group_size * scale.tokens / seconds
+        report(way=way, seconds=round(seconds, 3), tokens_per_s=round(rate), peak_gb=get_peak_gb())
+    tokens = max(1, scale.tokens // 8)
+    report(way=way, tokens=tokens, **profile_call(lambda: generate(0, tokens)))
+
+
+def count_read_bytes(policy: Policy, scale: Scale) -> int:
+    """Return the bytes that sampling has to read: in each step all weights, and the keys and values of each row."""
+    shape, weights = policy.model.config, sum(p.numel() for p in policy.model.parameters())
+    prompts = [len(policy.encode(prompt)) for prompt in GradedArithmetic.sample(0, scale.prompts)]
+    keys = 2 * shape.num_hidden_layers * shape.num_key_value_heads * (shape.hidden_size // shape.num_attention_heads)
+    cached = sum(prompts) + scale.prompts * scale.group_size * scale.tokens // 2
+    return 2 * scale.tokens * (weights + keys * cached)
+
+
+def profile_call(act: Callable[[], Any]) -> dict[str, Any]:
+    """Return what the GPU and the host do in a call: times in ms, and names with their count and ms."""
+    gpu = torch.autograd.DeviceType.CUDA
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    before, start = torch.cuda.memory_stats().get("num_device_alloc", 0), clock()
+    with profile(activities=[a for a in activities if a in torch.profiler.supported_activities()]) as profiled:
+        act()
+        seconds = clock() - start
+    events = profiled.key_averages()
+    kernels = [e for e in events if e.device_type == gpu]
+    calls = [e for e in events if e.device_type != gpu and e.key.startswith("cuda")]
+
+    def list_longest(events: list[Any], attribute: str) -> list[list[Any]]:
+        longest = sorted(events, key=lambda e: -getattr(e, attribute))[:12]
+        return [[e.key[:70], e.count, round(getattr(e, attribute) / 1e3, 2)] for e in longest]
+
+    return {
+        "ms": round(seconds * 1e3, 1),
+        "busy_ms": round(sum(e.self_device_time_total for e in kernels) / 1e3, 1),
+        "kernels": sum(e.count for e in kernels),
+        "allocations": torch.cuda.memory_stats().get("num_device_alloc", 0) - before,
+        "longest_kernels": list_longest(kernels, "self_device_time_total"),
+        "longest_calls": list_longest(calls, "self_cpu_time_total"),
+    }
+
+
+def measure_steps(size: str, scale: Scale, report: Callable[..., None]) -> None:
+    """Whole steps by micro-batch, their peaks beside the plan, and a profile of one and of the sampling in it."""
+    plans = list_plans(scale, size)
+    for rows, planned_gb in plans.items():
+        free_memory()
+        steps = train(scale, build_policy(scale, size), NativeSampler(), rows)
+        for _ in range(scale.turns):
+            times = {k: round(x, 3) for k, x in next(steps).metrics.items() if k.startswith("time/") and x is not None}
+            report(micro_batch=rows, **times, peak_gb=get_peak_gb(), planned_gb=planned_gb)
+        del steps
+    free_memory()
+    sampler = ProfiledSampler()
+    steps = train(scale, build_policy(scale, size), sampler, next(iter(plans)))
+    next(steps)
+    report(profile="step", **profile_call(lambda: next(steps)))
+    sampler.profiles = []
+    next(steps)
+    report(profile="sampling in a step", **sampler.profiles[-1])
+    next(steps)
+    sampler.generate(GradedArithmetic.sample(9, scale.prompts), make_sampling(scale))
+    report(profile="sampling again", **sampler.profiles[-1])
+
+
+class ProfiledSampler(NativeSampler):
+    """Profiles its calls once there is a list for them."""
+
+    profiles: list[dict[str, Any]] | None = None
+
+    def generate(self, prompts: Any, sampling: Sampling) -> Any:
+        if self.profiles is None:
+            return super().generate(prompts, sampling)
+        groups: list[Any] = []
+        self.profiles.append(profile_call(lambda: groups.extend(NativeSampler.generate(self, prompts, sampling))))
+        return groups
+
+
+def make_sampling(scale: Scale) -> Sampling:
+    return Sampling(scale.group_size, max_tokens=scale.tokens)
+
+
+def train(scale: Scale, policy: Policy, sampler: NativeSampler, micro_batch: int) -> Iterator[grpo.StepResult]:
+    sizes = {"prompts_per_step": scale.prompts, "group_size": scale.group_size, "max_length": scale.tokens}
+    cfg = GRPOConfig(steps=scale.turns + 2, micro_batch=micro_batch, **sizes)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-6), cfg.steps)
+    return grpo.train(GradedArithmetic(), sampler, policy, runtime, cfg, sampling=make_sampling(scale))
+
+
+def list_plans(scale: Scale, size: str) -> dict[int, float]:
+    """Return the rows of micro-batches to measure, first those chosen for this GPU, and their planned peaks in GB."""
+    config, _ = make_model(scale, size)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    words = {"algorithm.prompts-per-step": scale.prompts, "algorithm.group-size": scale.group_size}
+    words |= {"sampler.max-tokens": scale.tokens, "policy.dtype": "bfloat16", "policy.device": "cuda"}
+    cfg = load_config(ROOT / "recipes/arithmetic.toml", [w for key, x in words.items() for w in (f"--{key}", str(x))])
+    model = memory.ModelFacts(config, count, count)
+    chosen = memory.choose_micro_batch(model, cfg, hardware.get_available_memory_gb(GPU))
+    return {
+        rows: round(memory.estimate_changed_peak(model, cfg, {"algorithm.micro_batch": rows}), 1)
+        for rows in (chosen, *MICRO_BATCHES[size])
+    }
+
+
+# ---------------------------------------------------------------- tests and peers
+
+
+class TestReporter:
+    """A plugin of pytest that reports each test."""
+
+    def __init__(self, report: Callable[..., None]) -> None:
+        self.report = report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            name = report.nodeid.partition("::")[2]
+            self.report(test=name, outcome=report.outcome, seconds=round(report.duration, 1))
+
+
+def run_tests(folder: Path, report: Callable[..., None]) -> None:
+    """The tests that need a GPU: numbers of the CPU, runs that are resumed, NCCL."""
+    options = ["-q", "-n", "0", "-m", "cuda", "-p", "no:cacheprovider", "--basetemp", str(folder / "tests")]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    file = ROOT / "tests/distributed/test_cuda.py"
+    if status := pytest.main([*options, "-c", str(ROOT / "pyproject.toml"), str(file)], [TestReporter(report)]):
+        raise SystemExit(f"pytest ended with status {status}")
+
+
+class Play(NamedTuple):
+    """A contender of bench.py. Its turns are findings."""
+
+    work: str
+    contender: str
+    scale: Scale
+    size: str = ""
+    """Of the model; without it the task has its own."""
+    settings: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    def __call__(self, folder: Path, report: Callable[..., None]) -> None:
+        """Run contenders.py in this process."""
+        check_there(self.contender)
+        count = 0
+
+        def answer(**facts: Any) -> None:
+            nonlocal count
+            if "ready" in facts:
+                return
+            count = -1 if facts.get("mean", 0.0) >= ACCURACY else count + 1
+            numbers = {key: round(x, 3) for key, x in facts.items()}
+            report(work=self.work, contender=self.contender, **numbers)
+
+        def wait() -> None:
+            if count in (-1, self.scale.turns if self.size else self.scale.evaluations):
+                raise EOFError
+
+        turns.begin, turns.answer, turns.wait = lambda: None, answer, wait
+        settings = {"device": "cpu" if self.scale.is_simulated else "cuda", **self.settings}
+        if self.scale.is_simulated and not self.size:
+            model = save_model(self.scale, "0.5B", folder)
+            settings |= {"policy.model": model, "evaluate.n": 2, "algorithm.steps": self.scale.evaluations}
+        if self.size:
+            sizes = {"prompts": self.scale.prompts, "group": self.scale.group_size, "tokens": self.scale.tokens}
+            settings |= {"model": save_model(self.scale, self.size, folder), **sizes}
+        sys.argv = ["contenders.py", self.work, self.contender, *(f"--{key}={x}" for key, x in settings.items())]
+        contenders.main()
+
+
+def save_model(scale: Scale, size: str, folder: Path) -> Path:
+    """Return the folder of a model, which is made if it is not there."""
+    path = folder / size
+    if not path.exists():
+        config, tokenizer = make_model(scale, size)
+        with torch.device("cpu" if scale.is_simulated else GPU):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for part in (model, tokenizer):
+            part.save_pretrained(folder / f"{size}.unfinished")
+        (folder / f"{size}.unfinished").rename(path)
+    return path

@@ -102,7 +102,7 @@ def model_of(name):
     return model
 
 
-def adapted(name, dtype):
+def adapted(name, dtype, **how):
     """As `policy.load` has it: a base in the compute dtype, an adapter in fp32, no part of it at 0."""
     model = model_of(name).to(dtype)
     adapter = add_adapter(model, 4)
@@ -111,7 +111,7 @@ def adapted(name, dtype):
         for p in model.parameters():
             if p.requires_grad:
                 p.copy_(0.1 * torch.randn_like(p))
-    return Policy(model, character_tokenizer(), dtype, adapter=adapter)
+    return Policy(model, character_tokenizer(), dtype, adapter=adapter, **how)
 
 
 def batch_of(lengths=((7, 1, 12), (1, 1, 1), (3, 12, 5)), prompts=(5, 9, 2)) -> Batch:
@@ -137,7 +137,8 @@ def weighted(policy, size):
     torch.manual_seed(2)
     batch = batch_of()
     weights = size * torch.randn(batch.response_mask.shape) * batch.response_mask
-    return (policy.score(batch).logprobs * weights).sum()
+    logprobs = policy.score(batch).logprobs
+    return (logprobs * weights.to(logprobs.device)).sum()
 
 
 def sequences(batch):

@@ -300,7 +300,7 @@ def pretended(monkeypatch):
 @pytest.fixture
 def gpu(pretended):
     """A simulated one, entered."""
-    if simulated_device.A_REAL_ONE:
+    if simulated_device.HAS_REAL_DEVICE:
         pytest.skip("there is a real one")
     with simulated_device.Device() as device:
         yield device

@@ -1,16 +1,24 @@
 """A CUDA device in a torch without CUDA: a library that lets tensors say that they lie on cuda:0, the functions of
 torch.cuda, and operators that only CUDA has.
 
-simulated_device.py loads it in processes whose environment names the library (`ASKED`), before their first backward
-pass. Values are computed on the CPU.
+simulated_device.py loads it in processes whose environment names the library (LIBRARY_VARIABLE), before their first
+backward pass. Values are computed on the CPU.
+
+    python tests/pretended_cuda.py tests/models/on_cuda_counts.py -k kernels       runs pytest in such a process
+    TRITON_INTERPRET=0 python tests/pretended_cuda.py ...                          as if Triton was not installed
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import os
 import shutil
 import subprocess
-from contextlib import contextmanager
+import sys
+import tempfile
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,135 +26,226 @@ from unittest.mock import patch
 
 import torch
 
-ASKED = "PELLUCID_PRETENDED_CUDA"
+LIBRARY_VARIABLE = "PELLUCID_PRETENDED_CUDA"
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-def compiled(folder):
-    """Path of the library, made in this folder; None without g++ or torch's headers, and for a torch that has CUDA."""
+def compile_library(folder):
+    """Return the path of the library, made in this folder. None without g++ or torch's headers, or with CUDA."""
     home = Path(torch.__file__).parent
     if torch.version.cuda or not (shutil.which("g++") and (home / "include/ATen/detail/CUDAHooksInterface.h").exists()):
         return None
-    made = folder / "pretended_cuda.so"
+    library = folder / "pretended_cuda.so"
     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
-    command = ["g++", "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", SOURCE, *libraries, "-o", made]
+    command = [
+        "g++",
+        "-O0",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        f"-I{home / 'include'}",
+        SOURCE,
+        *libraries,
+        "-o",
+        library,
+    ]
     subprocess.run(command, check=True)
-    return made
+    return library
 
 
 def load(path):
+    """Load the library, and Triton's interpreter unless TRITON_INTERPRET=0."""
     ctypes.CDLL(path)
+    if os.environ.get("TRITON_INTERPRET") == "0":
+        sys.modules["triton"] = None
+    elif importlib.util.find_spec("triton"):
+        importlib.import_module("triton_interpreter")
 
 
 # ---------------------------------------------------------------- torch.cuda
 
 
-def nothing(*_, **__):
-    pass
+@contextmanager
+def activate(device):
+    """In here torch.cuda says that this device is there, and kernels of Triton run on it."""
+    memory, generator_state = device.memory, torch.zeros(16, dtype=torch.uint8)
+
+    def do_nothing(*_, **__):
+        pass
+
+    def reset_peak(*_):
+        memory.peak = memory.allocated
+
+    answers = {
+        "_lazy_init": do_nothing,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "device": nullcontext,
+        "current_device": lambda: 0,
+        "set_device": do_nothing,
+        "synchronize": lambda *_: device.wait(),
+        "empty_cache": do_nothing,
+        "manual_seed_all": do_nothing,
+        "reset_peak_memory_stats": reset_peak,
+        "max_memory_allocated": lambda *_: memory.peak,
+        "memory_allocated": lambda *_: memory.allocated,
+        "mem_get_info": lambda *_: (memory.limit - memory.allocated, memory.limit),
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_device_name": lambda *_: "a pretended GPU",
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=memory.limit),
+        "get_device_capability": lambda *_: (9, 0),
+        "get_rng_state_all": lambda: [generator_state.clone()],
+        "get_rng_state": lambda *_: generator_state.clone(),
+        "set_rng_state_all": lambda states: generator_state.copy_(states[0]),
+        "set_rng_state": lambda state, *_: generator_state.copy_(state),
+    }
+    with patch.multiple(torch.cuda, **answers), run_triton_on(device):
+        yield
 
 
-ANSWERS = {
-    "_lazy_init": nothing,
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "device_count": lambda: 1,
-    "current_device": lambda: 0,
-    "set_device": nothing,
-    "synchronize": nothing,
-    "empty_cache": nothing,
-    "manual_seed_all": nothing,
-    "reset_peak_memory_stats": nothing,
-    "max_memory_allocated": lambda device=None: 10**6,
-    "is_bf16_supported": lambda including_emulation=True: True,
-    "get_device_name": lambda device=None: "a pretended GPU",
-    "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9),
-    "get_device_capability": lambda device=None: (9, 0),
-    "get_rng_state_all": list,
-    "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-    "set_rng_state_all": nothing,
-    "set_rng_state": nothing,
-}
+# ---------------------------------------------------------------- Triton
+
+
+def interprets_triton():
+    return "triton_interpreter" in sys.modules
 
 
 @contextmanager
-def torch_cuda():
-    """In here torch.cuda says that there is a device."""
-    with patch.multiple(torch.cuda, **ANSWERS):
+def run_triton_on(device):
+    if not interprets_triton():
         yield
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    run = interpreter.InterpretedFunction.run
+
+    def launch(function, *arguments, grid, warmup, **constants):
+        device.launch(TritonLaunch(partial(run, function, grid=grid, warmup=warmup, **constants)), arguments)
+
+    with patch.object(interpreter.InterpretedFunction, "run", launch):
+        yield
+
+
+class TritonLaunch:
+    """A kernel with its grid and constants."""
+
+    def __init__(self, run):
+        self.run, self.name = run, run.args[0].__name__
+
+    def compute(self, arguments):
+        self.run(*arguments)
+
+    def __str__(self):
+        return f"{self.name}, {self.run.keywords}"
 
 
 # ---------------------------------------------------------------- operators that only CUDA has
 
 
-def product(x, y, dtype):
+def multiply(x, y, dtype):
     return (x.float() @ y.float()).to(dtype)
 
 
-def flash_attention(query, key, value, queries, keys, most_queries, most_keys, dropout, causal, debug, **how):
-    """Of sequences that stand one behind the other, [N, H, d] of [M, K, d]. The last query stands at the last key."""
-    check(query, key, value, queries, keys, dropout)
-    read, sums = torch.empty_like(query), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
-    for own, seen, bias in sequences(queries, keys, most_queries, most_keys, causal, **how):
-        q, k, v = heads_first(query[own]), shared(key[seen], query), shared(value[seen], query)
+def add_product(total, x, y, dtype, *, beta=1, alpha=1, out=None):
+    result = (beta * total.float() + alpha * (x.float() @ y.float())).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+def attend(query, key, value, query_offsets, key_offsets, max_queries, max_keys, dropout, causal, debug, **settings):
+    """Attention of sequences that follow one another, queries [N, H, d] and keys [M, K, d]. The last query of each
+    attends up to its last key.
+    """
+    check_attention(query, key, value, query_offsets, key_offsets, dropout)
+    output, normalizers = torch.empty_like(query), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+    sequences = iterate_sequences(query_offsets, key_offsets, max_queries, max_keys, causal, **settings)
+    for own, keys, bias in sequences:
+        q, k, v = put_heads_first(query[own]), repeat_heads(key[keys], query), repeat_heads(value[keys], query)
         scores = q @ k.mT * query.shape[2] ** -0.5 + bias
-        read[own] = (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
-        sums[:, own] = scores.logsumexp(-1)
-    nothing_drawn = torch.zeros(2, dtype=torch.int64)
-    return read, sums, nothing_drawn, torch.zeros(()), query.new_zeros(0)
+        output[own] = (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
+        normalizers[:, own] = scores.logsumexp(-1)
+    random_state = torch.zeros(2, dtype=torch.int64)
+    return output, normalizers, random_state, torch.zeros(()), query.new_zeros(0)
 
 
-def flash_attention_backward(
-    grad, query, key, value, read, sums, queries, keys, most_queries, most_keys, dropout, causal, state, unused, **how
-):
-    check(query, key, value, queries, keys, dropout)
+def attend_backward(
+    grad, query, key, value, output, normalizers, query_offsets, key_offsets, max_queries, max_keys, dropout, causal,
+    random_state, unused, **settings,
+):  # fmt: skip
+    check_attention(query, key, value, query_offsets, key_offsets, dropout)
     scale = query.shape[2] ** -0.5
-    of_query, of_key, of_value = (torch.zeros(x.shape, dtype=torch.float32) for x in (query, key, value))
-    for own, seen, bias in sequences(queries, keys, most_queries, most_keys, causal, **how):
-        q, g = heads_first(query[own]), heads_first(grad[own])
-        k, v = shared(key[seen], query), shared(value[seen], query)
-        probs = (q @ k.mT * scale + bias - sums[:, own, None]).exp()
-        of_probs = g @ v.mT
-        of_scores = probs * (of_probs - (of_probs * probs).sum(-1, keepdim=True)) * scale
-        of_query[own] = (of_scores @ k).transpose(0, 1)
-        for total, each in ((of_key, of_scores.mT @ q), (of_value, probs.mT @ g)):
-            total[seen] += each.transpose(0, 1).unflatten(1, (key.shape[1], -1)).sum(2)
-    return tuple(x.to(query.dtype) for x in (of_query, of_key, of_value))
+    query_grad, key_grad, value_grad = (torch.zeros(x.shape, dtype=torch.float32) for x in (query, key, value))
+    sequences = iterate_sequences(query_offsets, key_offsets, max_queries, max_keys, causal, **settings)
+    for own, keys, bias in sequences:
+        q, g = put_heads_first(query[own]), put_heads_first(grad[own])
+        k, v = repeat_heads(key[keys], query), repeat_heads(value[keys], query)
+        probs = (q @ k.mT * scale + bias - normalizers[:, own, None]).exp()
+        probs_grad = g @ v.mT
+        scores_grad = probs * (probs_grad - (probs_grad * probs).sum(-1, keepdim=True)) * scale
+        query_grad[own] = (scores_grad @ k).transpose(0, 1)
+        for total, each in ((key_grad, scores_grad.mT @ q), (value_grad, probs.mT @ g)):
+            total[keys] += each.transpose(0, 1).unflatten(1, (key.shape[1], -1)).sum(2)
+    return tuple(x.to(query.dtype) for x in (query_grad, key_grad, value_grad))
 
 
-def check(query, key, value, queries, keys, dropout):
-    """What the kernel refuses."""
+def check_attention(query, key, value, query_offsets, key_offsets, dropout):
+    """Raise for what the kernel refuses."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if query.shape[2] % 8 or query.shape[2] > 256 or query.shape[1] % key.shape[1]:
         raise RuntimeError("FlashAttention does not support such heads")
-    assert queries.dtype == keys.dtype == torch.int32
+    assert query_offsets.dtype == key_offsets.dtype == torch.int32
     assert all(x.stride(-1) == 1 for x in (query, key, value))
     assert not dropout
 
 
-def sequences(queries, keys, most_queries, most_keys, causal, *, window_size_left, window_size_right, scale=None):
-    """Slices of the queries and keys of each sequence, and a bias that is -inf where a query does not read a key."""
+def iterate_sequences(
+    query_offsets, key_offsets, max_queries, max_keys, causal, *, window_size_left, window_size_right, scale=None
+):
+    """Yield slices of queries and keys of each sequence, and a bias: -inf where a query does not attend to a key."""
     assert scale is None
     left, right = window_size_left, 0 if causal else window_size_right
-    for (first, end), (key, last) in zip(*(pairwise(x.tolist()) for x in (queries, keys)), strict=True):
-        assert end - first <= most_queries
-        assert last - key <= most_keys
-        behind = torch.arange(last - key - (end - first), last - key)[:, None] - torch.arange(last - key)
-        unseen = (behind < -right if right >= 0 else False) | (behind > left if left >= 0 else False)
-        yield slice(first, end), slice(key, last), torch.zeros(behind.shape).masked_fill(unseen, -torch.inf)
+    for (first, end), (first_key, end_key) in zip(
+        *(pairwise(x.tolist()) for x in (query_offsets, key_offsets)), strict=True
+    ):
+        assert end - first <= max_queries
+        assert end_key - first_key <= max_keys
+        positions = torch.arange(end_key - first_key - (end - first), end_key - first_key)[:, None]
+        distance = positions - torch.arange(end_key - first_key)
+        is_masked = (distance < -right if right >= 0 else False) | (distance > left if left >= 0 else False)
+        bias = torch.zeros(distance.shape).masked_fill(is_masked, -torch.inf)
+        yield slice(first, end), slice(first_key, end_key), bias
 
 
-def heads_first(x):
+def put_heads_first(x):
     return x.float().transpose(0, 1)
 
 
-def shared(x, query):
-    """Keys or values of the heads that share them, for each head of the queries."""
-    return heads_first(x).repeat_interleave(query.shape[1] // x.shape[1], 0)
+def repeat_heads(x, query):
+    """Repeat keys or values for each head of the queries that attend to them."""
+    return put_heads_first(x).repeat_interleave(query.shape[1] // x.shape[1], 0)
 
 
 BY_HAND = {
-    torch.ops.aten.mm.dtype: product,
-    torch.ops.aten._flash_attention_forward.default: flash_attention,
-    torch.ops.aten._flash_attention_backward.default: flash_attention_backward,
+    torch.ops.aten.mm.dtype: multiply,
+    torch.ops.aten.addmm.dtype: add_product,
+    torch.ops.aten.addmm.dtype_out: add_product,
+    torch.ops.aten._flash_attention_forward.default: attend,
+    torch.ops.aten._flash_attention_backward.default: attend_backward,
 }
+
+
+def run_pytest(library, arguments, interpret=True, **streams):
+    """Run pytest in a process of its own in which the device is cuda:0."""
+    environment = {**os.environ, LIBRARY_VARIABLE: str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["TRITON_INTERPRET"] = str(int(interpret))
+    command = [sys.executable, "-m", "pytest", *PYTEST, *(() if interpret else WITHOUT_TRITON), *arguments]
+    return subprocess.run(command, env=environment, check=False, **streams)
+
+
+PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+WITHOUT_TRITON = ("-W", "ignore:norms, gates and log-probs are computed without Triton")
+
+if __name__ == "__main__":
+    interpret = os.environ.get("TRITON_INTERPRET") != "0"
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(run_pytest(compile_library(Path(folder)), sys.argv[1:], interpret).returncode)

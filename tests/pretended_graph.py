@@ -1,21 +1,25 @@
 """A CUDA graph without CUDA: the operators of a step, captured once and launched again on the same tensors.
 
 It is as strict as a real one. Nothing is computed during a capture; Python's branches and numbers stay as they were
-then; results lie in the same place each time; waiting for the device and copying to it from the host are refused. A
-graph keeps none of its inputs alive, and a memory pool cannot be used after its last graph is gone.
+then; results are in the same memory each time. Waiting for the device, copying to it from the host, and kernels that
+never ran before are refused. A graph keeps none of its inputs alive, and a memory pool cannot be used after its last
+graph is gone. A step is captured a second time a token later: a number of the host that differs then is wrong in the
+graph, whether or not it is seen in the logits.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from simulated_device import entered
+from pellucid.models import cuda_graphs
+from simulated_device import DeviceTensor, active_devices, get_signature, launches_kernel, list_tensors
 
 REFUSED = "operation not permitted when stream is capturing"
 
@@ -25,38 +29,110 @@ class Capture(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
+        self.device = active_devices[-1] if active_devices else None
         self.launched = []
-        self.made = {}
-        self.written = []
+        """(operator, args, kwargs, result) in their order."""
+        self.results = {}
+        """All tensors that the capture made, by their id."""
+        self.overwritten = []
+        """Other tensors that it wrote, and what they held before."""
 
     @classmethod
     def _should_skip_dynamo(cls):
         return False
 
+    def __enter__(self):
+        if self.device:
+            self.device.capture = self
+        return super().__enter__()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, seen = kwargs or {}, asked_of_device()
-        for argument, x in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info and argument.alias_info.is_write and id(x) not in self.made:
-                self.written.append((x, x.clone()))
+        kwargs, before = kwargs or {}, self.count_host_work()
+        for argument in func._schema.arguments:
+            if argument.alias_info and argument.alias_info.is_write:
+                x = kwargs[argument.name] if argument.name in kwargs else args[func._schema.arguments.index(argument)]
+                if id(x) not in self.results:
+                    self.overwritten.append((x, x.clone()))
         result = func(*args, **kwargs)
-        if asked_of_device() > seen:
+        if self.count_host_work() > before:
             raise RuntimeError(REFUSED)
+        if self.device and launches_kernel(func, result):
+            tensors = list_tensors(args, kwargs)
+            on_device = any(isinstance(x, DeviceTensor) for x in (*tensors, result))
+            if on_device and get_signature(func, tensors) not in self.device.signatures:
+                raise RuntimeError(f"{REFUSED}: the first call of {func}")
         self.launched.append((func, args, kwargs, result))
-        self.made |= {id(x): x for x in tensors(result)}
+        self.results |= {id(x): x for x in flatten_tensors(result)}
         return result
+
+    def add_launch(self, kernel, arguments):
+        """Note a kernel of Triton. It is not computed: what it writes may be behind an address."""
+        if get_signature(kernel.name, list_tensors(arguments, {})) not in self.device.signatures:
+            raise RuntimeError(f"{REFUSED}: the first call of {kernel.name}")
+        self.launched.append((Relaunch(kernel), arguments, {}, None))
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        for x, before in reversed(self.written):
-            x.copy_(before)
+        for x, before in reversed(self.overwritten):
+            copy_values(x, before)
+        if self.device:
+            self.device.capture = None
+
+    def count_host_work(self):
+        return self.device.waits.total() + self.device.copies.total() if self.device else 0
+
+    def describe(self, inputs):
+        """Return for each launch its operator, its numbers, and of its tensors the shape, layout and address.
+
+        Tensors that the capture made have no address, since they are elsewhere in each; nor have these inputs.
+        """
+        new = [x for func, *_, result in self.launched if returns_new_memory(func) for x in flatten_tensors(result)]
+        made = {*map(get_address, (*new, *inputs))}
+
+        def describe_one(x):
+            if not isinstance(x, torch.Tensor):
+                return x
+            address = get_address(x)
+            return x.dtype, x.shape, x.stride(), None if address in made else address
+
+        return [(str(func), *tree_map(describe_one, (args, kwargs))) for func, args, kwargs, _ in self.launched]
 
 
-def asked_of_device():
-    return entered[-1].waits.total() + entered[-1].copies.total() if entered else 0
+class Relaunch:
+    """A kernel of Triton in a graph."""
+
+    _schema = SimpleNamespace(arguments=(), returns=())
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __call__(self, *arguments):
+        active_devices[-1].launch(self.kernel, arguments)
+
+    def __str__(self):
+        return str(self.kernel)
 
 
-def tensors(result):
+def flatten_tensors(result):
     return [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+
+
+def returns_new_memory(func):
+    return not any(returned.alias_info for returned in func._schema.returns)
+
+
+def get_address(x):
+    return getattr(x, "cpu_data", x).untyped_storage().data_ptr()
+
+
+def copy_values(target, source):
+    """Copy between tensors of one device, as no kernel does that a graph launches."""
+    getattr(target, "cpu_data", target).copy_(getattr(source, "cpu_data", source))
+
+
+def ignore_memory():
+    """In here tensors take no memory: a graph computes in that of its capture."""
+    return active_devices[-1].memory.ignore() if active_devices else nullcontext()
 
 
 class Address:
@@ -80,12 +156,12 @@ class Pool:
     """The memory of graphs, counted as CUDACachingAllocator counts it: a pool ends with the last graph that uses it."""
 
     def __init__(self):
-        self.users, self.begun, self.last = 0, False, None
+        self.users, self.was_used, self.last = 0, False, None
 
     def enter(self, graph):
-        if self.begun and not self.users:
+        if self.was_used and not self.users:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp")
-        self.begun, self.users, self.last = True, self.users + 1, weakref.ref(graph)
+        self.was_used, self.users, self.last = True, self.users + 1, weakref.ref(graph)
         weakref.finalize(graph, self.leave)
 
     def leave(self):
@@ -96,69 +172,111 @@ class CUDAGraph:
     def __init__(self):
         self.launched, self.pool = [], None
 
-    def hold(self, capture, pool):
+    def keep(self, capture, pool):
         """Keep what was captured. Only what was made during the capture belongs to the graph."""
 
-        def held(x):
-            return Address(x) if isinstance(x, torch.Tensor) and id(x) not in capture.made else x
+        def weaken(x):
+            return Address(x) if isinstance(x, torch.Tensor) and id(x) not in capture.results else x
 
         self.pool = pool
-        self.launched = [(func, *(tree_map(held, each) for each in launch)) for func, *launch in capture.launched]
+        self.launched = [(func, *(tree_map(weaken, each) for each in launch)) for func, *launch in capture.launched]
 
     def replay(self):
         if self.pool.last() is not self:
             raise RuntimeError("another graph of the same pool has written over the memory of this one")
-        now, made = {}, []
+        new_results, computed = {}, []
 
-        def current(x):
+        def get_current(x):
             x = read(x)
-            return now.get(id(x), x) if isinstance(x, torch.Tensor) else x
+            return new_results.get(id(x), x) if isinstance(x, torch.Tensor) else x
 
-        for func, args, kwargs, captured in self.launched:
-            result = tree_map(read, captured)
-            again = func(*tree_map(current, args), **tree_map(current, kwargs))
-            now |= {id(old): new for old, new in zip(tensors(result), tensors(again), strict=True)}
-            made.append((func, result))
-        for func, result in made:
-            if not any(returned.alias_info for returned in func._schema.returns):
-                for old in tensors(result):
-                    old.copy_(now[id(old)])
+        with ignore_memory():
+            for func, args, kwargs, kept in self.launched:
+                captured = tree_map(read, kept)
+                result = func(*tree_map(get_current, args), **tree_map(get_current, kwargs))
+                pairs = zip(flatten_tensors(captured), flatten_tensors(result), strict=True)
+                new_results |= {id(old): new for old, new in pairs}
+                computed.append((func, captured))
+        for func, captured in computed:
+            if returns_new_memory(func):
+                for old in flatten_tensors(captured):
+                    copy_values(old, new_results[id(old)])
 
 
 class Graphs:
     """Stands in for torch's graphs, and counts them. `refuse_from`: the number of the first capture that fails."""
 
     def __init__(self, monkeypatch):
-        self.recorded = 0
+        self.captured = 0
         self.replayed = 0
+        self.compared = 0
+        """Steps that were captured a second time."""
         self.refuse_from = math.inf
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", self.new)
-        monkeypatch.setattr(torch.cuda, "graph", self.recording)
+        self.last_launches = []
+        """The description of the last capture."""
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", self.create_graph)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", Pool)
         self.streams = ["the default stream"]
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.streams[-1])
         monkeypatch.setattr(torch.cuda, "set_stream", self.streams.append)
+        self.capture_step = cuda_graphs.capture_step
+        monkeypatch.setattr(cuda_graphs, "capture_step", self.capture_step_twice)
 
-    def new(self):
+    def create_graph(self):
         owner = self
 
-        class Counted(CUDAGraph):
+        class CountedGraph(CUDAGraph):
             def replay(self):
                 owner.replayed += 1
                 super().replay()
 
-        return Counted()
+        return CountedGraph()
 
     @contextmanager
-    def recording(self, graph, pool=None, capture_error_mode="global"):
+    def capture(self, graph, pool=None, capture_error_mode="global"):
         """As torch does, leave its own stream only where the capture has ended well."""
         pool = pool or Pool()
         pool.enter(graph)
         self.streams.append("the stream of captures")
         with Capture() as capture:
             yield
-        if self.recorded + 1 >= self.refuse_from:
+        if self.captured + 1 >= self.refuse_from:
             raise RuntimeError(REFUSED)
         self.streams.append(self.streams[-2])
-        graph.hold(capture, pool)
-        self.recorded += 1
+        graph.keep(capture, pool)
+        self.captured += 1
+        self.last_launches = capture.describe(())
+
+    def capture_step_twice(self, step, *inputs):
+        """Stand in for cuda_graphs.capture_step. The second capture precedes the second replay."""
+        replay, replays = self.capture_step(step, *inputs), 0
+        first, weak_step = self.last_launches, weakref.WeakMethod(step)
+
+        def replay_checked(*inputs):
+            nonlocal replays
+            replays += 1
+            if replays == 2:
+                with ignore_memory(), Capture() as again:
+                    weak_step()(*inputs)
+                check_same_launches(first, again.describe(inputs))
+                self.compared += 1
+            return replay(*inputs)
+
+        return replay_checked
+
+
+def check_same_launches(first, second):
+    """Raise AssertionError if two captures of a step launch other operators, or with other numbers or tensors."""
+    for one, other in zip(first, second, strict=False):
+        if not match(one, other):
+            raise AssertionError(f"a graph keeps what changes from step to step: {one}, then {other}")
+    assert len(first) == len(second), f"{len(first)} operators, then {len(second)}"
+
+
+def match(one, other):
+    """Whether two launches are the same. A tensor without address may have had one: it is an input of the second."""
+    (ones, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
+    if spec != other_spec or len(ones) != len(others):
+        return False
+    return all(x == y or y is None for x, y in zip(ones, others, strict=True))

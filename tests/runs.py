@@ -55,7 +55,7 @@ def at_home(monkeypatch):
             model,
             folder,
             **settings,
-            state_dict={name: getattr(x, "near", x) for name, x in model.state_dict().items()},
+            state_dict={name: getattr(x, "cpu_data", x) for name, x in model.state_dict().items()},
         )
 
     def moved(model, device):  # a real device keeps one tensor for what is one weight

@@ -1,36 +1,38 @@
-"""An accelerator that is not there: what a GPU refuses, and where the host waits for it, seen on a CPU.
+"""A simulated accelerator: what a GPU refuses, where the host waits for it, and how much memory it takes, on a CPU.
 
-A `Far` tensor says that it lies on "gpu:0" and keeps its data on the CPU, so that all values are the CPU's. While a
-`Device` is entered, every operation is held to the rules of CUDA: tensors of two devices do not meet, but for single
-numbers; fused AdamW wants all of its state beside the weights; a generator draws on its own device; numpy() is refused;
-in torch's deterministic mode, what has no deterministic kernel. A Device may also refuse float64, as Apple's MPS does.
+A `DeviceTensor` says that it is on "gpu:0" and keeps its data on the CPU, so that all values are the CPU's. While a
+`Device` is active, every operation is held to the rules of CUDA. Tensors of two devices do not meet, except for single
+numbers. Fused AdamW wants all of its state beside the weights. A generator draws on its own device. numpy() is
+refused, and in torch's deterministic mode what has no deterministic kernel. Copies wait as PyTorch's do (see
+`Device.count_copy`). A Device may also refuse float64, as Apple's MPS does, and it may run out of memory.
 
-It says nothing of kernels, streams, memory and speed. Its type is "gpu", so code that asks for "cuda" by name does not
-see it, except in processes that were started with the library of pretended_cuda.py. There its name is "cuda:0",
-torch.cuda says that it is there, and operators that only CUDA has are computed by hand.
+It says nothing of streams, races and speed. Its type is "gpu", so code that asks for "cuda" by name does not see it,
+except in processes that were started with the library of pretended_cuda.py. There its name is "cuda:0", torch.cuda says
+that it is there, and operators that only CUDA has are computed by hand.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import pellucid
 import pretended_cuda
 
-NAME = "cuda" if pretended_cuda.ASKED in os.environ else "gpu"
-WHERE = f"{NAME}:0"
+NAME = "cuda" if pretended_cuda.LIBRARY_VARIABLE in os.environ else "gpu"
+DEVICE = f"{NAME}:0"
 CPU = torch.device("cpu")
 PACKAGE = str(Path(pellucid.__file__).parent)
-entered: list[Device] = []
+active_devices: list[Device] = []
 
 
 class Backend:
@@ -40,7 +42,7 @@ class Backend:
         return True
 
     def is_available(self):
-        return bool(entered)
+        return bool(active_devices)
 
     def current_device(self):
         return 0
@@ -65,12 +67,12 @@ class Backend:
 
 
 def register():
-    """Make torch know the device. ImportError if this torch takes none that is written in Python, as 2.8 does not."""
+    """Make torch know the device."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend  # noqa: PLC0415
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
         def is_available(self):
-            return bool(entered)
+            return bool(active_devices)
 
         def has_primary_context(self, device):
             return True
@@ -81,46 +83,44 @@ def register():
     _setup_privateuseone_for_python_backend(NAME, backend_module=Backend(), hook=Hooks())
 
 
-A_REAL_ONE = torch.cuda.is_available() or torch.backends.mps.is_available()
-"""Beside which there must be no other: torch knows one accelerator. Also true if torch cannot simulate one (2.8)."""
-if not A_REAL_ONE:
+HAS_REAL_DEVICE = torch.cuda.is_available() or torch.backends.mps.is_available()
+"""Beside a real device there must be no other: torch knows one accelerator."""
+if not HAS_REAL_DEVICE:
     # Once a process, before its first backward pass: autograd starts a thread for each device that it knows by then.
     if NAME == "cuda":
-        pretended_cuda.load(os.environ[pretended_cuda.ASKED])
+        pretended_cuda.load(os.environ[pretended_cuda.LIBRARY_VARIABLE])
         torch.__future__.set_overwrite_module_params_on_conversion(True)
     else:
-        try:
-            register()
-        except ImportError:
-            A_REAL_ONE = True
-if not A_REAL_ONE:
-    # Taken apart where a device has no kernel of its own, as CUDA has: never called, a Device takes it from here.
-    kernels = torch.library.Library("aten", "IMPL")
-    kernels.impl("silu_backward", lambda *_: None, "CUDA" if NAME == "cuda" else "PrivateUse1")
+        register()
+    # Operators that are taken apart where a device has no kernel of its own. These are never called: a Device computes.
+    key = "CUDA" if NAME == "cuda" else "PrivateUse1"
+    own_kernels = torch.library.Library("aten", "IMPL")
+    for operator in ("silu_backward", *(("_fused_rms_norm", "_fused_rms_norm_backward") if NAME == "cuda" else ())):
+        own_kernels.impl(operator, lambda *_: None, key)
 
 
-class Far(torch.Tensor):
-    near: torch.Tensor
+class DeviceTensor(torch.Tensor):
+    cpu_data: torch.Tensor
 
     @staticmethod
-    def __new__(cls, near, requires_grad=False):
-        far = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, cpu_data, requires_grad=False):
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
-            near.size(),
-            strides=near.stride(),
-            storage_offset=near.storage_offset(),
-            dtype=near.dtype,
-            device=WHERE,
+            cpu_data.size(),
+            strides=cpu_data.stride(),
+            storage_offset=cpu_data.storage_offset(),
+            dtype=cpu_data.dtype,
+            device=DEVICE,
             requires_grad=requires_grad,
         )
-        far.near = near
-        return far
+        tensor.cpu_data = cpu_data
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return entered[-1].run(func, args, kwargs or {})
+        return active_devices[-1].run(func, args, kwargs or {})
 
     @property
     def data(self):
@@ -128,43 +128,64 @@ class Far(torch.Tensor):
 
     @data.setter
     def data(self, other):
-        """A real one may be given data of the CPU, as masters are while a model is saved, and lies there until it has
-        its own back; this one goes on saying that it is far.
+        """A real tensor may be given data of the CPU, as masters are while a model is saved, and is on the CPU until it
+        has its own back; this one goes on saying that it is on the device.
         """
-        far = other if isinstance(other, Far) else Far(other)
-        torch.Tensor.data.__set__(self, far)
-        self.near = far.near
+        tensor = other if isinstance(other, DeviceTensor) else DeviceTensor(other)
+        torch.Tensor.data.__set__(self, tensor)
+        self.cpu_data = tensor.cpu_data
 
     def __getitem__(self, index):
-        return super().__getitem__(arrived(index))
+        return super().__getitem__(copy_lists_to_device(index))
 
     def __setitem__(self, index, value):
-        value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=self.dtype, device=WHERE)
-        super().__setitem__(arrived(index), value)
+        value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=self.dtype, device=DEVICE)
+        super().__setitem__(copy_lists_to_device(index), value)
 
     def tolist(self):
         return self.cpu().tolist()
 
     def numpy(self):
-        raise TypeError(f"can't convert {WHERE} tensor to numpy: use Tensor.cpu() first")
+        raise TypeError(f"can't convert {DEVICE} tensor to numpy: use Tensor.cpu() first")
+
+    def data_ptr(self):
+        """An address to compare with others or to give to a kernel of Triton; on the host nothing is there."""
+        active_devices[-1].addresses[line()] += 1
+        return self.cpu_data.data_ptr()
+
+    def __deepcopy__(self, memo):
+        copy = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copy._is_param = True
+        return copy
 
     def __repr__(self):
-        return f"Far({self.near})"
+        return f"DeviceTensor({self.cpu_data})"
 
 
-def arrived(index):
+def copy_lists_to_device(index):
     """Python lists in an index are copied to the device; integers beside them too."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(part, list) for part in parts):
         return index
-    none = torch.empty(0, dtype=torch.long)
-    there = [(torch.tensor(x) if x else none).to(WHERE) if isinstance(x, list) else x for x in parts]
-    return tuple(there)
+    empty = torch.empty(0, dtype=torch.long)
+    return tuple((torch.tensor(x) if x else empty).to(DEVICE) if isinstance(x, list) else x for x in parts)
+
+
+def get_cpu_data(x):
+    if isinstance(x, list):
+        return [get_cpu_data(one) for one in x]
+    return x.cpu_data if isinstance(x, DeviceTensor) else x
 
 
 # ---------------------------------------------------------------- what it refuses
 
-MOVES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
+COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
+STAGED_BYTES = 2**16
+"""The driver takes so much from pageable memory without waiting."""
+BLOCK_BYTES = 512
+"""The allocator's smallest block."""
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_"}
 TAKE_A_NUMBER = {"aten::fill_", "aten::masked_fill", "aten::masked_fill_", "aten::index_put", "aten::index_put_"}
 """Besides pointwise operations, those that take a single number from the CPU."""
 WAITS = {
@@ -180,6 +201,11 @@ WAITS = {
     "aten::repeat_interleave",
 }
 """Their result, or its size, is known to the host only when the device is done."""
+WITHOUT_KERNEL = {
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
+}
+"""They allocate memory or make a view. All other operators whose result is no view launch a kernel."""
 
 
 def always(*_: Any) -> bool:
@@ -233,101 +259,233 @@ class Uncompiled(TorchDispatchMode):
         return False
 
 
-class Device(Uncompiled):
-    """Entered, it is there. `waits` and `copies` count by the line of the package that asked for them."""
+class Memory:
+    """The bytes of the device's tensors: a view has those of the tensor that it is a view of."""
 
-    def __init__(self, float64: bool = True) -> None:
+    def __init__(self, limit: int) -> None:
+        self.limit, self.allocated, self.peak = limit, 0, 0
+        self.addresses: set[int] = set()
+        self.is_ignoring = False
+
+    def add(self, cpu_data: torch.Tensor) -> None:
+        """Count the memory of a new tensor until it is freed."""
+        storage = cpu_data.untyped_storage()
+        address, size = storage.data_ptr(), -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        if self.is_ignoring or not size or address in self.addresses:
+            return
+        if self.allocated + size > self.limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+        self.addresses.add(address)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        weakref.finalize(storage, self.free, address, size)
+
+    @contextmanager
+    def ignore(self):
+        """Count no new tensors in here."""
+        self.is_ignoring = True
+        try:
+            yield
+        finally:
+            self.is_ignoring = False
+
+    def free(self, address: int, size: int) -> None:
+        self.addresses.discard(address)
+        self.allocated -= size
+
+
+class Device(Uncompiled):
+    """A device that is there while it is active. It counts what it is asked to do.
+
+    Args:
+        float64: whether it computes in float64.
+        memory_bytes: what its tensors may take before it raises OutOfMemoryError.
+    """
+
+    def __init__(self, float64: bool = True, memory_bytes: int = 80 * 10**9) -> None:
         super().__init__()
-        self.float64 = float64
+        self.float64, self.memory = float64, Memory(memory_bytes)
         self.waits: Counter[str] = Counter()
-        """The host waits until the device is done."""
+        """How often the host waits until the device is done, by the line of the package that waits."""
         self.copies: Counter[str] = Counter()
-        """From the host to the device."""
+        """Copies from the host to the device, by line."""
+        self.addresses: Counter[str] = Counter()
+        """How often the address of a tensor was asked for, by line."""
+        self.kernels: Counter[str] = Counter()
+        """Kernels by the name of their operator."""
         self.operators: set[torch._ops.OpOverload] = set()
         """All that ran on it."""
+        self.signatures: set[tuple] = set()
+        """All kernels that ran outside of captures, with the dtypes of their arguments."""
+        self.capture = None
+        """The capture that is going on, if there is one."""
+        self.pinned: set[int] = set()
+        """Addresses of pinned memory of the host."""
+        self.pending_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Targets on the host that have no values until the host waits, and these values."""
 
     def __enter__(self):
-        entered.append(self)
-        self.pretends = pretended_cuda.torch_cuda() if NAME == "cuda" else nullcontext()
-        self.pretends.__enter__()
+        active_devices.append(self)
+        self.torch_cuda = pretended_cuda.activate(self) if NAME == "cuda" else nullcontext()
+        self.torch_cuda.__enter__()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) then also comes by here
         return super().__enter__()
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        self.pretends.__exit__(*exception)
-        entered.pop()
-        torch._C._set_only_lift_cpu_tensors(bool(entered))
+        self.torch_cuda.__exit__(*exception)
+        active_devices.pop()
+        torch._C._set_only_lift_cpu_tensors(bool(active_devices))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.run(func, args, kwargs or {})
 
     def run(self, func, args, kwargs):
-        flat = [x for value in (*args, *kwargs.values()) for x in (value if isinstance(value, list) else [value])]
-        far = [x for x in flat if isinstance(x, Far)]
-        near = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Far)]
-        asked = kwargs.get("device")
-        there = bool(far) if asked is None else torch.device(asked).type == NAME
-        name = func._schema.name
-        if far or there:
-            self.operators.add(func)
-            self.refuse(func, args, kwargs, far, near, there)
-            self.count(name, args, far, there)
-        if asked is not None:
-            kwargs = {**kwargs, "device": CPU if there else asked}
-        act = pretended_cuda.BY_HAND.get(func, func) if there else func
-        if NAME == "cuda" and kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        result = act(*map(unwrapped, args), **{key: unwrapped(value) for key, value in kwargs.items()})
-        if not there or name == "aten::_local_scalar_dense":
+        name, tensors = func._schema.name, list_tensors(args, kwargs)
+        on_device = [x for x in tensors if isinstance(x, DeviceTensor)]
+        requested = kwargs.get("device")
+        is_here = bool(on_device) if requested is None else torch.device(requested).type == NAME
+        if not on_device and not is_here:
+            return self.run_on_host(func, args, kwargs)
+        self.operators.add(func)
+        self.refuse(func, args, kwargs, tensors, is_here)
+        self.count_waits(name, args, on_device)
+        if requested is not None:
+            kwargs = {**kwargs, "device": CPU if is_here else requested}
+        compute = pretended_cuda.BY_HAND.get(func, func) if is_here else func
+        result = compute(*map(get_cpu_data, args), **{key: get_cpu_data(value) for key, value in kwargs.items()})
+        if name in COPIES:
+            self.count_copy(name, args, kwargs, is_here, result)
+        if not is_here or name == "aten::_local_scalar_dense":
             return result
-        known = {id(x.near): x for x in far}  # what was changed in place is still the same tensor
+        if not self.capture and launches_kernel(func, result):
+            self.kernels[name.removeprefix("aten::")] += 1
+            self.signatures.add(get_signature(func, tensors))
+        known = {id(x.cpu_data): x for x in on_device}  # what was changed in place is still the same tensor
         if isinstance(result, (tuple, list)):
-            return type(result)([self.wrapped(x, known) for x in result])
-        return self.wrapped(result, known)
+            return type(result)([self.wrap(x, known) for x in result])
+        return self.wrap(result, known)
 
-    def wrapped(self, x, known):
+    def run_on_host(self, func, args, kwargs):
+        """Compute what has nothing to do with the device, except that memory of the host may be pinned for it."""
+        name = func._schema.name
+        if NAME != "cuda":
+            return func(*args, **kwargs)
+        if name == "aten::is_pinned":
+            return args[0].untyped_storage().data_ptr() in self.pinned
+        if name == "aten::_pin_memory":
+            return self.pin(args[0].clone())
+        if kwargs.get("pin_memory"):
+            return self.pin(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)
+
+    def launch(self, kernel, arguments):
+        """Launch a kernel that is no operator of torch, a pretended_cuda.TritonLaunch."""
+        if self.capture:
+            self.capture.add_launch(kernel, arguments)
+            return
+        self.kernels[kernel.name] += 1
+        self.signatures.add(get_signature(kernel.name, list_tensors(arguments, {})))
+        with _disable_current_modes():
+            kernel.compute([get_cpu_data(x) for x in arguments])
+
+    def pin(self, x):
+        storage = x.untyped_storage()
+        self.pinned.add(storage.data_ptr())
+        weakref.finalize(storage, self.pinned.discard, storage.data_ptr())
+        return x
+
+    def wrap(self, x, known):
         if not isinstance(x, torch.Tensor):
             return x
         if x.dtype == torch.float64 and not self.float64:
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
-        return known[id(x)] if id(x) in known else Far(x)
+        if id(x) in known:
+            return known[id(x)]
+        self.memory.add(x)
+        return DeviceTensor(x)
 
-    def refuse(self, func, args, kwargs, far, near, there):
+    def refuse(self, func, args, kwargs, tensors, is_here):
         name = func._schema.name
-        if name in MOVES:
+        if name in COPIES:
             return
         generator = kwargs.get("generator")
-        if generator is not None and there:
-            raise RuntimeError(f"{name}: expected a generator of {WHERE}, found one of {generator.device}")
-        if name.startswith("aten::_fused_adam") and far and near:
-            raise RuntimeError(f"{name}: params, grads and state must all be on one device, {WHERE} and cpu found")
-        if far and name in ("aten::index", "aten::index_put", "aten::index_put_"):
-            if not isinstance(args[0], Far):
-                raise RuntimeError(f"indices should be on the device of the indexed tensor (cpu), found {WHERE}")
-            near = [x for x in args[2:] if isinstance(x, torch.Tensor) and not isinstance(x, Far)]
+        if generator is not None and is_here:
+            raise RuntimeError(f"{name}: expected a generator of {DEVICE}, found one of {generator.device}")
+        on_device = [x for x in tensors if isinstance(x, DeviceTensor)]
+        on_host = [x for x in tensors if not isinstance(x, DeviceTensor)]
+        if name.startswith("aten::_fused_adam") and on_device and on_host:
+            raise RuntimeError(f"{name}: params, grads and state must all be on one device, {DEVICE} and cpu found")
+        if on_device and name in INDEXING:
+            if not isinstance(args[0], DeviceTensor):
+                raise RuntimeError(f"indices should be on the device of the indexed tensor (cpu), found {DEVICE}")
+            on_host = [x for x in args[2:] if isinstance(x, torch.Tensor) and not isinstance(x, DeviceTensor)]
         takes_a_number = torch.Tag.pointwise in func.tags or name in TAKE_A_NUMBER
-        if far and any(x.dim() > 0 or not takes_a_number for x in near):
-            raise RuntimeError(f"{name}: expected all tensors to be on the same device, found {WHERE} and cpu")
+        if on_device and any(x.dim() > 0 or not takes_a_number for x in on_host):
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device, found {DEVICE} and cpu")
         if torch.are_deterministic_algorithms_enabled() and name in RAISE and RAISE[name](*args, **kwargs):
             raise RuntimeError(f"{name} does not have a deterministic implementation")
 
-    def count(self, name, args, far, there):
-        if name in MOVES:
-            target, source = (there, args[0]) if name == "aten::_to_copy" else (isinstance(args[0], Far), args[1])
-            if target and not isinstance(source, Far):
-                self.copies[line()] += 1
-            elif not target and isinstance(source, Far):
-                self.waits[line()] += 1
-        by_mask = name in ("aten::index", "aten::index_put_") and any(x.dtype == torch.bool for x in far[1:])
-        if far and (name in WAITS or by_mask):
-            self.waits[line()] += 1
+    def count_waits(self, name, args, on_device):
+        by_mask = name in INDEXING and any(x.dtype == torch.bool for x in on_device[1:])
+        if on_device and (name in WAITS or by_mask):
+            self.wait()
+        if name in INDEXING:
+            for x in args[1]:
+                if isinstance(x, torch.Tensor) and not isinstance(x, DeviceTensor):
+                    self.copies[line()] += 1
+                    self.wait()
+
+    def count_copy(self, name, args, kwargs, is_here, result):
+        """Count a copy between host and device, and whether the host waits for it.
+
+        It does unless the copy is `non_blocking`: PyTorch then synchronizes the stream. A copy that is not blocking
+        waits where the memory of the host is pageable, except for what is small enough to be staged. Else a copy to the
+        host arrives later: until the host waits for anything its target holds nonsense.
+        """
+        is_new = name == "aten::_to_copy"
+        source, to_device = (args[0], is_here) if is_new else (args[1], isinstance(args[0], DeviceTensor))
+        if to_device == isinstance(source, DeviceTensor):
+            return
+        non_blocking = kwargs.get("non_blocking", False) or (not is_new and args[2:3] == (True,))
+        if to_device:
+            self.copies[line()] += 1
+            is_pinned = source.untyped_storage().data_ptr() in self.pinned
+            if not non_blocking or not (is_pinned or source.numel() * source.element_size() <= STAGED_BYTES):
+                self.wait()
+        else:
+            if is_new and non_blocking and NAME == "cuda":
+                self.pin(result)  # torch makes it so
+            if non_blocking and result.untyped_storage().data_ptr() in self.pinned:
+                self.pending_copies.append((result, result.clone()))
+                result.fill_(torch.nan if result.is_floating_point() else -1)
+            else:
+                self.wait()
+
+    def wait(self):
+        """Count that the host waits until the device is done: all copies have arrived."""
+        self.waits[line()] += 1
+        pending, self.pending_copies = self.pending_copies, []
+        for target, values in pending:
+            target.copy_(values)
 
 
-def unwrapped(x):
-    if isinstance(x, list):
-        return [unwrapped(one) for one in x]
-    return x.near if isinstance(x, Far) else x
+def list_tensors(args, kwargs):
+    flat = [x for value in (*args, *kwargs.values()) for x in (value if isinstance(value, (list, tuple)) else [value])]
+    return [x for x in flat if isinstance(x, torch.Tensor)]
+
+
+def get_signature(func, tensors):
+    return func, *(x.dtype for x in tensors)
+
+
+def launches_kernel(func, result):
+    """Return whether a GPU would launch a kernel for this operator."""
+    returned = func._schema.returns
+    is_view = any(r.alias_info and not r.alias_info.is_write for r in returned)
+    results = [x for x in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(x, torch.Tensor)]
+    is_empty = results and not any(x.numel() for x in results)
+    return not is_view and not is_empty and func._schema.name not in WITHOUT_KERNEL
 
 
 def line():

@@ -341,6 +341,18 @@ def test_a_job_of_trl_learns_from_real_rewards(tiny, tmp_path, monkeypatch):
     assert all(t["seconds"] == pytest.approx(t["generate"] + t["update"]) and 0 <= t["reward"] <= 1 for t in turns)
 
 
+@pytest.mark.slow
+def test_an_adapter_is_trained_by_whoever_is_asked_to(of, tiny, tmp_path, monkeypatch):
+    """By ours, by transformers' code, by TRL through peft; whole weights beside them."""
+    monkeypatch.chdir(tmp_path)
+    duels = of("bench").TABLES["lora"]
+    assert {duel.settings["lora"] for duel in duels} == {16}
+    sizes = [f"--{name}={n}" for name, n in {"prompts": 2, "group": 2, "tokens": 2, "lora": 2, "units": 1}.items()]
+    for name in ("pellucid", *(duel.peer for duel in duels)):
+        ready, turn, _ = answers(1, "step", name, f"--model={tiny}", *sizes)
+        assert ready["ready"] == 1 and turn["generate"] > 0 and turn["update"] > 0
+
+
 def test_weights_that_are_followed_are_those_that_sample(tiny):
     tokenizer = character_tokenizer(string.printable)
     tokenizer.chat_template = CHAT

@@ -1,60 +1,60 @@
-"""`benchmarks/gpu.py` on what stands in for a GPU: each of its rows, and rows that fail."""
+"""`benchmarks/gpu.py` on a pretended GPU: each of its rows, and rows that fail."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
-import re
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import forked
-from simulated_device import A_REAL_ONE
+from simulated_device import HAS_REAL_DEVICE
 
-pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
+pytestmark = pytest.mark.skipif(HAS_REAL_DEVICE, reason="there is a real one")
 
 BENCHMARKS = Path("benchmarks").absolute()
-SAYS = {
-    "device": "the same tokens, weights .*e-0[5-9] apart",
-    "resume": "the same weights, rollouts, metrics and evaluations",
-    "kernels": r"AdamW fused; attention math \d",
-    "fsdp2": "over gloo: .* apart",
-    "arithmetic": "greedy .* before, .* after 1 steps",
-    "step": r"s, trl-autocast \d.*GB",
-    "sample": r"tokens/s, generate \d.*GB",
-    "graphs": r"tokens/s, without-graphs \d.*GB",
-    "plan": r"planned \d.* GB, measured [\d.]*[1-9]",
+FINDINGS = {
+    "machine": ["gpu memory_gb", "copied_tb_s", "bf16_tflops"],
+    "kernels": ["update decoding warnings", *["kernel triton_us operators_us"] * 12],
+    "sample": ["way floor_s", *["way seconds tokens_per_s peak_gb"] * 2, "way tokens ms busy_ms kernels allocations"],
+    "steps": [*["micro_batch time/generate"] * 6, *["profile ms busy_ms kernels"] * 3],
+    "tests": ["test outcome seconds"] * 3,
+    "generate": [*["work contender seconds tokens"] * 2, "work contender peak_gb"],
+    "trl": [*["work contender seconds reward generate update"] * 2, "work contender peak_gb"],
+    "lora": [*["work contender seconds generate update reward"] * 2, "work contender peak_gb"],
+    "accuracy": [*["work contender seconds step mean greedy"] * 2, "work contender peak_gb"],
 }
-"""What a row says where all is well."""
-AS_THE_SMALLER_ONE = ("step-1.5B", "sample-1.5B", "graphs-1.5B")
-"""But for the shape, which plan-1.5B sees."""
+"""The first keys of the findings of each kind of row; how many steps and tests there are is not counted."""
 SPOILT = f"""
 import sys, time
 sys.path.insert(0, {str(BENCHMARKS)!r})
-import gpu
-from gpu_rows import Outcome, Row
+import gpu, types
 
-def raises(place):
-    raise ValueError("what | is wrong\\nat length")
+def raises(folder, report):
+    report(finding="one | two")
+    raise ValueError("what is wrong\\nat length")
 
-def hangs(place):
-    place.apart(time.sleep, 60)
+def hangs(folder, report):
+    time.sleep(60)
 
-def dies(place):
+def dies(folder, report):
     import os
     os.kill(os.getpid(), 9)
 
-def fails_apart(place):
-    place.apart(raises, place)
+def works(folder, report):
+    report(finding="fine")
 
 gpu.preload = lambda: None
-gpu.ROWS.clear()
-for work in (raises, hangs, dies, fails_apart, lambda place: Outcome("fine", "pass")):
-    gpu.ROWS[work.__name__] = Row(work, "nothing")
+gpu.pretend_gpu = lambda folder: None
+rows = types.ModuleType("gpu_rows")
+rows.make_rows = lambda simulated: {{work.__name__: work for work in (raises, hangs, dies, works)}}
+sys.modules["gpu_rows"] = rows
 gpu.main()
 """
 
@@ -65,12 +65,12 @@ def gpu(monkeypatch):
     return importlib.import_module("gpu")
 
 
-def ran(program, *options):
-    """What a process said, and the rows of its table by name."""
+def run(program, *options):
+    """Return a process that has ended, and its findings."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = forked.ran(program, "--simulated", *options, env=environment)
-    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    return done, {name: cells for name, *cells in lines[1:]}
+    command = [sys.executable, program, "--simulated", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done, [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -80,51 +80,65 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_row_is_well_where_a_gpu_is_simulated(gpu, tmp_path):
-    names = [name for name in gpu.ROWS if name not in AS_THE_SMALLER_ONE]
-    done, rows = ran(BENCHMARKS / "gpu.py", "--repeats", "1", "--output", "gpu.md", "--only", *names)
+@pytest.mark.timeout(900)
+def test_every_row_reports_where_a_gpu_is_pretended(gpu, tmp_path):
+    done, findings = run(BENCHMARKS / "gpu.py", "--within", "800", "--limit", "300", "--output", "gpu.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "gpu.md").read_text() == done.stdout
-    facts, *objects = map(json.loads, (tmp_path / "gpu.jsonl").read_text().splitlines())
-    assert facts["heading"] in done.stdout
-    assert [[each["row"], each["result"], each["verdict"]] for each in objects] == [
-        [name, result, verdict] for name, (_, result, verdict, _) in rows.items()
-    ]
-    assert list(rows) == names
-    assert {name.partition("-")[0] for name in names} == SAYS.keys()
-    for name, (on, result, verdict, _) in rows.items():
-        assert "simulated" in on
-        assert re.search(SAYS[name.partition("-")[0]], result), (name, result)
-        assert re.match(r"pass|\d+\.\d\dx", verdict), (name, verdict)
+    assert (tmp_path / "gpu.jsonl").read_text() == done.stdout
+    assert findings[0]["row"] == "facts"
+    rows = {}
+    for finding in findings[1:]:
+        rows.setdefault(finding.pop("row"), []).append(" ".join(finding))
+    assert {name.partition("-")[0] for name in rows} == FINDINGS.keys()
+    for name, (*keys, last) in rows.items():
+        expected = FINDINGS[name.partition("-")[0]]
+        assert last == "row_seconds"
+        assert len(keys) == len(expected) or name.startswith(("steps", "tests")), (name, keys)
+        assert all(one.startswith(other) for one, other in zip(keys[-3:], expected[-3:], strict=True)), (name, keys)
+    [checks] = [f for f in findings if f.get("decoding")][:1]
+    assert (checks["update"], checks["decoding"], checks["warnings"]) == ("right", "right", [])
+    table = gpu.make_tables(map(json.loads, done.stdout.splitlines()))
+    assert "| row | copied_tb_s |\n|---|---|\n| machine |" in table
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path):
+def test_a_row_that_fails_is_reported_and_ends_no_other(tmp_path):
     (tmp_path / "spoilt.py").write_text(SPOILT)
-    done, rows = ran(tmp_path / "spoilt.py", "--limit", "2")
+    done, findings = run(tmp_path / "spoilt.py", "--limit", "6")
     assert done.returncode == 1
-    said = {name: (result, verdict) for name, (_, result, verdict, _) in rows.items()}
-    assert said == {
-        "raises": ("ValueError: what / is wrong", "fail"),
-        "hangs": ("not done after 2 s", "fail"),
-        "dies": ("nothing was said", "fail"),
-        "fails_apart": ("ValueError: what / is wrong", "fail"),
-        "<lambda>": ("fine", "pass"),
-    }
+    found = [{key: x for key, x in f.items() if key != "row_seconds"} for f in findings[1:]]
+    assert found == [
+        {"row": "raises", "finding": "one | two"},
+        {"row": "raises", "fault": "ValueError: what is wrong"},
+        {"row": "hangs", "fault": "not done after 6 s"},
+        {"row": "dies", "fault": "nothing was said"},
+        {"row": "works", "finding": "fine"},
+        {"row": "works"},
+    ]
     assert "in raises" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_row_for_which_no_time_is_left_is_left_out_and_what_is_known_is_kept(tmp_path):
-    """The one that hangs takes all of the time."""
-    (tmp_path / "spoilt.py").write_text(SPOILT)
-    done, rows = ran(
-        tmp_path / "spoilt.py", "--within", "20", "--output", "gpu.md", "--only", "<lambda>", "hangs", "dies"
-    )
-    assert done.returncode == 1
-    verdicts = {name: verdict for name, (_, _, verdict, _) in rows.items()}
-    assert verdicts == {"<lambda>": "pass", "hangs": "fail", "dies": "left out"}
-    assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == 4
+def test_a_row_ends_at_the_deadline_and_the_next_is_left_out(gpu, tmp_path):
+    report, deadline = gpu.Report(tmp_path / "gpu.jsonl"), time.monotonic() + 1.1 * gpu.LEAST_SECONDS
+    for name in ("hangs", "next"):
+        gpu.run_row(name, lambda folder, report: time.sleep(60), tmp_path, report, 100.0, deadline)
+    findings = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [list(finding) for finding in findings] == [["row", "fault", "row_seconds"], ["row", "left_out"]]
+    assert findings[0]["fault"].startswith("not done after")
+    assert report.has_fault
+    report.stdout.close()
+
+
+def test_a_table_has_a_row_for_each_finding_of_a_kind(gpu):
+    findings = [
+        {"row": "a", "x": 1, "y": [["k", 2], ["l", 3]]},
+        {"row": "b", "z": "p|q"},
+        {"row": "c", "x": 4, "y": []},
+    ]
+    one, other = gpu.make_tables(findings).split("\n\n")
+    assert one.splitlines() == ["| row | x | y |", "|---|---|---|", "| a | 1 | k 2<br>l 3 |", "| c | 4 |  |"]
+    assert other.splitlines()[-1] == "| b | p/q |"
 
 
 def test_a_library_that_uses_cuda_while_it_is_imported_is_refused(gpu, monkeypatch):
@@ -138,9 +152,14 @@ def test_whether_there_is_a_gpu_is_asked_without_using_it(gpu):
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
-def test_without_a_gpu_it_is_refused_in_a_line(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+@pytest.mark.parametrize(
+    ("words", "line"), [((), "--simulated"), (("--simulated", "--only", "row"), "there is no row row")]
+)
+def test_mistakes_are_one_line(gpu, words, line, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+    monkeypatch.setattr(gpu, "pretend_gpu", lambda folder: None)
+    monkeypatch.setitem(sys.modules, "gpu_rows", SimpleNamespace(make_rows=lambda simulated: {"machine": None}))
     with pytest.raises(SystemExit) as ended:
         gpu.main()
     assert ended.value.code == 2
-    assert "--simulated" in capsys.readouterr().err.splitlines()[-1]
+    assert line in capsys.readouterr().err.splitlines()[-1]

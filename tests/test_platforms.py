@@ -27,7 +27,8 @@ with pause_garbage_collection():
 torch.ops.mkldnn, torch.backends.mkldnn.is_available = torch._ops._OpNamespace("absent"), lambda: False
 import pellucid
 for module in pkgutil.walk_packages(pellucid.__path__, "pellucid."):
-    if not module.name.endswith(("__main__", "environments.verifiers")):  # that package itself needs them
+    # that package itself needs them, and only Linux has Triton
+    if not module.name.endswith(("__main__", "environments.verifiers", "triton_ops", "triton_decode", "triton_update")):
         __import__(module.name)
 from pellucid import cli
 cli.main(["--help"])

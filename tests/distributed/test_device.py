@@ -32,9 +32,18 @@ from pellucid.serve import api
 from pellucid.serve.engine import GenerationRequest
 from pellucid.utils import hardware
 from runs import at_home
-from simulated_device import A_REAL_ONE, RAISE, WHERE, WITHOUT_DETERMINISTIC_KERNEL, Decomposed, Device
+from simulated_device import (
+    BLOCK_BYTES,
+    DEVICE,
+    HAS_REAL_DEVICE,
+    RAISE,
+    STAGED_BYTES,
+    WITHOUT_DETERMINISTIC_KERNEL,
+    Decomposed,
+    Device,
+)
 
-pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
+pytestmark = pytest.mark.skipif(HAS_REAL_DEVICE, reason="there is a real one")
 
 ALL = [*Path("recipes").glob("*.toml"), *Path("recipes/variants").glob("*.toml")]
 RECIPES = sorted(path for path in ALL if path.stem != "judge")  # which needs a service beside it
@@ -220,12 +229,12 @@ def same_numbers(recipe, settings, device, folder, monkeypatch):
         here = trained(recipe, folder / "here", settings | {"policy.device": "cpu"})
         said_here = served(here, "cpu")
     with device:
-        on_it = {"policy.device": WHERE, "policy.deterministic": not device.float64}
+        on_it = {"policy.device": DEVICE, "policy.deterministic": not device.float64}
         there = resumed(
             recipe, folder / "there", {k: v for k, v in (settings | on_it).items() if v is not False}, monkeypatch
         )
         assert not torch.are_deterministic_algorithms_enabled()
-        said_there = served(there, WHERE)
+        said_there = served(there, DEVICE)
     of_cpu, of_device = numbers(here), numbers(there)
     assert of_device.keys() == of_cpu.keys()
     assert [place for place, value in of_cpu.items() if of_device[place] != value] == []
@@ -303,7 +312,7 @@ def test_what_raises_in_deterministic_mode_is_what_torch_documents():
 
 
 def ones(*shape, **facts):
-    return torch.ones(*shape, device=WHERE, **facts)
+    return torch.ones(*shape, device=DEVICE, **facts)
 
 
 REFUSED = {
@@ -313,7 +322,7 @@ REFUSED = {
     "a matrix of the CPU": lambda: torch.ones(3, 3) @ ones(3, 3),
     "an index beyond": lambda: torch.ones(3)[ones(1, dtype=torch.long)],
     "numpy": lambda: ones(3).numpy(),
-    "a generator of the CPU": lambda: torch.rand(3, generator=torch.Generator(), device=WHERE),
+    "a generator of the CPU": lambda: torch.rand(3, generator=torch.Generator(), device=DEVICE),
     "a step count on the CPU": lambda: torch._fused_adamw_(
         *([ones(3)] for _ in range(4)), [], [torch.ones(())],
         lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
@@ -340,13 +349,13 @@ def test_float64_is_refused_where_there_is_none():
         for wanted in (
             lambda: ones(2, dtype=torch.float64),
             lambda: ones(2).double(),
-            lambda: torch.ones(2).double().to(WHERE),
+            lambda: torch.ones(2).double().to(DEVICE),
         ):
             with pytest.raises(TypeError, match="float64"):
                 wanted()
-        assert hardware.pick_float64_device(torch.device(WHERE)) == torch.device("cpu")
+        assert hardware.pick_float64_device(torch.device(DEVICE)) == torch.device("cpu")
     with Device():
-        assert hardware.pick_float64_device(torch.device(WHERE)) == torch.device(WHERE)
+        assert hardware.pick_float64_device(torch.device(DEVICE)) == torch.device(DEVICE)
 
 
 @pytest.mark.usefixtures("one_way")
@@ -355,16 +364,70 @@ def test_deterministic_mode_refuses_a_sum_that_may_differ(gpu):
     with pytest.raises(RuntimeError, match="deterministic"):
         ones(3).cumsum(0)
     assert ones(3, dtype=torch.long).cumsum(0).tolist() == [1, 2, 3]
-    assert hardware.pick_float64_device(torch.device(WHERE)) == torch.device("cpu")
+    assert hardware.pick_float64_device(torch.device(DEVICE)) == torch.device("cpu")
 
 
 def test_waits_and_copies_are_counted_by_line(gpu):
     x = ones(4)
     float(x.sum()), x.tolist(), x.cpu(), x[x > 0], bool((x > 0).all())
     assert gpu.waits == {"elsewhere": 5}
-    x[[0, 1]], torch.tensor([1]).to(WHERE)
-    assert gpu.copies == {"elsewhere": 2}
+    x[[0, 1]], x[torch.tensor([0, 1])], torch.tensor([1]).to(DEVICE)
+    assert gpu.copies == {"elsewhere": 3}
     hardware.pick_float64_device(x.device)
     gpu.copies.clear()
     pack_prompts([[1, 2]], torch.float32, x.device)
-    assert {line.split(":")[0] for line in gpu.copies} == {"models/score.py"}
+    assert {line.split(":")[0] for line in gpu.copies} == {"algorithm/batch.py"}
+
+
+STAGED = STAGED_BYTES // 4
+WAIT = {
+    "a copy to the device": (True, lambda: torch.ones(1).to(DEVICE)),
+    "a new tensor with numbers of the host": (True, lambda: torch.tensor([1.0], device=DEVICE)),
+    "a copy into a tensor": (True, lambda: ones(3).copy_(torch.ones(3))),
+    "numbers of the host as indices": (True, lambda: ones(3)[torch.tensor([0])]),
+    "a copy that is not blocking": (False, lambda: torch.ones(STAGED).to(DEVICE, non_blocking=True)),
+    "one that is too large for staging": (True, lambda: torch.ones(STAGED + 1).to(DEVICE, non_blocking=True)),
+    "one into a tensor": (False, lambda: ones(3).copy_(torch.ones(3), non_blocking=True)),
+    "a copy to pageable memory": (True, lambda: torch.ones(3).copy_(ones(3), non_blocking=True)),
+    "a number beside a tensor": (False, lambda: ones(3) * 2 + torch.tensor(1.0)),
+}
+
+
+@pytest.mark.parametrize(("waits", "act"), WAIT.values(), ids=WAIT)
+def test_the_host_waits_for_copies_as_pytorch_does(waits, act, gpu):
+    """See `memcpy_and_sync` in c10/cuda/CUDAFunctions.h."""
+    act()
+    assert gpu.waits.total() == waits
+
+
+def test_kernels_are_counted_and_views_are_not(gpu):
+    x = ones(4, 6)
+    y = torch.empty_like(x).copy_(x[:2].repeat(2, 1)).mT.unflatten(1, (2, 2))[:, 0]
+    (x @ y).add_(1)
+    assert gpu.kernels == {"ones": 1, "repeat": 1, "copy_": 1, "mm": 1, "add_": 1}
+
+
+def test_memory_is_that_of_tensors_that_are_alive():
+    """A view has none of its own, and what autograd keeps is alive."""
+    with Device(memory_bytes=8 * BLOCK_BYTES) as gpu:
+        size = BLOCK_BYTES // 4
+        x = ones(size, requires_grad=True)
+        view = x.detach()[1:]
+        y = (x * 2).exp()
+        assert gpu.memory.allocated == gpu.memory.peak - BLOCK_BYTES == 2 * BLOCK_BYTES, "the product was freed"
+        del x, view
+        assert gpu.memory.allocated == 2 * BLOCK_BYTES, "autograd needs the first"
+        z = y.square()
+        del y
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 4096 bytes"):
+            ones(8 * size)
+        z.sum().backward()
+        del z
+        assert gpu.memory.peak == 8 * BLOCK_BYTES
+    assert gpu.memory.allocated == 0
+
+
+def test_the_address_of_a_tensor_is_asked_for_by_line(gpu):
+    x = ones(3)
+    assert x.data_ptr() == x[:1].data_ptr() != x[1:].data_ptr()
+    assert gpu.addresses == {"elsewhere": 3}

@@ -182,10 +182,13 @@ def test_of_a_matrix_that_is_stepped_in_part_all_is_cast_when_it_is_asked_for():
     assert torch.equal(joined.get_cast_copy(), fresh(joined))
 
 
-def test_copies_in_fp32_are_made_as_ever():
+def test_what_is_joined_in_fp32_shares_the_memory_of_its_parts():
+    """The optimizer steps both at once, and nothing is copied."""
     _, (joined, *_) = stepped(torch.float32)
-    assert not torch.equal(joined.cast_copy, fresh(joined))
-    assert torch.equal(joined.get_cast_copy(), fresh(joined))
+    assert torch.equal(joined.cast_copy, fresh(joined))
+    assert joined.get_cast_copy() is joined.cast_copy
+    for master, part in joined.pair_masters_with_copies():
+        assert master.data_ptr() == part.data_ptr()
 
 
 # ---------------------------------------------------------------- what it is for

@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 
 import pretended_cuda
-from forked import ran
-from simulated_device import A_REAL_ONE
+from simulated_device import HAS_REAL_DEVICE
 
-pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
+pytestmark = [pytest.mark.skipif(HAS_REAL_DEVICE, reason="there is a real one"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    path = pretended_cuda.compiled(tmp_path_factory.mktemp("pretended"))
+    path = pretended_cuda.compile_library(tmp_path_factory.mktemp("pretended"))
     if path is None:
         pytest.skip("needs g++, and a torch without CUDA with its headers")
     return path
 
 
-def run_on_cuda(library, *arguments):
-    environment = {**os.environ, pretended_cuda.ASKED: str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
-    quiet = ("-q", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-    done = ran("-m", "pytest", *quiet, *arguments, env=environment)
+def run_on_cuda(library, *arguments, interpret=False):
+    done = pretended_cuda.run_pytest(library, arguments, interpret, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
 
 
 @pytest.mark.slow
-def test_a_run_on_cuda_trains_from_the_first_step_to_the_report(library):
-    """By graphs and flash attention, without compiling C++ for the CPU."""
-    run_on_cuda(library, "tests/distributed/on_pretended_cuda.py", "-k", "first_step")
+@pytest.mark.parametrize("interpret", [False, True], ids=["operators", "Triton"])
+def test_counts_on_cuda(interpret, library):
+    """Of kernels, waits, kept bytes and graphs."""
+    run_on_cuda(library, "tests/models/on_cuda_counts.py", interpret=interpret)
 
 
 @pytest.mark.slow
-def test_doctor_resumes_graphs_and_waits_on_cuda(library):
-    tests = ("tests/distributed/on_pretended_cuda.py", "tests/models/test_graphs.py", "tests/distributed/test_waits.py")
-    run_on_cuda(library, *tests, "-k", "doctor or resume or refuses or device or waits")
+@pytest.mark.timeout(900)  # three minutes on a quiet machine
+def test_decode_steps_by_triton_on_cuda(library):
+    run_on_cuda(library, "tests/models/on_cuda_decode.py", interpret=True)
+
+
+@pytest.mark.slow
+def test_runs_on_cuda(library):
+    """By graphs and flash attention, without Triton, whose interpreter takes minutes for a run."""
+    run_on_cuda(library, "tests/distributed/on_cuda_runs.py")
+
+
+@pytest.mark.slow
+def test_graphs_and_waits_on_cuda(library):
+    tests = ("tests/models/test_graphs.py", "tests/distributed/test_waits.py")
+    run_on_cuda(library, *tests, "-k", "device or refuses or waits")
+
+
+@pytest.mark.slow
+def test_an_update_on_cuda(library):
+    """Its gradients are the CPU's, by Triton."""
+    run_on_cuda(library, "tests/models/on_cuda_update.py", interpret=True)
+
+
+@pytest.mark.slow
+def test_lora_on_cuda(library):
+    run_on_cuda(library, "tests/models/on_cuda_lora.py", interpret=True)

@@ -28,6 +28,7 @@ from pellucid.models.decoder import Decoder
 from pellucid.models.fused_decode import ModelStruct, TokenPositions, TokensStruct, find_fused_fault
 from pellucid.models.native import KernelUnavailableError, call_kernel
 from pellucid.models.score import round_up
+from pellucid.policy.load import add_adapter
 from pellucid.policy.policy import Policy
 from pellucid.rollout.native import NativeSampler
 from pellucid.types import Sampling
@@ -70,10 +71,23 @@ MODELS = {
 }
 
 
+ADAPTED = (
+    "llama + q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
+    "llama, wide + k_proj up_proj down_proj",
+    "llama, biases + v_proj o_proj",
+    "qwen2, seven heads to a key + q_proj gate_proj",
+    "qwen3 + o_proj",
+)
+"""Models with an adapter on some layers."""
+
+
 def model_of(name):
+    name, _, targets = name.partition(" + ")
     kind, config = MODELS[name]
     torch.manual_seed(0)
     model = kind(config)
+    if targets:
+        add_adapter(model, 20, 31, targets.split())
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(1.0 if weight.ndim == 1 else 0.0, weight.shape[-1] ** -0.5)
@@ -117,9 +131,10 @@ def run(batches, steps, seed=0):
     assert not batches[0].fused_decoder
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *ADAPTED])
 def test_every_architecture_has_the_bits_of_the_operators(name):
     batches = pair(name)
+    assert batches[1].decoder.is_adapted == (name in ADAPTED)
     admit(batches, 3, 17, 30, 60, copies=3)
     run(batches, 20)
 
@@ -147,7 +162,9 @@ def one_by_one(batch, ids):
     return logits, caches
 
 
-@pytest.mark.parametrize(("name", "lengths"), [*((name, (3, 17, 40, 150, 1)) for name in MODELS), ("llama", (600, 9))])
+@pytest.mark.parametrize(
+    ("name", "lengths"), [*((name, (3, 17, 40, 150, 1)) for name in [*MODELS, *ADAPTED]), ("llama", (600, 9))]
+)
 def test_prompts_have_the_bits_of_their_tokens_read_one_by_one(name, lengths):
     """Whose bits are those of the operators, however many tokens are read at once."""
     [_, batch] = pair(name)
@@ -161,7 +178,7 @@ def test_prompts_have_the_bits_of_their_tokens_read_one_by_one(name, lengths):
             assert torch.equal(cache.prompt_values[:, p, : len(ids)], values[:, 0, : len(ids)])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *ADAPTED[:2]])
 def test_what_rows_are_told_has_the_bits_of_the_same_tokens_in_steps(name):
     """In two parts, one of them longer than what is added up together and read at once."""
     [_, told], [_, stepped] = pair(name), pair(name)
@@ -191,12 +208,13 @@ def test_a_row_has_the_same_bits_alone_and_among_others(rows):
         assert torch.equal(alone.step(tokens[place : place + 1])[0], among[place])
 
 
+@pytest.mark.parametrize("name", ["llama", ADAPTED[0]])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_however_many_threads(threads):
+def test_however_many_threads(threads, name):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        batches = pair()
+        batches = pair(name)
         both(batches, lambda batch: batch.admit(prompts(3, 9), 2))
         run(batches, 4)
         assert batches[1].fused_decoder.threads == threads
@@ -397,10 +415,10 @@ def compiler(at_home, monkeypatch):
     return asked
 
 
-def passing(library):
+def passing(library, is_adapted=False):
     """The ways of a library that have the bits of the operators."""
     kernels = native.list_variants(library)
-    return [kernel for kernel in kernels if not native.find_difference(fused_check.compare_fused_steps(kernel))]
+    return [x for x in kernels if not native.find_difference(fused_check.compare_fused_steps(x, is_adapted))]
 
 
 def test_it_is_compiled_once_and_kept(at_home, compiler):
@@ -451,7 +469,7 @@ def test_where_onednn_may_not_use_amx_nor_does_this():
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert f"{len(MODELS) + 10 + 3 + 3 + 1} passed" in done.stdout
+    assert f"{len(MODELS) + len(ADAPTED) + 10 + 6 + 3 + 1} passed" in done.stdout
 
 
 def pack_with_other_order(weight, outputs, width, interleaved, *rest):
@@ -476,10 +494,21 @@ def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
     shutil.copytree(native.CPP_FOLDER, at_home / "cpp")
     for file, order, other in (
         ("pairs.h", "all > 1024 ? 1024 : 512", "all"),
-        ("tiles.h", "k = 0; k < x.width; k += Tiles::INPUTS", "k = x.width - 32; k >= 0; k -= Tiles::INPUTS"),
+        ("tiles.h", "k = 0; k < inputs; k += Tiles::INPUTS", "k = inputs - 32; k >= 0; k -= Tiles::INPUTS"),
     ):
         source = at_home / "cpp" / file
         assert order in source.read_text()
         source.write_text(source.read_text().replace(order, other))
     monkeypatch.setattr(native, "CPP_FOLDER", at_home / "cpp")
     assert not passing(native.compile_library())
+
+
+@pytest.mark.slow
+def test_a_step_without_the_adapter_is_found_out_and_models_without_one_use_it(at_home, monkeypatch):
+    shutil.copytree(native.CPP_FOLDER, at_home / "cpp")
+    source = at_home / "cpp" / "decode.cpp"
+    assert source.read_text().count("if (rank)") == 1
+    source.write_text(source.read_text().replace("if (rank)", "if (rank < 0)"))
+    monkeypatch.setattr(native, "CPP_FOLDER", at_home / "cpp")
+    assert passing(native.compile_library())
+    assert not passing(native.compile_library(), is_adapted=True)

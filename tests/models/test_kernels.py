@@ -168,7 +168,7 @@ def test_the_gradient_of_the_product_is_autograds(entropy, kl):
     found, into = native.load_kernels()[0], product.clone()
     read = found.compute_statistics(ScaledLogits(into, FACTOR), tokens, second)
     weight = StatisticsGradients(weights[0], weights[1] if entropy else None, weights[2])
-    found.compute_product_gradient(ScaledLogits(into, FACTOR), tokens, second, read, weight)
+    found.compute_product_gradient(ScaledLogits(into, FACTOR), tokens, second, read, weight, into)
     rounding = 2**-8 * z.grad.abs() + 1e-6
     assert ((into.double() - z.grad).abs() <= rounding).all()
 

@@ -11,7 +11,7 @@ from made_rollouts import batch_of, noise
 from pellucid.models import attention, fused_check, linear
 from pellucid.models.decode import DecodeBatch
 from pellucid.models.decoder import Decoder
-from pellucid.models.linear import GEMM_BLOCK, apply_linear, compute_input_gradient
+from pellucid.models.linear import GEMM_BLOCK, apply_joined_linear, apply_linear, compute_input_gradient
 from pellucid.models.score import compute_hidden_states
 from pellucid.policy.logprobs import LMHead, compute_token_logprobs
 
@@ -54,6 +54,18 @@ def test_a_row_has_the_bits_that_it_has_among_few(n, outputs, width, threads):
 def test_the_gradient_of_inputs_is_the_product_with_what_is_turned(n, outputs, width, threads):
     grad, weight = noise(n, outputs), noise(outputs, width, seed=1)
     assert torch.equal(by(threads, compute_input_gradient, grad, weight), among_few(grad, weight.mT.contiguous()))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize(("n", "outputs", "width"), SIZES)
+def test_a_product_of_two_pairs_is_that_of_their_inputs_side_by_side(n, outputs, width, threads):
+    x, weight, bias = noise(n, width), noise(outputs, width, seed=1), noise(outputs, seed=2)
+    z, b, a = noise(n, 64, seed=3), noise(outputs, 64, seed=4), noise(64, width, seed=5)
+    joined = by(threads, apply_joined_linear, x, weight, bias, z, b)
+    assert torch.equal(joined, by(threads, apply_linear, torch.cat([x, z], 1), torch.cat([weight, b], 1), bias))
+    grad = noise(n, outputs, seed=6)
+    expected = by(threads, compute_input_gradient, torch.cat([grad, z], 1), torch.cat([weight, a]))
+    assert torch.equal(by(threads, compute_input_gradient, grad, weight, z, a), expected)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import pellucid
+from architectures import adapted
 from conftest import AT_KERNEL_SHAPE, character_tokenizer, make_policy, tiny_llama
 from pellucid.algorithm.batch import collate
 from pellucid.models import attention
@@ -53,6 +54,8 @@ POLICIES = {
     "bf16, heads of 64": partial(make_policy, "llama", BF16),
     "bf16, biases, heads of 64": partial(make_policy, "qwen2.5, heads of 64", BF16, entropy_grad=True),
     "bf16, heads of 64, read in place": lambda **how: sharded(make_policy("llama, heads of 64", BF16, **how)),
+    "bf16, an adapter, heads of 64": partial(adapted, "qwen2.5, heads of 64", BF16),
+    "bf16, an adapter, heads of 64, read in place": lambda **how: sharded(adapted("llama, heads of 64", BF16, **how)),
     "fp32, heads of 64": partial(make_policy, "llama, heads of 64"),
     "bf16, heads of 8": small,
 }

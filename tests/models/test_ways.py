@@ -29,4 +29,5 @@ def test_what_is_compiled_has_the_bits_of_the_operators(name):
 
 
 def test_all_self_checks_are_in_the_table():
-    assert set(native.SELF_CHECKS) == {"update", "attention", "products", "fused steps", "AdamW"}
+    fused = {"fused steps", "fused steps with an adapter"}
+    assert set(native.SELF_CHECKS) == {"update", "attention", "products", "AdamW", *fused}

@@ -226,6 +226,59 @@ def test_a_reference_has_no_gradient(model_dir):
     assert not reference.score(batch_of(reference)).logprobs.requires_grad
 
 
+def bytes_held(policy):
+    """Of parameters and of cast copies, each memory once."""
+    tensors = [*policy.weights().values(), *(part.get_cast_copy() for part in policy.decoder.list_cast_weights())]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_frozen_policy_holds_its_matrices_once_and_scores_the_same_bits(dtype, model_dir):
+    narrow, wide = (
+        policy_module.load_frozen_policy(str(model_dir), torch.device("cpu"), dtype, 1.0, keep_fp32=keep)
+        for keep in (False, True)
+    )
+    batch = batch_of(narrow)
+    for found, expected in zip(narrow.score(batch)[:2], wide.score(batch)[:2], strict=True):
+        assert torch.equal(found, expected)
+    norms = sum(4 * p.numel() for p in wide.weights().values() if p.ndim < 2)
+    matrices = sum(p.numel() for p in wide.weights().values() if p.ndim >= 2)
+    assert bytes_held(narrow) == norms + dtype.itemsize * matrices
+    assert bytes_held(wide) == norms + (4 + dtype.itemsize % 4) * matrices
+
+
+def test_a_frozen_policy_of_transformers_modules_stays_in_fp32(model_dir):
+    """They read embeddings and norms as they are."""
+    policy = policy_module.load_frozen_policy(
+        str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, engine="transformers"
+    )
+    assert {p.dtype for p in policy.weights().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("settings", [{"dtype": torch.float32}, {"dtype": torch.bfloat16, "offload_masters": True}])
+def test_trained_weights_of_the_compute_dtype_are_not_copied_and_train_as_before(settings, model_dir, monkeypatch):
+    def trained(is_shared):
+        policy = policy_module.load_policy(
+            str(model_dir), torch.device("cpu"), settings["dtype"], 1.0, offload_masters="offload_masters" in settings
+        )
+        if not is_shared:
+            for p in policy.trainable().values():  # a view of a larger buffer, as an engine keeps it
+                p.data = torch.cat([p.data.flatten(), p.data.new_zeros(1)])[:-1].view(p.shape)
+        runtime = Runtime(policy, AdamWConfig(lr=1e-2, offload="offload_masters" in settings), total_updates=2)
+        for _ in range(2):
+            runtime.backward(policy.score(batch_of(policy)).logprobs.sum())
+            runtime.step()
+        return policy
+
+    shared, copied = trained(is_shared=True), trained(is_shared=False)
+    for name, p in shared.masters().items():
+        assert torch.equal(p, copied.masters()[name]), name
+    assert torch.equal(shared.score(batch_of(shared)).logprobs, copied.score(batch_of(copied)).logprobs)
+    assert bytes_held(shared) == sum(p.nbytes for p in shared.weights().values())
+    assert bytes_held(copied) > 1.2 * bytes_held(shared)
+
+
 # ---------------------------------------------------------------- masters on the CPU
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
 
 from architectures import SMALL, batch_of, plain_logprobs, sequences
 from conftest import make_policy
+from pellucid.algorithm.grpo import Scores, compute_loss
+from pellucid.algorithm.settings import GRPOConfig
 from pellucid.policy.policy import Policy
 from pellucid.policy.scorer import check_lm_head, get_lm_head
 
@@ -54,3 +58,44 @@ def test_the_reference_of_the_exact_kl_keeps_no_graph():
     policy.set_kl_reference(make_policy(seed=3))
     hidden, _ = policy.scorer.compute_ref_hidden_states(batch_of())
     assert not hidden.requires_grad
+
+
+LOSSES = {
+    "plain": {},
+    "an entropy": {"entropy_coef": 0.1},
+    "a KL in the loss": {"kl_coef": 0.1, "kl_in": "loss"},
+    "an exact KL": {"kl_coef": 0.1, "kl_in": "loss", "kl": "exact"},
+}
+
+
+@pytest.mark.parametrize("settings", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_tokens_that_are_said_to_have_no_gradient_have_none(is_masked, settings):
+    """And those that have none by their weight, advantage or mask are said to have none."""
+    cfg, batch = GRPOConfig(**settings), batch_of()
+    policy = make_policy(entropy_grad=bool(cfg.entropy_coef))
+    policy.scorer.reference = make_policy().scorer if cfg.kl == "exact" else None
+    shape, mask = batch.response_mask.shape, batch.action_mask
+
+    def pick(share):
+        return mask & (torch.rand(shape) < share)
+
+    batch = replace(
+        batch,
+        token_weights=torch.rand(shape) * pick(0.8),
+        advantages=torch.randn(shape) * pick(0.8),
+        ref_logprobs=-torch.rand(shape) if cfg.kl_coef and cfg.kl != "exact" else None,
+        loss_mask=pick(0.8) if is_masked else None,
+        likelihood_weights=torch.rand(shape) * pick(0.1) if is_masked else None,
+    )
+    leaves = [(-torch.rand(shape)).requires_grad_() for _ in range(3 if cfg.kl == "exact" else 2)]
+    loss, _ = compute_loss(Scores(*leaves), batch, cfg)
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    has_gradient = torch.stack([g != 0 for g in gradients if g is not None]).any(0)[batch.scored_mask]
+    found = policy.scorer.find_trained_tokens(batch)
+    assert found is not None
+    assert not (has_gradient & ~found).any()
+    assert 0 < found.sum() < len(found)
+    if not settings:
+        assert torch.equal(found, has_gradient)
+    assert policy.scorer.find_trained_tokens(batch_of()) is None, "of a batch that has not been weighted"

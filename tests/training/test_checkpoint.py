@@ -12,11 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pellucid.algorithm.batch import collate
 from pellucid.reporting.run_files import list_checkpoints
 from pellucid.training import checkpoint
 from pellucid.types import Completion, Group, Prompt, UserError
+from runs import train
 
 TENSORS = {"policy": {"a": torch.arange(6.0).view(2, 3).T}, "optimizer": {"a/step": torch.tensor(3.0)}}
 
@@ -235,3 +237,16 @@ def test_all_of_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after
     assert {path.name for path in synced if path.parent == partial} == {path.name for path in folder.iterdir()}
     assert synced[-3:] == [partial, folder.parent, tmp_path]
     assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.slow
+def test_a_reference_that_follows_the_policy_is_not_rounded(recipe, tmp_path):
+    """A frozen one is kept in the compute dtype; this one is the policy's masters after each step."""
+    words = ["--policy.dtype", "bfloat16", "--algorithm.reference_every", 1, "--algorithm.steps", 2]
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, *words, "--evaluate.every", 0, "--checkpoint.every", 1) == 0
+    newest = list_checkpoints(run_dir)[-1]
+    policy, reference = (load_file(newest / f"{name}.safetensors") for name in ("policy", "reference"))
+    for name, master in policy.items():
+        assert torch.equal(reference[name], master), name
+    assert {x.dtype for x in policy.values()} == {torch.float32}

@@ -21,7 +21,7 @@ from pellucid.reporting import token_files
 from pellucid.rollout.native import NativeSampler
 from pellucid.training.token_recorder import record_steps
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
-from simulated_device import WHERE
+from simulated_device import DEVICE
 
 Parts = namedtuple("Parts", "policy runtime state")
 SAMPLING = Sampling(max_tokens=6)
@@ -93,7 +93,7 @@ def recorded_on(device, folder):
 
 
 def test_what_is_recorded_on_a_device_is_what_is_recorded_on_the_processor(gpu, tmp_path):
-    here, there = (recorded_on(device, tmp_path / device[:3]) for device in ("cpu", WHERE))
+    here, there = (recorded_on(device, tmp_path / device[:3]) for device in ("cpu", DEVICE))
     assert len(there) > 40
     assert there.token.tolist() == here.token.tolist()
     assert there.rule.tolist() == here.rule.tolist()

@@ -95,6 +95,14 @@ class Batch:
         """Return the fields [B, ...], by name."""
         return {name: x for name, x in self.get_tensors().items() if name != "sampling_mask_words"}
 
+    def copy_loss_inputs(self, device: torch.device) -> Batch:
+        """Return the batch with the fields of tokens that the loss depends on, on a device."""
+        if device.type == "cpu":
+            return self
+        names = {"response_ids", "finished", "sampling_mask_spans"}
+        inputs = {name: x for name, x in self.get_row_tensors().items() if x.dim() == 2 or name == "clip_high"}
+        return replace(self, **{name: copy_to_device(x, device) for name, x in inputs.items() if name not in names})
+
     def get_sampling_mask(self, device: torch.device) -> SamplingMask | None:
         """Return the sampling mask of all scored tokens, row by row. None if the sampler does not truncate."""
         if self.sampling_mask_words is None or self.sampling_mask_spans is None:
@@ -162,6 +170,19 @@ class Batch:
             return x, self.action_mask
         sums = sum_rows((x.double() * self.action_mask).sum(-1), self.rollout_indices)[:, None]
         return sums, torch.ones_like(sums, dtype=torch.bool)
+
+
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the CPU to a device. The host does not wait for CUDA, which copies from pinned memory."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def find_tokens(mask: Tensor, device: torch.device) -> Tensor:
+    """Return the indices [N] of the tokens of a mask [B, T] on the CPU, for `Tensor.take` on a device.
+
+    A mask on a GPU would make the host wait until it knows how many tokens there are.
+    """
+    return copy_to_device(mask.flatten().nonzero()[:, 0], device)
 
 
 def sum_rows(x: Tensor, indices: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from pellucid.algorithm.batch import (
     collect_grades,
     concat_batches,
     concat_token_rows,
+    find_tokens,
 )
 from pellucid.algorithm.kl import (
     KL_ESTIMATORS,
@@ -192,7 +193,7 @@ def score_without_gradient(batch: Batch, model: Policy | Reference, runtime: Run
     def score_chunks(rows: int) -> list[Scores]:
         return [model.score(micro_batch) for micro_batch in batch.split_into_chunks(rows)]
 
-    parts = runtime.compute_within_memory(score_chunks, cfg.micro_batch or len(batch))
+    parts = runtime.compute_within_memory(score_chunks, cfg.micro_batch_rows or len(batch))
     logprobs, entropy, exact_kl = zip(*parts, strict=True)
     width = batch.response_mask.shape[1]
     return Scores(
@@ -236,7 +237,7 @@ def shape_rewards(rewards: Tensor, batch: Batch, policy: Policy, cfg: GRPOConfig
     if cfg.similarity != "none":
         # `collate` puts branches after all rollouts, so the first rows are the rollouts.
         completions = batch if batch.rollout_indices is None else batch.select_rows(slice(rewards.numel()))
-        chunks = completions.split_into_chunks(cfg.micro_batch)
+        chunks = completions.split_into_chunks(cfg.micro_batch_rows)
         states = torch.cat([policy.embed(chunk, cfg.similarity_layer).cpu() for chunk in chunks])
         rewards = SIMILARITY_SHAPERS[cfg.similarity](rewards, states.view(*rewards.shape, -1), cfg)
     if cfg.overlong_cache:
@@ -283,7 +284,7 @@ def update_policy(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfi
         for minibatch in batch.split_into_minibatches(cfg.minibatches):
             weighted = attach_token_weights(minibatch, runtime, cfg)
             accumulate = partial(accumulate_gradients, policy, weighted, totals, runtime, cfg)
-            totals = runtime.compute_within_memory(accumulate, cfg.micro_batch or len(minibatch))
+            totals = runtime.compute_within_memory(accumulate, cfg.micro_batch_rows or len(minibatch))
             totals.step_metrics.append(runtime.step())
     return totals.compute_means(runtime.gather)
 
@@ -347,8 +348,12 @@ def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor,
     Returns:
         The loss, and the metrics: each is a tensor [N] over the N tokens to which it applies.
     """
-    assert batch.token_weights is not None
     logprobs, entropy, exact_kl = scores
+    device = logprobs.device
+    sampled_tokens, response_tokens = (find_tokens(x, device) for x in (batch.action_mask, batch.response_mask))
+    learned = None if batch.likelihood_weights is None else find_tokens(batch.likelihood_weights != 0, device)
+    batch = batch.copy_loss_inputs(device)
+    assert batch.token_weights is not None
     mask, detached = batch.action_mask, logprobs.detach()
     tokens = make_objective_inputs(logprobs, batch)
     importance_weights = compute_importance_weights(tokens.old_logprobs, batch.sampler_logprobs, mask, cfg)
@@ -367,12 +372,11 @@ def compute_loss(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor,
     if cfg.entropy_coef:
         value = value + cfg.entropy_coef * entropy
     losses = -batch.token_weights * value.masked_fill(~mask, 0.0)  # outside the mask, values may be infinite
-    metrics = {name: x[mask] for name, x in metrics.items()}
-    if batch.likelihood_weights is not None:
-        is_learned = batch.likelihood_weights != 0
-        losses = losses - batch.likelihood_weights * logprobs.masked_fill(~is_learned, 0.0)
-        metrics["prefix/nll"] = -detached[is_learned]
-    return losses.sum(), metrics | {"loss": losses.detach()[batch.response_mask]}
+    metrics = {name: x.take(sampled_tokens) for name, x in metrics.items()}
+    if batch.likelihood_weights is not None and learned is not None:
+        losses = losses - batch.likelihood_weights * logprobs.masked_fill(batch.likelihood_weights == 0, 0.0)
+        metrics["prefix/nll"] = -detached.take(learned)
+    return losses.sum(), metrics | {"loss": losses.detach().take(response_tokens)}
 
 
 def make_objective_inputs(logprobs: Tensor, batch: Batch) -> ObjectiveInputs:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades
@@ -26,25 +27,45 @@ INERT_AFTER_STEPS = 5
 
 
 class MetricTotals:
-    """Sums over tokens and optimizer steps, from which means over all processes are computed at the end of a step."""
+    """Sums over tokens and optimizer steps, from which means over all processes are computed at the end of a step.
+
+    Sums on a GPU are copied to the CPU once, at that time, so that micro-batches do not wait for them.
+    """
 
     def __init__(self) -> None:
         self.sums: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.step_metrics: list[dict[str, float]] = []
         self.gap_max = 0.0
+        self.pending: list[tuple[list[str], Tensor]] = []
+        """For each micro-batch the names of its metrics and, on the device, their sums; then the largest gap."""
 
     def add_tokens(self, metrics: Mapping[str, Tensor]) -> None:
         """Add metrics, each [N] over the N tokens to which it applies. `loss` holds each token's term of a sum."""
         nonempty = {name: value for name, value in metrics.items() if len(value)}
         for name, value in nonempty.items():
-            self.sums[name] += float(value.sum())
             self.counts[name] += len(value)
+        statistics = [value.sum() for value in nonempty.values()]
         if "sampler/gap_mean" in nonempty:
-            self.gap_max = max(self.gap_max, float(nonempty["sampler/gap_mean"].max()))
+            statistics.append(nonempty["sampler/gap_mean"].max())
+        if statistics:
+            self.pending.append((list(nonempty), torch.stack([x.double() for x in statistics])))
+        if not any(x.device.type == "cuda" for x in statistics):
+            self.read_pending()
+
+    def read_pending(self) -> None:
+        """Add the sums that are still on the device."""
+        values = iter(torch.cat([x for _, x in self.pending]).tolist() if self.pending else ())
+        for names, statistics in self.pending:
+            for name in names:
+                self.sums[name] += next(values)
+            if len(statistics) > len(names):
+                self.gap_max = max(self.gap_max, next(values))
+        self.pending = []
 
     def compute_means(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
         """Return the mean of each metric over all processes. `gather` joins the lists of all processes."""
+        self.read_pending()
         sums, counts = sum_by_name(gather([self.sums])), sum_by_name(gather([self.counts]))
         loss, steps = sums.pop("loss"), len(self.step_metrics)
         last = self.step_metrics[-1]

@@ -136,7 +136,7 @@ def sapo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
     The temperature t = cfg.soft_temperature depends on the sign of A.
     """
-    positive, negative = (tokens.logprobs.new_tensor(t) for t in cfg.soft_temperature)
+    positive, negative = (tokens.logprobs.new_full((), t) for t in cfg.soft_temperature)
     t, log_ratio = torch.where(tokens.advantages > 0, positive, negative), compute_log_ratio(tokens)
     gate = torch.sigmoid(t * (clamp_log_ratio(log_ratio).exp() - 1))
     return ObjectiveOutput(tokens.advantages * 4 / t * gate, log_ratio)
@@ -152,7 +152,7 @@ def gmpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
     low, high = clamp_log_ratio(log_ratio).clamp(min=-cfg.clip_low), clamp_log_ratio(log_ratio).clamp(max=cfg.clip_high)
     clipped = torch.where(advantages > 0, high, low)
     value = (advantages * average_over_response(clipped, tokens.mask).exp()).expand(tokens.mask.shape)
-    bounds = log_ratio.new_tensor(-cfg.clip_low).exp(), log_ratio.new_tensor(cfg.clip_high).exp()
+    bounds = log_ratio.new_full((), -cfg.clip_low).exp(), log_ratio.new_full((), cfg.clip_high).exp()
     clips = find_clipped_tokens(clamp_log_ratio(log_ratio).exp(), advantages, bounds)
     return ObjectiveOutput(value, log_ratio, *clips, bounds=bounds)
 
@@ -251,7 +251,7 @@ def find_clipped_tokens(ratio: Tensor, advantages: Tensor, bounds: _RatioBounds)
 
 def compute_fixed_bounds(tokens: ObjectiveInputs, cfg: GRPOConfig) -> _RatioBounds:
     """1 - clip_low and 1 + clip_high."""
-    return tokens.old_logprobs.new_tensor(1 - cfg.clip_low), tokens.old_logprobs.new_tensor(1 + cfg.clip_high)
+    return tokens.old_logprobs.new_full((), 1 - cfg.clip_low), tokens.old_logprobs.new_full((), 1 + cfg.clip_high)
 
 
 def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> _RatioBounds:

@@ -31,7 +31,7 @@ ObjectiveName = Literal[
 KLEstimatorName = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 
 _NON_NEGATIVE_SETTINGS = (
-    *("minutes", "micro_batch", "max_length", "constant_length", "kl_coef", "kl_target", "reference_every"),
+    *("minutes", "max_length", "constant_length", "kl_coef", "kl_target", "reference_every"),
     *("clip_low", "clip_high", "clip_difficulty", "dual_clip", "entropy_coef", "prefix_coef"),
     *("length_shrinkage", "min_reward_range", "overlong_cache"),
 )
@@ -72,8 +72,9 @@ class GRPOConfig:
     """Passes over the rollouts of a step; more than one needs an objective with a ratio."""
     minibatches: int = 1
     """Optimizer steps in one epoch, over equal numbers of whole groups."""
-    micro_batch: int = 0
-    """Rows in one forward pass, to limit memory; 0 means a whole minibatch. It never changes the gradient."""
+    micro_batch: int | Literal["auto"] = "auto"
+    """Rows in one forward pass, to limit memory; 0 means a whole minibatch. It changes the gradient by rounding alone.
+    auto means the most that the memory plan allows, which a run chooses before its first step and records."""
 
     advantage: AdvantageName | str = "grpo"
     """How a completion compares with its siblings; or your own, "path/to/file.py:function"."""
@@ -170,6 +171,8 @@ class GRPOConfig:
         for name in _NON_NEGATIVE_SETTINGS:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        if self.micro_batch_rows < 0:
+            raise ValueError(f"micro_batch = {self.micro_batch} must not be negative")
         if self.prompts_per_step % self.minibatches:
             raise ValueError(f"minibatches = {self.minibatches} must divide prompts_per_step = {self.prompts_per_step}")
         self._check_ranges()
@@ -229,6 +232,11 @@ class GRPOConfig:
     def constant_divisor(self) -> int:
         """The divisor of aggregate = "constant", in tokens."""
         return self.constant_length or self.required_max_length
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """The number micro_batch; 0, a whole minibatch, until a run has chosen it."""
+        return 0 if self.micro_batch == "auto" else self.micro_batch
 
     @property
     def inner_steps(self) -> int:

@@ -18,7 +18,7 @@ from pellucid.distributed import fsdp2, optimizer
 from pellucid.distributed.optimizer import OffloadedAdamW, OnePassAdamW
 from pellucid.distributed.settings import RuntimeConfig
 from pellucid.models.decoder import Decoder
-from pellucid.models.linear import gather_full_tensor
+from pellucid.models.linear import accumulate_in_place, gather_full_tensor
 
 if TYPE_CHECKING:
     from pellucid.policy.policy import Policy
@@ -64,8 +64,8 @@ class TorchEngine:
         self.module, self.parameters = policy.module, policy.trainable()
         self.optimizer = build_optimizer(cfg, policy)
         self.scaler = GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
-        self.has_nonfinite_loss = False
-        """Whether this process had a loss that was not finite since the last optimizer step."""
+        self.has_nonfinite_loss: bool | Tensor = False
+        """Whether a loss of the next optimizer step, in this process, was not finite; on the device."""
 
     @property
     def is_lockstep(self) -> bool:
@@ -84,9 +84,12 @@ class TorchEngine:
     def backward(self, loss: Tensor) -> None:
         loss = loss * self.accelerator.num_processes  # data parallelism averages over processes; the loss is a sum
         if self.scaler.is_enabled():
-            self.has_nonfinite_loss |= not bool(loss.detach().isfinite())
+            self.has_nonfinite_loss = ~loss.detach().isfinite() | self.has_nonfinite_loss
             loss = self.scaler.scale(loss.to(self.policy.device))
-        self.accelerator.backward(loss)
+        # Other engines have hooks for the gradients that autograd adds.
+        is_alone = self.accelerator.num_processes == 1 and self.mesh is None
+        with accumulate_in_place(is_alone and self.policy.device.type == "cuda"):
+            self.accelerator.backward(loss)
 
     def reset_for_retry(self) -> bool:
         """Drop the gradients of an interrupted step. Return whether the step can be repeated.
@@ -119,7 +122,7 @@ class TorchEngine:
         finite or the scale is 1, the scale is not the cause: it stays, and the step is skipped as in any dtype.
         """
         is_finite, scale = math.isfinite(norm), self.scaler.get_scale()
-        overflow = not is_finite and scale > 1 and not self.any_rank(self.has_nonfinite_loss)
+        overflow = not is_finite and scale > 1 and not self.any_rank(bool(self.has_nonfinite_loss))
         self.scaler.update(None if is_finite or overflow else scale)
         self.has_nonfinite_loss = False
         metrics = {"skipped": float(not is_finite and not overflow)}

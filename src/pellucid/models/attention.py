@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
+from pellucid.algorithm.batch import copy_to_device
 from pellucid.models import native
 from pellucid.models.native import (
     KERNEL_HEAD_SIZES,
@@ -320,8 +321,9 @@ def build_varlen_sequences(sequences: PackedSequences, device: torch.device) -> 
     )
     tokens = torch.where(index_in_sequence < shared_length, prompt_start, own_start) + index_in_sequence
     offsets = torch.stack([F.pad(sequences.ends, (1, 0)), F.pad(key_ends, (1, 0))])
-    query_offsets, key_offsets = offsets.int().to(device)
-    return VarlenSequences(query_offsets, key_offsets, tokens.to(device), int(lengths.max()), int(key_lengths.max()))
+    query_offsets, key_offsets = copy_to_device(offsets.int(), device)
+    max_lengths = int(lengths.max()), int(key_lengths.max())
+    return VarlenSequences(query_offsets, key_offsets, copy_to_device(tokens, device), *max_lengths)
 
 
 def uses_flash(device: torch.device, dtype: torch.dtype) -> bool:

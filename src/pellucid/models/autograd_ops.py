@@ -1,7 +1,8 @@
 """The operators of a layer besides matrix products, as autograd Functions; without gradient, as plain calls.
 
-Their backward passes are written by hand, because autograd would keep intermediate results. Each call uses the compiled
-kernel of `native` if it supports the tensor, else the operator of `ops`, which documents the computation.
+Their backward passes are written by hand, because autograd would keep intermediate results. Each call uses the kernel
+that `native.select_kernels` finds for the tensor, in C++ or by Triton, else the operator of `ops`, which says what it
+computes.
 
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size.
 """
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pellucid.models import ops
-from pellucid.models.native import Kernels, find_kernels, select_kernels
+from pellucid.models.native import Kernels, select_kernels
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -36,12 +37,13 @@ def add_and_rms_norm(
         return x, apply_rms_norm(x, weight, eps, dtype)
     if torch.is_grad_enabled():
         return _AddRMSNorm.apply(x, more, weight, eps, dtype)  # pyright: ignore[reportReturnType]
-    kernels = select_norm_kernels(x, dtype) if find_kernels(more, dtype) else ops
+    kernels = select_norm_kernels(x, dtype) if select_kernels(more, dtype) is not ops else ops
     return kernels.add_norm_forward(x, more, weight, eps)
 
 
 def select_norm_kernels(x: Tensor, dtype: torch.dtype) -> Kernels | ModuleType:
-    return select_kernels(x, dtype, x.shape[-1] // 2) if x.dtype == torch.float32 else ops
+    is_supported = x.dtype == torch.float32 or x.device.type == "cuda"
+    return select_kernels(x, dtype, x.shape[-1] // 2) if is_supported else ops
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

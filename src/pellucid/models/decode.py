@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid.algorithm.batch import copy_to_device
 from pellucid.models.attention import attend
 from pellucid.models.autograd_ops import apply_rms_norm
-from pellucid.models.cuda_graphs import StepGraphs
+from pellucid.models.cuda_graphs import EagerStepGraphs
 from pellucid.models.decoder import (
     Decoder,
     DecoderWeights,
@@ -46,6 +47,9 @@ from pellucid.models.score import (
     round_up,
     unpad_rows,
 )
+
+if TYPE_CHECKING:
+    from pellucid.models.triton_decode import TritonDecoder
 
 CACHE_GROWTH_TOKENS = 2 * SIMD_LANES
 """Tokens by which a full cache grows."""
@@ -93,7 +97,8 @@ def _pad_and_concatenate(first: Tensor, second: Tensor) -> Tensor:
 class DecodeBatch:
     """Rows that are decoded together: `admit` prompts, `step` all rows by one token, `keep_rows`; in any order.
 
-    `make_fused`, if given, returns a fused decoder, which computes a step in one call with the same bits.
+    `make_fused`, if given, returns a fused decoder, which computes a step on the CPU in one call with the same bits.
+    `triton_decoder`, if given, computes steps on a GPU.
     """
 
     can_append = True
@@ -104,8 +109,10 @@ class DecodeBatch:
         decoder: Decoder,
         max_rows: int,
         make_fused: Callable[[DecoderWeights, ModelShape], FusedDecoder] | None = None,
+        triton_decoder: TritonDecoder | None = None,
     ) -> None:
         self.decoder, self.max_rows, self.make_fused = decoder, max_rows, make_fused
+        self.triton_decoder = triton_decoder
         with torch.no_grad():
             self.step_weights = self.unpacked_weights = decoder.collect_weights()
         self.rotary_table = decoder.compute_rotary(torch.arange(0, device=decoder.device))
@@ -122,7 +129,7 @@ class DecodeBatch:
         """[n] tokens of each row in the cache."""
         self.cache_rows = torch.zeros(0, dtype=torch.long)
         """[n] the index of each row in the cache, ascending."""
-        self.graphs = StepGraphs()
+        self.graphs = EagerStepGraphs()
 
     @cached_property
     def fused_decoder(self) -> FusedDecoder | None:
@@ -131,6 +138,11 @@ class DecodeBatch:
         if not self.make_fused or find_fused_fault(self.unpacked_weights, shape):
             return None
         return self.make_fused(self.unpacked_weights, shape)
+
+    @property
+    def may_have_gaps(self) -> bool:
+        """Whether dropped rows may stay in the cache: steps find the others by `cache_rows`."""
+        return self.triton_decoder is not None or self.fused_decoder is not None
 
     def count_free_slots(self) -> int:
         return self.max_rows - len(self.generated_lengths)
@@ -184,7 +196,7 @@ class DecodeBatch:
             attended = attend(query, key, value, sliding_bias if is_sliding else rows.bias)
             stream = compute_layer_output(layer, hidden, unpad_rows(attended, rows), shape)
             layers.append((key.transpose(0, 1), value.transpose(0, 1)))
-        last = (lengths.cumsum(0) - 1).to(self.decoder.device)
+        last = copy_to_device(lengths.cumsum(0) - 1, self.decoder.device)
         return layers, self.compute_logits(stream.add_pending()[last], self.unpacked_weights.head)
 
     def _allocate(self, rows: int, size: int) -> Tensor:
@@ -212,6 +224,8 @@ class DecodeBatch:
             rows = self.cache_rows, self.generated_lengths, prompts, self.prompt_lengths
             positions = TokenPositions(*rows, torch.arange(len(tokens)))
             logits = self.run_fused(tokens, positions, self.list_cache_tensors())
+        elif self.triton_decoder:
+            logits = self._multiply_head(self.triton_decoder.step(self, tokens), self.unpacked_weights.head)
         elif self.decoder.uses_cuda_graphs is False:
             logits = self.step_eager(tokens)
         else:
@@ -257,7 +271,7 @@ class DecodeBatch:
         self.cache_rows, self.generated_lengths, self.prompt_of = (
             x[rows] for x in (self.cache_rows, self.generated_lengths, self.prompt_of)
         )
-        if self.fused_decoder and 2 * len(rows) > self.caches[0].keys.shape[1]:
+        if self.may_have_gaps and 2 * len(rows) > self.caches[0].keys.shape[1]:
             self.copy_lengths_to_device()
         else:
             self.compact()
@@ -271,7 +285,7 @@ class DecodeBatch:
         self.prompt_lengths = self.prompt_lengths[used_prompts]
         prompt_capacity = round_up(int(self.prompt_lengths.max())) if len(used_prompts) else 0
         capacity = round_up(int(self.generated_lengths.max()), CACHE_GROWTH_TOKENS) if len(self.cache_rows) else 0
-        rows, used_prompts = self.cache_rows.to(self.decoder.device), used_prompts.to(self.decoder.device)
+        rows, used_prompts = (copy_to_device(x, self.decoder.device) for x in (self.cache_rows, used_prompts))
         for cache in self.caches:
             cache.compact(rows, capacity, used_prompts, prompt_capacity)
         self.cache_rows = torch.arange(len(rows))
@@ -326,13 +340,16 @@ class DecodeBatch:
         grouped_index[order] = self.prompt_of[order] * largest + index_in_group
         has_no_padding = len(order) == rows_by_prompt.numel()
         self.is_in_prompt_order = has_no_padding and bool((grouped_index == torch.arange(len(order))).all())
-        self.rows_by_prompt = rows_by_prompt.to(self.decoder.device)
-        self.grouped_index = grouped_index.to(self.decoder.device)
+        self.rows_by_prompt = copy_to_device(rows_by_prompt, self.decoder.device)
+        self.grouped_index = copy_to_device(grouped_index, self.decoder.device)
 
     def copy_lengths_to_device(self) -> None:
-        """Copy the prompt length and the number of generated tokens of each row to the device."""
-        lengths = torch.stack([self.prompt_lengths[self.prompt_of], self.generated_lengths])
-        self.start_positions, self.cached_lengths = lengths.to(self.decoder.device, copy=True)
+        """Copy prompt length, number of generated tokens, prompt, and index in the cache of each row to the device."""
+        starts = self.prompt_lengths[self.prompt_of]
+        rows = torch.stack([starts, self.generated_lengths, self.prompt_of, self.cache_rows])
+        self.start_positions, self.cached_lengths, self.device_prompt_of, self.device_cache_rows = rows.to(
+            self.decoder.device, copy=True, non_blocking=True
+        )
 
     def _attend(self, query: Tensor, cache: _LayerKVCache, bias: Tensor) -> Tensor:
         """Compute attention, [n, H, d] -> [n, H d]. Rows of a prompt are multiplied with its keys in one product."""
@@ -358,6 +375,10 @@ class DecodeBatch:
     def compute_logits(self, hidden: Tensor, head: TrainedMatrix) -> Tensor:
         """[N, D] -> [N, V]"""
         x = apply_rms_norm(hidden, self.unpacked_weights.norm, self.decoder.shape.eps, self.decoder.dtype)
+        return self._multiply_head(x, head)
+
+    def _multiply_head(self, x: Tensor, head: TrainedMatrix) -> Tensor:
+        """Multiply normed hidden states [N, D] and the head to logits [N, V]."""
         return multiply_to_fp32(x, head.tensor) if supports_fp32_product(x) else project(x, head.tensor)
 
 
@@ -421,7 +442,7 @@ class RunningBatch(Generic[RequestT]):
 
     def keep_rows_and_logits(self, slots: Tensor) -> None:
         """Drop all rows but those in these slots, as `keep_rows` does, and their logits."""
-        self.logits = self.logits[slots.to(self.logits.device)]
+        self.logits = self.logits[copy_to_device(slots, self.logits.device)]
         self.keep_rows(slots)
 
     def restore(self, evicted: Sequence[EvictedRow], requests: Sequence[RequestT]) -> None:

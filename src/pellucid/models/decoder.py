@@ -12,7 +12,7 @@ Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I inte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,20 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from pellucid.models import linear
 from pellucid.models.autograd_ops import add_and_rms_norm, apply_rms_norm, apply_rotary, apply_swiglu
 from pellucid.models.linear import (
+    AdaptedLinear,
+    AdaptedMatrix,
+    CastAdapter,
     CastWeights,
     JoinedLinear,
     MatrixParts,
+    Recomputation,
     TrainedLinear,
     TrainedMatrix,
 )
 from pellucid.models.ops import promote_to_fp32
+
+if TYPE_CHECKING:
+    from pellucid.models.triton_decode import TritonDecoder
 
 # ---------------------------------------------------------------- configuration
 
@@ -99,6 +106,21 @@ def find_sliding_layers(config: Any) -> tuple[bool, ...]:
 # ---------------------------------------------------------------- weights
 
 
+class PrepackedAdaptedMatrix(NamedTuple):
+    """An AdaptedMatrix that `prepack_weights` has converted."""
+
+    a: Tensor
+    joined: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.joined.dtype
+
+
+_FrozenMatrix = Tensor | AdaptedMatrix | PrepackedAdaptedMatrix
+_Matrix = _FrozenMatrix | TrainedMatrix | MatrixParts
+
+
 class LayerWeights(NamedTuple):
     """The weights of a layer as `F.linear` takes them. Projections of the same input are joined into one matrix.
 
@@ -107,14 +129,14 @@ class LayerWeights(NamedTuple):
     """
 
     attention_norm: Tensor
-    qkv: Tensor | MatrixParts | TrainedMatrix
+    qkv: _Matrix
     """[(H + 2K) d, D]"""
-    attention_out: Tensor | TrainedMatrix
+    attention_out: _FrozenMatrix | TrainedMatrix
     """[D, H d]"""
     mlp_norm: Tensor
-    gate_up: Tensor | MatrixParts | TrainedMatrix
+    gate_up: _Matrix
     """[2I, D]"""
-    down: Tensor | TrainedMatrix
+    down: _FrozenMatrix | TrainedMatrix
     """[D, I]"""
     qkv_bias: Tensor | None = None
     attention_out_bias: Tensor | None = None
@@ -147,6 +169,13 @@ _CHECKPOINT_PARAMETERS = {
     "key_norm": ("self_attn.k_norm.weight",),
 }
 """The parameters of a Hugging Face checkpoint that make up each weight of a layer."""
+ADAPTABLE_LAYERS = frozenset(
+    source.split(".")[-2]
+    for name, sources in _CHECKPOINT_PARAMETERS.items()
+    for source in sources
+    if "norm" not in name
+)
+"""The layers that may have an adapter."""
 
 
 # ---------------------------------------------------------------- layers
@@ -174,8 +203,10 @@ def compute_qkv(
     layer: LayerWeights, stream: ResidualStream, rotary: _CosSin, shape: ModelShape
 ) -> tuple[Tensor, QueryKeyValue]:
     """Compute the part of a layer before attention: the residual stream [N, D], and queries, keys and values."""
-    hidden, x = add_and_rms_norm(*stream, layer.attention_norm, shape.eps, layer.attention_out.dtype)
-    heads = project(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_size))
+    dtype = layer.attention_out.dtype
+    hidden, x = add_and_rms_norm(*stream, layer.attention_norm, shape.eps, dtype)
+    recomputation = _recompute_norm(hidden, layer.attention_norm, shape, dtype)
+    heads = project(x, layer.qkv, layer.qkv_bias, recomputation).unflatten(-1, (-1, shape.head_size))
     rotated, value = heads.split([shape.heads + shape.key_heads, shape.key_heads], -2)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = rotated.split([shape.heads, shape.key_heads], -2)
@@ -189,21 +220,35 @@ def compute_layer_output(layer: LayerWeights, hidden: Tensor, attended: Tensor, 
     """Compute the part of a layer after attention, whose output `attended` is [N, H d]."""
     attention_output = project(attended, layer.attention_out, layer.attention_out_bias)
     hidden, x = add_and_rms_norm(hidden, attention_output, layer.mlp_norm, shape.eps, layer.down.dtype)
-    gated = apply_swiglu(project(x, layer.gate_up, layer.gate_up_bias))
-    return ResidualStream(hidden, project(gated, layer.down, layer.down_bias))
+    recomputation = _recompute_norm(hidden, layer.mlp_norm, shape, layer.down.dtype)
+    gate_up = project(x, layer.gate_up, layer.gate_up_bias, recomputation)
+    gated = apply_swiglu(gate_up)
+    recomputation = Recomputation(apply_swiglu, (gate_up,))
+    return ResidualStream(hidden, project(gated, layer.down, layer.down_bias, recomputation))
 
 
-def project(x: Tensor, weight: Tensor | MatrixParts | TrainedMatrix, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear of x [n, in] for any kind of weight, including those that `prepack_weights` has converted.
+def _recompute_norm(hidden: Tensor, weight: Tensor, shape: ModelShape, dtype: torch.dtype) -> Recomputation:
+    return Recomputation(lambda x, w: apply_rms_norm(x, w, shape.eps, dtype), (hidden, weight))
 
-    A single row is computed as two, because oneDNN sums one row in another order than several.
+
+def project(
+    x: Tensor, weight: _Matrix, bias: Tensor | None = None, recomputation: Recomputation | None = None
+) -> Tensor:
+    """Compute F.linear of x [n, K] by any kind of weight, also one that `prepack_weights` has converted.
+
+    With `recomputation` x may be computed again in the backward pass.
+    A single row is computed as two: oneDNN sums it in another order than a row among others.
     """
     if len(x) == 1:
         return project(x.expand(2, -1), weight, bias)[:1]
     if isinstance(weight, TrainedMatrix):
-        return TrainedLinear.apply(x, bias, weight.tensor, *weight.masters)  # pyright: ignore[reportReturnType]
+        return TrainedLinear.apply(x, bias, recomputation, weight.tensor, *weight.masters)  # pyright: ignore[reportReturnType]
     if isinstance(weight, MatrixParts):
         return JoinedLinear.apply(x, bias, *weight.parts)  # pyright: ignore[reportReturnType]
+    if isinstance(weight, AdaptedMatrix):
+        return AdaptedLinear.apply(x, bias, recomputation, weight, *weight.adapter.masters)  # pyright: ignore[reportReturnType]
+    if isinstance(weight, PrepackedAdaptedMatrix):
+        x, weight = torch.cat([x, project(x, weight.a)], 1), weight.joined
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return linear.apply_linear(x, weight, bias)
@@ -215,16 +260,20 @@ class _DecoderLayer(nn.Module):
     def __init__(self, block: nn.Module, shape: ModelShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.block, self.shape = block, shape
-        known = dict(block.named_parameters())
-        parts = {
-            name: [(block.get_submodule(path), leaf) for path, _, leaf in (x.rpartition(".") for x in sources)]
-            for name, sources in _CHECKPOINT_PARAMETERS.items()
-            if sources[0] in known
-        }
-        # Norms are not cast: the residual stream is in fp32.
+        modules, parts, adapters = dict(block.named_modules()), {}, {}
+        for name, sources in _CHECKPOINT_PARAMETERS.items():
+            layers = [modules.get(path) for path, _, _ in (x.rpartition(".") for x in sources)]
+            leaf, bases = sources[0].rpartition(".")[2], [getattr(x, "base_layer", x) for x in layers]
+            if getattr(bases[0], leaf, None) is not None:
+                parts[name] = [(base, leaf) for base in bases]
+                if leaf == "weight" and any(hasattr(layer, "lora_A") for layer in layers):
+                    adapters[name] = CastAdapter(layers, dtype)
+        # Norms are not cast: the residual stream is not in the compute dtype.
         self.norms = {name: locations[0] for name, locations in parts.items() if name.endswith("norm")}
         self.cast_weights = {
-            name: CastWeights(locations, dtype) for name, locations in parts.items() if name not in self.norms
+            name: CastWeights(locations, dtype, adapters.get(name))
+            for name, locations in parts.items()
+            if name not in self.norms
         }
 
     def collect_weights(self) -> LayerWeights:
@@ -281,8 +330,10 @@ class Decoder(nn.Module):
         self.final_norm_location = self.final_norm, "weight"
         self.device = getattr(*self.final_norm_location).device
         self.uses_cuda_graphs: bool | None = None if self.device.type == "cuda" else False
-        """Whether decode steps run as CUDA graphs; None until the first graph was compared with an eager step."""
-        # The same bits as in transformers: other rounding would turn position 2,000 by 1e-4 radians more or less.
+        """Whether decode steps are CUDA graphs; None until the first was compared."""
+        self.triton_decoder: TritonDecoder | None = None
+        """Decode steps by Triton's kernels, whose graphs outlive batches."""
+        # transformers' to the last bit: rounded otherwise, they rotate position 2,000 by 1e-4 radians more or less.
         self.frequencies = LlamaRotaryEmbedding(config).inv_freq.to(self.device)
         self.can_prepack = (
             self.device.type == "cpu"
@@ -290,6 +341,11 @@ class Decoder(nn.Module):
             and torch.backends.mkldnn.is_available()
             and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether there is an adapter."""
+        return any(part.adapter for part in self.list_cast_weights())
 
     def list_cast_weights(self) -> list[CastWeights]:
         return [self.embedding, self.head, *(part for layer in self.layers for part in layer.cast_weights.values())]
@@ -324,8 +380,13 @@ def prepack_weights(weights: DecoderWeights, rows: int) -> DecoderWeights:
     def pack(weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
+    def pack_matrix(weight: Tensor | AdaptedMatrix) -> Tensor | PrepackedAdaptedMatrix:
+        if isinstance(weight, AdaptedMatrix):
+            return PrepackedAdaptedMatrix(pack(weight.adapter.a), pack(weight.join()))
+        return pack(weight)
+
+    matrices = "qkv", "attention_out", "gate_up", "down"
     layers = [
-        layer._replace(**{name: pack(getattr(layer, name)) for name in ("qkv", "attention_out", "gate_up", "down")})
-        for layer in weights.layers
+        layer._replace(**{name: pack_matrix(getattr(layer, name)) for name in matrices}) for layer in weights.layers
     ]
     return weights._replace(layers=layers, head=weights.head._replace(tensor=pack(weights.head.tensor)))

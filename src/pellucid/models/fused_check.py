@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pellucid.models.decode import DecodeBatch, append_tokens
@@ -44,7 +44,8 @@ _SELF_CHECK_STEPS = 3
 
 def select_fused_decoder(decoder: Decoder) -> Callable[[DecoderWeights, ModelShape], FusedDecoder] | None:
     """Return a constructor of fused decoders for this decoder; None if PyTorch's operators are used."""
-    kernel = load_fused_kernel()[0] if decoder.can_prepack else None
+    load = load_fused_adapter_kernel if decoder.is_adapted else load_fused_kernel
+    kernel = load()[0] if decoder.can_prepack else None
     return functools.partial(FusedDecoder, kernel) if kernel else None
 
 
@@ -62,9 +63,9 @@ def can_use_cuda_graphs(device: torch.device) -> bool:
 # ---------------------------------------------------------------- self-checks
 
 
-def compare_fused_steps(kernel: KernelVariant) -> Iterable[tuple[str, Any, Any]]:
+def compare_fused_steps(kernel: KernelVariant, is_adapted: bool = False) -> Iterable[tuple[str, Any, Any]]:
     """Decode a small model with fused steps and with PyTorch's operators; see `add_self_check`."""
-    decoder = build_self_check_decoder()
+    decoder = build_self_check_decoder(is_adapted=is_adapted)
     if not decoder.can_prepack:
         raise KernelUnavailableError("torch without bfloat16 for this CPU")
     eager, fused = DecodeBatch(decoder, 6), DecodeBatch(decoder, 6, functools.partial(FusedDecoder, kernel))
@@ -80,14 +81,34 @@ def compare_fused_steps(kernel: KernelVariant) -> Iterable[tuple[str, Any, Any]]
 
 load_fused_kernel = add_self_check("fused steps", lambda: list_variants(load_library()), compare_fused_steps)
 """Return the kernel of fused steps, or None and the reason why there is none."""
+load_fused_adapter_kernel = add_self_check(
+    "fused steps with an adapter",
+    lambda: list_variants(load_library()),
+    functools.partial(compare_fused_steps, is_adapted=True),
+)
+"""Return the kernel of fused steps of a model with an adapter, or None and the reason why there is none."""
+
+
+class _AdaptedLayer(nn.Module):
+    """A projection with an adapter, with the attributes of peft's, which need not be installed."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer, self.in_features, self.out_features = base, base.in_features, base.out_features
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(self.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, self.out_features, bias=False)})
+        self.scaling, self.disable_adapters, self.merged = {"default": 1.5}, False, False
 
 
 @torch.no_grad()
-def build_self_check_decoder(device: str | torch.device = "cpu") -> Decoder:
-    """Build a decoder with random weights."""
+def build_self_check_decoder(device: str | torch.device = "cpu", is_adapted: bool = False) -> Decoder:
+    """Build a decoder with random weights, some of its projections with an adapter if `is_adapted`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(SELF_CHECK_CONFIG)
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj") if is_adapted else ():
+            base: Any = model.model.layers[0].get_submodule(name)
+            model.model.layers[0].set_submodule(name, _AdaptedLayer(base, rank=24))
         for weight in model.parameters():
             weight.normal_(std=weight.shape[-1] ** -0.5)
     return Decoder(SELF_CHECK_CONFIG, torch.nn.Module.to(model, device), torch.bfloat16)

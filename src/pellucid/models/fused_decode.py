@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pellucid.models.decoder import DecoderWeights, LayerWeights, ModelShape
+from pellucid.models.linear import AdaptedMatrix
 from pellucid.models.native import KERNEL_HEAD_SIZES, KernelVariant, OperationCounter, call_kernel
 
 _OUTPUT_BLOCK = 32
@@ -30,6 +31,7 @@ class ModelStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("layers", "width", "heads", "key_heads", "size", "inner", "vocabulary")),
         ("eps", ctypes.c_float),
+        ("rank", ctypes.c_int64),
     )
 
 
@@ -62,7 +64,7 @@ class TokenPositions(NamedTuple):
 
 def find_fused_fault(weights: DecoderWeights, shape: ModelShape) -> str:
     """Return why the kernel cannot compute a model; empty if it can."""
-    width, inner = _require_tensor(weights.layers[0].down).shape
+    width, inner = _get_base(weights.layers[0].down).shape
     if shape.head_size not in KERNEL_HEAD_SIZES:
         return f"heads of {shape.head_size}"
     if weights.norm.dtype != torch.float32:
@@ -88,23 +90,30 @@ class FusedDecoder:
     def __init__(self, kernel: KernelVariant, weights: DecoderWeights, shape: ModelShape) -> None:
         self.kernel = kernel
         self.weights, self.threads = weights, torch.get_num_threads()
-        (width, inner), self.vocabulary = _require_tensor(weights.layers[0].down).shape, len(weights.head.tensor)
+        (width, inner), self.vocabulary = _get_base(weights.layers[0].down).shape, len(weights.head.tensor)
         padding = -self.vocabulary % 16
         head = F.pad(weights.head.tensor, (0, 0, 0, padding)) if padding else weights.head.tensor
         self.packed_head = pack_matrix(kernel.library, head)
         self.layers = [self._pack_layer(layer) for layer in weights.layers]
-        matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
-        self.matrix_elements = sum(_require_tensor(x).numel() for x in matrices)
+        matrices = [[layer.qkv, layer.attention_out, layer.gate_up, layer.down] for layer in weights.layers]
+        ranks = [[x.adapter.a.shape[0] if isinstance(x, AdaptedMatrix) else 0 for x in layer] for layer in matrices]
+        self.matrix_elements = sum(
+            base.numel() + rank * sum(base.shape)
+            for layer, layer_ranks in zip(matrices, ranks, strict=True)
+            for base, rank in zip(map(_get_base, layer), layer_ranks, strict=True)
+        )
         windows = [shape.window if slides else 0 for slides in shape.is_sliding]
         self.layer_table = torch.tensor(
             [
-                [*(0 if x is None else x.data_ptr() for x in layer), window, 0, 0, 0, 0]
-                for layer, window in zip(self.layers, windows, strict=True)
+                [*(0 if x is None else x.data_ptr() for x in layer), window, *layer_ranks, 0, 0, 0, 0]
+                for layer, window, layer_ranks in zip(self.layers, windows, ranks, strict=True)
             ]
         )
-        """[layers, 17], each row a `Layer` of cpp/attention.h: addresses of weights, window, addresses of caches."""
+        """[layers, 25], each row a `Layer` of cpp/attention.h: addresses of weights, window, ranks of adapters, and the
+        addresses of caches."""
         heads = shape.heads, shape.key_heads, shape.head_size
-        self.model_struct = ModelStruct(shape.layers, width, *heads, inner, self.vocabulary, shape.eps)
+        sizes = shape.layers, width, *heads, inner, self.vocabulary
+        self.model_struct = ModelStruct(*sizes, shape.eps, max(map(max, ranks)))
 
     def _pack_layer(self, layer: LayerWeights) -> list[Tensor | None]:
         """Return the weights of a layer in the order of a `Layer`; the list keeps their memory alive."""
@@ -122,11 +131,16 @@ class FusedDecoder:
             layer.down_bias,
             layer.query_norm,
             layer.key_norm,
+            *map(self._pack_a, (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
         ]
         return [None if x is None else x.contiguous() for x in tensors]
 
     def _pack(self, weight: Any, interleaved: bool = False) -> Tensor:
-        return pack_matrix(self.kernel.library, _require_tensor(weight), interleaved)
+        matrix = weight.join() if isinstance(weight, AdaptedMatrix) else weight
+        return pack_matrix(self.kernel.library, matrix, interleaved)
+
+    def _pack_a(self, weight: Any) -> Tensor | None:
+        return pack_matrix(self.kernel.library, weight.adapter.a) if isinstance(weight, AdaptedMatrix) else None
 
     def step(
         self,
@@ -158,6 +172,7 @@ class FusedDecoder:
         return logits
 
 
-def _require_tensor(x: Any) -> Tensor:
-    assert isinstance(x, Tensor)  # without gradient no weight is a TrainedMatrix or MatrixParts
-    return x
+def _get_base(x: Any) -> Tensor:
+    base = x.base if isinstance(x, AdaptedMatrix) else x
+    assert isinstance(base, Tensor)  # without gradient no weight is a TrainedMatrix or MatrixParts
+    return base

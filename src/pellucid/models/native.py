@@ -2,6 +2,8 @@
 
 g++ builds the library once, in a few seconds, and the result is cached. Each process then compares every kernel with
 PyTorch's operators, bit for bit. A kernel that differs is not used; without g++, none is used.
+
+On a GPU, the kernels of an update are those of `triton_update`, compared up to rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -214,8 +217,33 @@ KERNEL_HEAD_SIZES = range(64, 257, 64)
 
 
 def select_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | ModuleType:
-    """Return the compiled kernels if they take this tensor, else the module `ops`. See `find_kernels`."""
-    return find_kernels(x, dtype, *widths) or ops
+    """Return the compiled kernels if they take this tensor, on a GPU those of Triton, else the module `ops`.
+
+    See `find_kernels`.
+    """
+    return (find_triton_kernels(x, dtype) if x.device.type == "cuda" else find_kernels(x, dtype, *widths)) or ops
+
+
+def find_triton_kernels(x: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """Return the module `triton_update` if it can compute with a tensor in this dtype, else None."""
+    is_supported = x.device.type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return load_triton_kernels(x.device, dtype) if is_supported else None
+
+
+@functools.cache
+def load_triton_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """Return the module `triton_update`; None if Triton is not installed, or if its kernels fail the check on this GPU.
+
+    In the latter case there is a warning.
+    """
+    try:
+        from pellucid.models import triton_update  # noqa: PLC0415 - Triton is imported only if there is a GPU
+    except ModuleNotFoundError:
+        return None
+    if not (fault := triton_update.find_fault(device, dtype)):
+        return triton_update
+    warnings.warn(f"norms, gates and log-probs are computed without Triton: {fault}", stacklevel=2)
+    return None
 
 
 def find_kernels(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
@@ -352,12 +380,14 @@ class Kernels:
         other: ScaledLogits | None,
         statistics: LogitStatistics,
         gradients: StatisticsGradients,
+        out: Tensor,
     ) -> None:
-        """Overwrite the head output of `logits` with the gradient of the loss with respect to it.
+        """Write the gradient of the loss with respect to the head output to `out`, which is that output itself.
 
         With l the log-probs, l' those of the other policy, H the entropy, and g the gradients of the statistics, it is
         exp(l) (-g_logprobs - g_entropy (l + H) + g_kl (l - l' - KL)), plus g_logprobs at the token, times the factor.
         """
+        assert out.data_ptr() == logits.head_output.data_ptr()
         inputs = [None if x is None else x.contiguous() for x in (*gradients, *statistics[1:])]
         self._call("of_product", _make_logits_struct(logits), _make_logits_struct(other), tokens, len(tokens), *inputs)
 

@@ -8,6 +8,7 @@ T queries, S keys; n tokens, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -121,6 +122,28 @@ def supports_fp32_product(x: Tensor) -> bool:
 def multiply_to_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [N, D] and weight [V, D] to [N, V] in fp32; see `supports_fp32_product`."""
     return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def add_fp32_product(x: Tensor, y: Tensor, total: Tensor | None = None) -> Tensor:
+    """Multiply x [n, K] and y [K, N] to [n, N] in fp32, or add their product to a total; see `supports_fp32_product`.
+
+    The product is not written to memory before it is added, if this PyTorch can add it to a matrix in fp32.
+    """
+    if total is None:
+        return torch.mm(x, y, out_dtype=torch.float32)
+    if not _can_add_fp32_product(x.device, x.dtype):
+        return total.add_(torch.mm(x, y, out_dtype=torch.float32))
+    return torch.addmm(total, x, y, out_dtype=torch.float32, out=total)
+
+
+@functools.cache
+def _can_add_fp32_product(device: torch.device, dtype: torch.dtype) -> bool:
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        total = torch.addmm(ones.float(), ones, ones, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
 
 
 # ---------------------------------------------------------------- sampling

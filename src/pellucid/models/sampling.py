@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pellucid.models import ops
 from pellucid.models.native import select_kernels
 from pellucid.models.ops import compute_masses, invert_cdf
 
@@ -45,13 +49,44 @@ def sample_tokens(
         those of temperature 1.
     """
     if truncation == NO_TRUNCATION or temperature == 0.0:
-        token, mass, total = select_kernels(logits, logits.dtype, logits.shape[-1]).sample_with_masses(
-            logits, uniforms, temperature
-        )
-        return token, mass.log() - total.log()
+        can_use_triton = logits.dtype == torch.float32 and logits.device.type == uniforms.device.type == "cuda"
+        if can_use_triton and (sample := _load_triton_sampler(logits.device)):
+            return sample(logits, uniforms, temperature)
+        return _sample_by_masses(logits, uniforms, temperature)
     masses = compute_masses(logits, temperature)
     token = invert_cdf(truncate_masses(masses, truncation, uniforms.device), uniforms)
     return token, masses.gather(-1, token[:, None])[:, 0].log() - masses.sum(-1).log()
+
+
+def _sample_by_masses(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    kernels = ops if logits.device.type == "cuda" else select_kernels(logits, logits.dtype, logits.shape[-1])
+    token, mass, total = kernels.sample_with_masses(logits, uniforms, temperature)
+    return token, mass.log() - total.log()
+
+
+@functools.cache
+def _load_triton_sampler(device: torch.device) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] | None:
+    """Return `triton_decode.sample_tokens`; None, after a warning, if it does not sample as `ops` does on this GPU."""
+    try:
+        from pellucid.models import triton_decode, triton_ops  # noqa: PLC0415 - Triton is imported only on a GPU
+    except ImportError:
+        return None
+    logits = 4 * torch.randn(16, 8528, generator=torch.Generator().manual_seed(0))
+    logits[3, 100:] = -torch.inf
+    uniforms = torch.linspace(0, 1, len(logits) + 1, dtype=torch.float64)[:-1].to(device)
+    logits, fault = logits.to(device), ""
+    try:
+        for temperature in (1.0, 0.7, 0.0):
+            tokens, logprobs = triton_decode.sample_tokens(logits, uniforms, temperature)
+            expected_tokens, expected = _sample_by_masses(logits, uniforms, temperature)
+            if not torch.equal(tokens, expected_tokens) or not bool((logprobs - expected).abs().max() < 1e-4):
+                fault = f"other tokens or log-probs at temperature {temperature}"
+    except triton_ops.KERNEL_ERRORS as error:
+        fault = triton_ops.describe_error(error)
+    if not fault:
+        return triton_decode.sample_tokens
+    warnings.warn(f"tokens are sampled without Triton's kernels: {fault}", stacklevel=2)
+    return None
 
 
 def sample_tokens_with_mask(

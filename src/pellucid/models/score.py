@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pellucid.algorithm.batch import Batch
+from pellucid.algorithm.batch import Batch, copy_to_device
 from pellucid.models.attention import (
     PackedSequences,
     VarlenSequences,
@@ -88,7 +88,7 @@ def pack_rows(
 ) -> PackedRows:
     """Build the PackedRows of tokens, with one copy to the device. `is_token` [rows, T] marks them in padded rows."""
     indices = is_token.flatten().nonzero()[:, 0]
-    ids, positions, indices = torch.stack([ids, positions, indices]).to(device)
+    ids, positions, indices = copy_to_device(torch.stack([ids, positions, indices]), device)
     return PackedRows(ids, positions, indices, (len(is_token), is_token.shape[1]), make_bias)
 
 
@@ -171,7 +171,7 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Bat
     mask, own_ids = _shift_rows(batch.response_mask, prefix_lengths), _shift_rows(batch.response_ids, prefix_lengths)
     is_input = mask[:, 1:]  # token t is an input if there is a token t + 1
     starts, capacity = lengths[prompt_of], prompts.padded_shape[1]
-    starts_on_device = starts.to(device)
+    starts_on_device = copy_to_device(starts, device)
     positions = (starts[:, None] + torch.arange(is_input.shape[1]))[is_input]
     make_bias = partial(_compute_response_bias, starts_on_device, capacity, is_input.shape[1], dtype)
     responses = pack_rows(own_ids[:, :-1][is_input], positions, is_input, device, make_bias)
@@ -184,12 +184,12 @@ def build_layout(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Bat
     return _BatchLayout(
         prompts=prompts,
         responses=responses,
-        prompt_of=prompt_of.to(device),
+        prompt_of=copy_to_device(prompt_of, device),
         prompt_lengths=starts_on_device,
         prompt_capacity=capacity,
         sequences=sequences,
         varlen_sequences=build_varlen_sequences(sequences, device) if uses_flash(device, dtype) else None,
-        source_tokens=sources.to(device),
+        source_tokens=copy_to_device(sources, device),
     )
 
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pellucid.algorithm.batch import copy_to_device
 from pellucid.algorithm.sampling_mask import SamplingMask
 from pellucid.models import linear
-from pellucid.models.linear import compute_input_gradient, compute_weight_gradient
-from pellucid.models.native import Kernels, LogitStatistics, ScaledLogits, StatisticsGradients, find_kernels
+from pellucid.models.linear import compute_input_gradient, compute_weight_gradient, has_gradient_in_place
+from pellucid.models.native import (
+    Kernels,
+    LogitStatistics,
+    ScaledLogits,
+    StatisticsGradients,
+    find_kernels,
+    find_triton_kernels,
+)
 from pellucid.models.ops import multiply_to_fp32, supports_fp32_product
 
 MAX_MATMUL_LOGITS, MAX_ELEMENTWISE_LOGITS = 2**26, 2**23
 """The most logits in memory at once: 128 MB in bf16 for a matrix product, and 32 MB in fp32 for elementwise work."""
+MAX_GPU_LOGITS, MAX_GPU_ELEMENTWISE_LOGITS = 2**27, 2**25
+"""The same on a GPU: 512 MB in fp32, some 830 rows of 152,000 tokens, so that few kernels are launched. A kernel that
+makes one pass takes them all; operators with temporary tensors of this size take 128 MB at a time."""
 PADDING_LOGIT = -1e15
 """The logit of padding: its probability is 0, and its square is finite."""
 
@@ -81,6 +93,8 @@ class ScoreContext(NamedTuple):
     """The tokens that each distribution is truncated to."""
     needs_backward: bool = False
     """Whether there may be a backward pass."""
+    trained_tokens: Tensor | None = None
+    """[N] bool, on the CPU: tokens that may have a gradient. None is unknown."""
 
     def get_candidates(self, rows: Tensor) -> Candidates | None:
         """Return the candidates of these rows; None is the whole vocabulary."""
@@ -100,11 +114,34 @@ class ScoreContext(NamedTuple):
         """The factor from the matrix product to the logits at the temperature, without a softcap."""
         return self.head.scale / self.temperature
 
-    def pick_kernels(self, product: Tensor) -> Kernels | None:
-        """Return kernels that compute everything in one pass; None if there are none for these logits."""
+    def pick_kernels(self, product: Tensor) -> Kernels | ModuleType | None:
+        """Return kernels that compute everything in one pass; None if there are none for these logits.
+
+        They take products in bf16 on the CPU, and products in fp32 on a GPU.
+        """
         heads = [self.head] if self.ref_head is None else [self.head, self.ref_head]
-        is_supported = all(head.weight.dtype == torch.bfloat16 and not head.softcap for head in heads)
-        return find_kernels(product, product.dtype) if is_supported and self.sampling_mask is None else None
+        if self.sampling_mask is not None or any(head.softcap for head in heads):
+            return None
+        dtypes = [head.weight.dtype for head in heads]
+        if product.device.type == "cuda":
+            kernels = [find_triton_kernels(product, dtype) for dtype in dtypes]
+            return kernels[0] if product.dtype == torch.float32 and all(kernels) else None
+        return find_kernels(product, product.dtype) if set(dtypes) == {torch.bfloat16} else None
+
+    def count_rows_per_pass(self, product: Tensor) -> int:
+        """Return how many rows of a product [n, V] elementwise work takes at a time."""
+        if product.device.type == "cuda" and self.ref_head is None and self.pick_kernels(product):
+            return max(1, len(product))
+        return count_elementwise_rows(self.head.weight)
+
+    def get_gradient_memory(self, product: Tensor) -> Tensor:
+        """Return the tensor [n, V] in which the gradient of a product is written, in the memory of the product.
+
+        Kernels on a GPU write each row in the compute dtype at the beginning of the row's own memory.
+        """
+        if product.device.type != "cuda" or not self.pick_kernels(product):
+            return product
+        return product.view(self.head.weight.dtype)[:, : product.shape[1]]
 
     def compute_ref_logits(self, rows: Tensor) -> ScaledLogits | None:
         """Return the matrix product of the reference and its scale."""
@@ -133,6 +170,7 @@ def compute_token_logprobs(
     entropy_grad: bool = False,
     reference: tuple[Tensor, LMHead] | None = None,
     sampling_mask: SamplingMask | None = None,
+    trained_tokens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute log-probs and entropy of tokens.
 
@@ -145,13 +183,14 @@ def compute_token_logprobs(
         entropy_grad: whether the entropy has a gradient.
         reference: hidden states [N, D] and head of a reference.
         sampling_mask: the tokens that each distribution is truncated to.
+        trained_tokens: [N] bool, on the CPU: whether a token may have a gradient. On CUDA the backward pass then does
+            not wait to be told by the gradients.
 
     Returns:
         Log-probs [N] and entropy [N], in nats; with a reference also the exact KL(policy || reference) [N].
     """
-    context = ScoreContext(
-        head, temperature, entropy_grad, *(reference or (None, None)), sampling_mask, torch.is_grad_enabled()
-    )
+    references, needs_backward = reference or (None, None), torch.is_grad_enabled()
+    context = ScoreContext(head, temperature, entropy_grad, *references, sampling_mask, needs_backward, trained_tokens)
     logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.master, head.bias, tokens, context)  # pyright: ignore
     return (logprobs, entropy) if reference is None else (logprobs, entropy, kl)
 
@@ -165,7 +204,8 @@ class TokenLogprobs(torch.autograd.Function):
         d H / dz = -p (log p + H)
         d KL / dz = p (log p - log q - KL)
 
-    Elementwise work takes few rows at a time, which fit into the processor's cache; matrix products take many.
+    On the CPU elementwise work takes few rows at a time, which fit into the processor's cache; matrix products take
+    many.
     """
 
     @staticmethod
@@ -175,18 +215,18 @@ class TokenLogprobs(torch.autograd.Function):
         head, every = context.head, torch.arange(len(tokens), device=tokens.device)
         n_saved = _count_saved_tokens(head.weight, len(tokens) if context.needs_backward else 0)
         saved, parts = [], []
-        for rows in (every[:n_saved], *every[n_saved:].split(count_chunk_rows(head.weight, MAX_MATMUL_LOGITS // 2))):
+        for rows in (every[:n_saved], *every[n_saved:].split(_count_forward_rows(head.weight))):
             product = head.project(hidden[rows])
             if not parts and n_saved:
                 saved.append(product)
-            few = count_chunk_rows(head.weight, MAX_ELEMENTWISE_LOGITS)
+            few = context.count_rows_per_pass(product)
             pairs = zip(product.split(few), rows.split(few), strict=True)
             parts += [score_chunk(chunk, tokens[chunk_rows], context, chunk_rows) for chunk, chunk_rows in pairs]
             del product, pairs
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head.weight, bias, tokens, entropy, kl, log_normalizer)
         ctx.saved_products = saved
-        ctx.context, ctx.master = context, master.dtype
+        ctx.context, ctx.master = context, master
         if not context.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, kl
@@ -195,34 +235,50 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, *about = ctx.saved_tensors
         context = ctx.context
-        live = (torch.stack(grads) != 0).any(0).cpu().nonzero()[:, 0]  # tokens without gradient are skipped
+        if context.trained_tokens is None or hidden.device.type != "cuda":
+            is_trained = (torch.stack(grads) != 0).any(0).cpu()
+        else:
+            is_trained = context.trained_tokens
+        live = is_trained.nonzero()[:, 0]  # tokens without weight are skipped
         sum_dtype = about[-1].dtype
-        hidden_grad, weight_grad = torch.zeros_like(hidden), None
+        is_in_place = ctx.needs_input_grad[1] and has_gradient_in_place(ctx.master)
+        hidden_grad, weight_grad = torch.zeros_like(hidden), ctx.master.grad if is_in_place else None
         bias_grad = None if bias is None else torch.zeros_like(bias, dtype=sum_dtype)
         for many, products in _iterate_products(live, ctx.saved_products, hidden, context.head):
-            few = count_chunk_rows(weight, MAX_ELEMENTWISE_LOGITS)
-            for rows, into in zip(many.split(few), products.split(few), strict=True):
-                write_product_gradients(into, rows, context, about, grads)
-                del into
-            logits_grad = products.to(weight.dtype)
-            del products
+            few, out = context.count_rows_per_pass(products), context.get_gradient_memory(products)
+            for rows, part, part_out in zip(many.split(few), products.split(few), out.split(few), strict=True):
+                write_product_gradients(part, part_out, rows, context, about, grads)
+                del part, part_out
+            logits_grad = out.to(weight.dtype)
+            del products, out
             hidden_grad[many] = compute_input_gradient(logits_grad, weight)
             if ctx.needs_input_grad[1]:  # the head of a base with an adapter is frozen
                 weight_grad = compute_weight_gradient(logits_grad, hidden[many], sum_dtype, weight_grad)
             if bias_grad is not None:
                 bias_grad += logits_grad.sum(0, dtype=sum_dtype)
             del logits_grad  # so that only one such part is in memory
-        master_grad = None if weight_grad is None else weight_grad.to(ctx.master)
+        if is_in_place:
+            ctx.master.grad = weight_grad
+        master_grad = None if weight_grad is None or is_in_place else weight_grad.to(ctx.master.dtype)
         return hidden_grad, master_grad, None if bias_grad is None else bias_grad.to(weight.dtype), None, None
 
 
 def _count_saved_tokens(weight: Tensor, tokens: int) -> int:
-    """Return how many tokens have their products saved for the backward pass: 0 unless in half precision."""
-    return min(tokens, _count_matmul_rows(weight)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
+    """Return of how many tokens the products are saved for the backward pass: only products in half precision are."""
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return 0
+    return min(tokens, _count_forward_rows(weight) if weight.device.type == "cuda" else _count_matmul_rows(weight))
+
+
+def _count_forward_rows(weight: Tensor) -> int:
+    """Return how many tokens one matrix product of the forward pass takes, beside products that are saved."""
+    return count_chunk_rows(weight, (MAX_GPU_LOGITS if weight.device.type == "cuda" else MAX_MATMUL_LOGITS) // 2)
 
 
 def _count_matmul_rows(weight: Tensor) -> int:
-    """Return how many tokens one matrix product takes."""
+    """Return how many tokens one matrix product of the backward pass takes."""
+    if weight.device.type == "cuda":
+        return count_chunk_rows(weight, MAX_GPU_LOGITS)
     return count_chunk_rows(weight, MAX_MATMUL_LOGITS // 2 if supports_fp32_product(weight) else MAX_MATMUL_LOGITS)
 
 
@@ -235,7 +291,7 @@ def _iterate_products(
     """
     products = saved.pop() if saved else head.weight[:0]
     count = int((live < len(products)).sum())
-    live, ours = live.to(hidden.device), live[:count].to(hidden.device)
+    live, ours = (copy_to_device(x, hidden.device) for x in (live, live[:count]))
     if 0 < len(ours) < len(products):
         _compact_rows(products, ours)
     handed_over = [products[: len(ours)]]
@@ -286,17 +342,19 @@ def score_logits(logits: Tensor, indices: Tensor, ref_logprobs: Tensor | None) -
 
 
 def write_product_gradients(
-    product: Tensor, rows: Tensor, context: ScoreContext, saved: Sequence[Tensor], grads: Sequence[Tensor]
+    product: Tensor, out: Tensor, rows: Tensor, context: ScoreContext, saved: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> None:
-    """Overwrite the product [n, V] of these rows with its gradient."""
+    """Write the gradient of the product [n, V] of these rows to `out`, the product itself or `get_gradient_memory`.
+
+    In either case the product is overwritten.
+    """
     tokens, entropy, kl, log_normalizer = (x[rows] for x in saved)
     if kernels := context.pick_kernels(product):
         logprob_grad, entropy_grad, kl_grad = (g[rows] for g in grads)
         weight = StatisticsGradients(logprob_grad, entropy_grad if context.entropy_grad else None, kl_grad)
         known = LogitStatistics(logprob_grad, entropy, kl, log_normalizer)
-        kernels.compute_product_gradient(
-            ScaledLogits(product, context.logit_scale), tokens, context.compute_ref_logits(rows), known, weight
-        )
+        logits, other = ScaledLogits(product, context.logit_scale), context.compute_ref_logits(rows)
+        kernels.compute_product_gradient(logits, tokens, other, known, weight, out)
         return
     logprob_grad, entropy_grad, kl_grad = (g[rows, None] for g in grads)
     candidates = context.get_candidates(rows)
@@ -312,14 +370,20 @@ def write_product_gradients(
     grad[torch.arange(len(rows), device=z.device), indices] += logprob_grad[:, 0]
     grad = grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
     if candidates is None:
-        product.copy_(grad)
+        out.copy_(grad)
     else:
-        product.zero_().scatter_add_(-1, candidates.ids, grad.to(product.dtype))
+        out.zero_().scatter_add_(-1, candidates.ids, grad.to(out.dtype))
 
 
 def compute_row_dots(x: Tensor, y: Tensor) -> Tensor:
-    """Return the inner products [n] of rows [n, V], without a temporary tensor of that size."""
-    return (x[:, None] @ y[:, :, None])[:, 0, 0]
+    """Return the inner products [n] of rows [n, V]; on the CPU without a temporary tensor of that size."""
+    return (x * y).sum(-1) if x.device.type == "cuda" else (x[:, None] @ y[:, :, None])[:, 0, 0]
+
+
+def count_elementwise_rows(weight: Tensor) -> int:
+    """Return how many rows of logits operators take at a time."""
+    is_gpu = weight.device.type == "cuda"
+    return count_chunk_rows(weight, MAX_GPU_ELEMENTWISE_LOGITS if is_gpu else MAX_ELEMENTWISE_LOGITS)
 
 
 def count_chunk_rows(weight: Tensor, elements: int) -> int:

@@ -7,11 +7,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pellucid.models.decoder import ADAPTABLE_LAYERS
 from pellucid.policy.load import PACKAGED_MODELS
 from pellucid.utils.plugins import import_extra
+
+
+def find_adapter_fault(model: nn.Module) -> str:
+    """Return why our decoder cannot compute a model with this adapter; empty if it can, or there is none."""
+    adapted: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
+    matrices = {id(p) for layer in adapted.values() for x in (layer.lora_A, layer.lora_B) for p in x.parameters()}
+    for path, layer in adapted.items():
+        name = path.rpartition(".")[2]
+        reasons = {
+            f"an adapter of {name}": name not in ADAPTABLE_LAYERS or type(layer.base_layer) is not nn.Linear,
+            "several adapters": len(layer.lora_A) != 1,
+            "an adapter that is not plain LoRA": bool(layer.lora_variant),
+            "an adapter with biases": any(layer.lora_bias.values()),
+        }
+        if fault := next((reason for reason, applies in reasons.items() if applies), ""):
+            return fault
+    is_partial = bool(adapted) and any(p.requires_grad and id(p) not in matrices for p in model.parameters())
+    return "weights that are trained beside an adapter" if is_partial else ""
 
 
 def set_base_name(adapter: Any, name: str, revision: str) -> None:

@@ -22,6 +22,7 @@ from pellucid.models.decoder import (
 )
 from pellucid.models.hf_decode import FallbackDecodeBatch
 from pellucid.models.linear import POLICY_MISMATCH, ShardedModule, gather_full_tensor
+from pellucid.models.triton_check import select_triton_decoder
 from pellucid.policy import load
 from pellucid.policy.access import DEFAULT_ACCESS, ModelAccess
 from pellucid.policy.chat_template import (
@@ -34,7 +35,7 @@ from pellucid.policy.chat_template import (
 )
 from pellucid.policy.load import copy_model, is_quantized
 from pellucid.policy.logprobs import LMHead
-from pellucid.policy.lora import add_matching_adapter, merge_adapter_weights, set_base_name
+from pellucid.policy.lora import add_matching_adapter, find_adapter_fault, merge_adapter_weights, set_base_name
 from pellucid.policy.scorer import HiddenStateModel, Scorer, check_lm_head
 from pellucid.policy.text import TokenBytes, strip_eos
 from pellucid.types import DataError, Prompt, UserError
@@ -122,15 +123,16 @@ class Policy:
             return "policy.engine"
         if load.has_custom_code(self.model):
             return "custom code"
-        if self.adapter is not None:
-            return "an adapter on a 4-bit base" if self._load_base else "an adapter"
-        return find_fallback_reason(self.model.config)
+        if self._load_base:
+            return "an adapter on a 4-bit base"
+        return find_fallback_reason(self.model.config) or find_adapter_fault(self.model)
 
     def create_decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
         """Create an empty batch with `rows` slots, which decodes with the present weights."""
         if self.decoder:
             self.gather()
-            return DecodeBatch(self.decoder, rows, fused_check.select_fused_decoder(self.decoder))
+            kernels = fused_check.select_fused_decoder(self.decoder), select_triton_decoder(self.decoder)
+            return DecodeBatch(self.decoder, rows, *kernels)
         copy = self._inference_copy if self.sharded_modules else None  # `gather` has updated it
         return FallbackDecodeBatch(copy or self.get_inference_model(), rows)
 
@@ -347,10 +349,21 @@ def load_frozen_policy(
     engine: str = "auto",
     template: ChatTemplate = load.DEFAULT_TEMPLATE,
     access: ModelAccess = DEFAULT_ACCESS,
+    keep_fp32: bool = False,
 ) -> Policy:
-    """Load a reference, or a model to evaluate, without gradient. The arguments are those of `load_policy`."""
+    """Load a reference, or a model to evaluate, without gradient. The other arguments are those of `load_policy`.
+
+    Our decoder computes with matrices in `dtype`, so only these are kept; transformers' modules also read them in fp32.
+
+    Args:
+        keep_fp32: keep matrices in fp32, for `Policy.update_weights` or for an engine that takes one dtype only.
+    """
     model, tokenizer = load.load_pretrained(name, torch.float32, template, access)
-    load.move_to_device(model, device).requires_grad_(False)
+    model.requires_grad_(False)
+    by_transformers = engine == "transformers" or load.has_custom_code(model) or find_fallback_reason(model.config)
+    if not (keep_fp32 or by_transformers):
+        load.cast_matrices(model, dtype, device)
+    load.move_to_device(model, device)
     return Policy(model, tokenizer, dtype, temperature, engine=engine)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pellucid.algorithm.batch import Batch
+from pellucid.algorithm.batch import Batch, copy_to_device, find_tokens
 from pellucid.algorithm.grpo import Scores
 from pellucid.models.decoder import Decoder, get_context_length
 from pellucid.models.hf_decode import (
@@ -72,23 +72,46 @@ class Scorer(nn.Module):
         return method(*arguments)
 
     def score(self, batch: Batch) -> Scores:
-        """Return log-probs and entropy of the response tokens, [B, T] on the CPU, with gradient."""
+        """Return log-probs and entropy of the response tokens, [B, T], with gradient.
+
+        They are on the CPU, except those with gradient on CUDA: there the loss is computed without waiting for them.
+        """
         mask, reference = batch.scored_mask, self.compute_ref_hidden_states(batch)
-        (hidden, head), tokens = self.compute_hidden_states(batch), batch.response_ids[mask].to(self.device)
+        (hidden, head), tokens = (
+            self.compute_hidden_states(batch),
+            copy_to_device(batch.response_ids[mask], self.device),
+        )
         sampling_mask = batch.get_sampling_mask(self.device)
         flat = compute_token_logprobs(
-            hidden, head, tokens, self.temperature, self.entropy_grad, reference, sampling_mask
+            *(hidden, head, tokens, self.temperature, self.entropy_grad, reference, sampling_mask),
+            trained_tokens=self.find_trained_tokens(batch),
         )
-        # One copy to the CPU, so that no later computation, such as that of metrics, waits for the device again.
-        flat_on_host = torch.stack(flat).to(mask.device)
-        scores = Scores(*(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in flat_on_host))
+        if torch.is_grad_enabled() and self.device.type == "cuda":
+            indices = find_tokens(mask, self.device)
+            padded = (x.new_zeros(mask.numel()).index_copy(0, indices, x) for x in flat)
+            scores = Scores(*(x.view(mask.shape) for x in padded))
+        else:
+            flat_on_host = torch.stack(flat).to(mask.device)  # one copy
+            scores = Scores(*(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in flat_on_host))
         if self.score_hook and batch.token_weights is not None and torch.is_grad_enabled():
             context = ScoreContext(
                 head, self.temperature, self.entropy_grad, *(reference or (None, None)), sampling_mask
             )
-            detached = Scores(*(x.detach() for x in scores if x is not None))
+            detached = Scores(*(x.detach().to(mask.device) for x in scores if x is not None))
             self.score_hook(batch, detached, hidden.detach(), context)
         return scores
+
+    def find_trained_tokens(self, batch: Batch) -> Tensor | None:
+        """Return which of the scored tokens [N] may have a gradient, on the CPU; None if that is not known."""
+        if batch.token_weights is None or batch.advantages is None:
+            return None
+        is_trained = batch.token_weights != 0
+        if not self.entropy_grad and self.reference is None and batch.ref_logprobs is None:
+            is_trained = is_trained & (batch.advantages != 0)
+            is_trained = is_trained if batch.loss_mask is None else is_trained & batch.loss_mask
+        if batch.likelihood_weights is not None:
+            is_trained = is_trained | (batch.likelihood_weights != 0)
+        return is_trained[batch.scored_mask]
 
     def examine(self, batch: Batch) -> TokenStatistics:
         """Return statistics of the distributions of the response tokens, row by row."""

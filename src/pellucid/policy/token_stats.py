@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pellucid.policy.logprobs import (
-    MAX_ELEMENTWISE_LOGITS,
     ScoreContext,
-    count_chunk_rows,
+    count_elementwise_rows,
     score_logits,
     write_product_gradients,
 )
@@ -58,9 +57,7 @@ def compute_token_statistics(
         gradients: of a loss that depends on the logits only through these, so the norm is that of the whole loss.
     """
     parts = []
-    for rows in torch.arange(len(tokens), device=tokens.device).split(
-        count_chunk_rows(context.head.weight, MAX_ELEMENTWISE_LOGITS)
-    ):
+    for rows in torch.arange(len(tokens), device=tokens.device).split(count_elementwise_rows(context.head.weight)):
         row_gradients = None if gradients is None else LossGradients(*(x[rows] for x in gradients))
         parts.append(_compute_chunk_statistics(hidden[rows], tokens[rows], select_rows(context, rows), row_gradients))
     return TokenStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -94,5 +91,5 @@ def _compute_chunk_statistics(
     )
     if gradients is None:
         return TokenStatistics(logprobs, entropy, top_ids, top_logprobs, torch.zeros_like(logprobs))
-    write_product_gradients(product, every, context, (tokens, entropy, kl, log_normalizer), gradients)
+    write_product_gradients(product, product, every, context, (tokens, entropy, kl, log_normalizer), gradients)
     return TokenStatistics(logprobs, entropy, top_ids, top_logprobs, product.norm(dim=-1))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from pellucid.algorithm.batch import copy_to_device
 from pellucid.models.decode import EvictedRow, RunningBatch
 from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch, ConversationRow
 from pellucid.rollout.groups import sample_tokens
@@ -188,7 +189,7 @@ class Scheduler(Generic[RowT]):
         elif unfinished < len(self.running.requests) and self._should_compact(unfinished):
             slots = self._list_unfinished_slots()
             self.running.keep_rows(slots)  # without their logits, which the step replaces
-            last = last if self.paused else last[slots.to(last.device)]
+            last = last if self.paused else last[copy_to_device(slots, last.device)]
         if finished and self.on_finished:
             self.on_finished(finished)
         if self.decoding and self.paused:  # paused rows do not change
@@ -206,7 +207,7 @@ class Scheduler(Generic[RowT]):
         uniforms = [list(islice(row.uniforms, count)) if row in self.decoding else nothing for row in rows]
         tokens: list[Tensor] = []
         logprobs, extras = [], [[] for _ in rows]
-        for column in torch.tensor(uniforms, dtype=torch.float64).to(self.sampling_device).unbind(1):
+        for column in copy_to_device(torch.tensor(uniforms, dtype=torch.float64), self.sampling_device).unbind(1):
             if tokens:
                 self.running.step(tokens[-1])
                 logits = self.running.logits

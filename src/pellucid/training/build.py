@@ -36,6 +36,7 @@ from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import get_innermost_task, is_process_bound, list_task_layers
 from pellucid.training.evaluate import sample_held_out_prompts
+from pellucid.training.memory import is_reference_cast
 from pellucid.training.run_dir import is_first_process
 from pellucid.types import AsyncEnvironments, Progress, Prompt, Sampler, Sampling, Task, UserError, with_split
 from pellucid.utils import files, hardware
@@ -259,7 +260,13 @@ def _load_reference(cfg: Config, learner: Policy) -> Policy | LoraReference:
         return LoraReference(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
     return policy.load_frozen_policy(
-        cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine, access=cfg.policy.access
+        cfg.policy.model,
+        device,
+        learner.dtype,
+        cfg.sampler.temperature,
+        cfg.policy.engine,
+        access=cfg.policy.access,
+        keep_fp32=not is_reference_cast(cfg),
     )
 
 

@@ -10,7 +10,6 @@ import bisect
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import math
 import shutil
 import threading
@@ -33,9 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pellucid import __version__
 from pellucid.algorithm.grpo import StepResult
 from pellucid.config import Config
-from pellucid.models import attention, fused_check, fused_decode, linear, native
+from pellucid.models import attention, fused_check, fused_decode, linear, native, triton_check
 from pellucid.policy import load
 from pellucid.training import memory
+from pellucid.training.preflight import describe_planned_model
 from pellucid.types import UserError
 from pellucid.utils import hardware
 from pellucid.utils.text import escape_controls, print_notes
@@ -57,8 +57,8 @@ EXTRAS = {
     "quantized": ["bitsandbytes"],
 }
 _PLANNED_DEVICE_COUNTS = (1, 2, 4, 8)
-_SUGGESTED_LORA_RANK = 16
-"""The rank of the adapter that is suggested if training the whole model does not fit."""
+PLANNED_CARDS_GB = (16, 24, 48, 80, 141)
+"""The memory of common cards."""
 ENGINE_SETTINGS = {
     "ddp": {"engine": "ddp"},
     "fsdp2": {"engine": "fsdp2"},
@@ -114,8 +114,10 @@ def _describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         has_graphs = fused_check.can_use_cuda_graphs(device)
+        triton_fault = triton_check.find_decoder_fault(fused_check.build_self_check_decoder(device))
     reason = "; ".join(str(warning.message) for warning in caught)
-    yield "decoding", "by CUDA graphs" if has_graphs else f"by torch's operators: {reason}"
+    graphs = f"by CUDA graphs of torch's operators: {triton_fault}" if triton_fault else "by Triton and CUDA graphs"
+    yield "decoding", graphs if has_graphs else f"by torch's operators: {reason}"
     flash_fault = attention.find_flash_fault(device, torch.bfloat16)
     without_flash = f"by torch's operators, without flash attention: {flash_fault}"
     yield "attention", without_flash if flash_fault else "flash attention"
@@ -124,12 +126,20 @@ def _describe_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
 def print_memory_plan(cfg: Config) -> int:
     """Print the memory per device that a run with these settings needs. Return the exit status, 0.
 
-    No weights are loaded. Raise UserError if the model cannot be found.
+    No weights are loaded. With policy.device = "cuda" it is a plan for GPUs, on any machine. Raise UserError if the
+    model cannot be found.
     """
-    dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
-    cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
+    on_card = memory.change_settings(cfg, {"policy.device": "cuda"})
+    if cfg.policy.dtype == "auto":
+        on_card = memory.change_settings(on_card, {"policy.dtype": "bfloat16"})
+    is_elsewhere = cfg.policy.device.startswith("cuda") and not torch.cuda.is_available()
+    if is_elsewhere:
+        cfg = on_card
+    else:
+        dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
+        cfg = memory.change_settings(cfg, {"policy.dtype": str(dtype).removeprefix("torch.")})
     print_notes(cfg.policy.access.format_warning(cfg.policy.model))
-    model = memory.describe_model(cfg.policy)
+    model = describe_planned_model(cfg)
     print(
         f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M"
         f" trained, computed in {cfg.policy.dtype}; GB on each device at the peak\n"
@@ -141,7 +151,10 @@ def print_memory_plan(cfg: Config) -> int:
     # Only ddp trains on a 4-bit base, and vLLM is for one process.
     for name, changes in list(ENGINE_SETTINGS.items())[: 1 if in_4bit or by_vllm else None]:
         with_engine = replace(cfg, runtime=replace(cfg.runtime, **changes))
-        variants = [with_engine, *([] if in_4bit else [_replace_settings(with_engine, {"optimizer.offload": True})])]
+        variants = [
+            with_engine,
+            *([] if in_4bit else [memory.change_settings(with_engine, {"optimizer.offload": True})]),
+        ]
         for devices in _PLANNED_DEVICE_COUNTS[: 1 if by_vllm else None]:
             parts = memory.estimate_parts(model, with_engine, devices).values()
             prefix = "at least " if None in parts else ""
@@ -156,69 +169,65 @@ def print_memory_plan(cfg: Config) -> int:
         " is optimizer.offload.\nA model is loaded whole in fp32 before it is sharded, so the peak is at least that."
         " The parts do not add up to the peak, because they do not all exist at the same time."
         f" {_describe_sampling_memory(model, cfg)}"
-        f"\n\n{_describe_fit(model, cfg)}"
     )
+    if not reason:
+        print(f"\n{_make_card_table(model, on_card)}")
+    if not is_elsewhere:
+        print(f"\n{_describe_fit(model, cfg)}")
     return 0
+
+
+def _make_card_table(model: memory.ModelFacts, cfg: Config) -> str:
+    """Return a table of what a run on one GPU needs to fit on common cards."""
+    lines = [f"One GPU, in {cfg.policy.dtype}:", "", _format_table_row(["card", "fits", "peak"])]
+    lines.append(_format_table_row(["---"] * 3))
+    for card_gb in PLANNED_CARDS_GB:
+        changes = find_fitting_settings(model, cfg, card_gb)
+        text = "no" if changes is None else f"with {memory.format_settings(changes)}" if changes else "as it is"
+        peak = "" if changes is None else f"{memory.estimate_changed_peak(model, cfg, changes):.1f}"
+        lines.append(_format_table_row([f"{card_gb} GB", text, peak]))
+    return "\n".join(lines)
+
+
+def find_fitting_settings(model: memory.ModelFacts, cfg: Config, available: float) -> dict[str, Any] | None:
+    """Return settings by dotted key with which a run of one process fits, the smallest change; None if none do."""
+    if memory.fits(memory.estimate_peak(model, cfg), available):
+        return {}
+    for changes in ({}, *memory.suggest_smaller_settings(cfg)):
+        rows = memory.find_micro_batch(*memory.apply_changes(model, cfg, changes), available)
+        if rows is not None:
+            return {"algorithm.micro_batch": rows, **changes} if rows else changes
+    return None
 
 
 def _describe_fit(model: memory.ModelFacts, cfg: Config) -> str:
     """Return whether a run of one process fits this machine, and if not, settings that fit."""
     device = hardware.pick_device(cfg.policy.device)
-    available, needed = hardware.get_device_memory_gb(device), memory.estimate_peak(model, cfg)
-    qualifier = "at least" if memory.explain_unknown_memory(model.config) else "about"
+    available = hardware.get_available_memory_gb(device)
     owner = "this GPU" if device.type == "cuda" else "this machine"
-    need = f"{qualifier} {needed:.1f} GB are needed and {owner} has {available:.1f} GB"
-    verdict = f"Verdict for this machine: {'fits' if needed <= available else 'does not fit'}, {need}."
-    if needed <= available:
-        return verdict
-    for changes in _suggest_smaller_settings(cfg, device):
-        changed = _replace_settings(cfg, changes)
-        facts = memory.describe_model(changed.policy) if "policy.lora" in changes else model
-        devices = torch.cuda.device_count() if "runtime.engine" in changes else 1
-        gb = memory.estimate_peak(facts, changed, devices)
-        if gb <= available:
-            settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changes.items())
-            where = f" on {devices} GPUs" if devices > 1 else ""
-            return f"{verdict} It fits with {settings}{where}: {gb:.1f} GB."
-    return (
-        f"{verdict} Smaller micro-batches, gradient checkpointing and LoRA are not enough: choose a smaller model or a"
-        " larger machine."
-    )
+    return f"Verdict for {owner}: {_describe_fit_in(model, cfg, available)}."
 
 
-def _suggest_smaller_settings(cfg: Config, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield settings by dotted key that need less memory, the smallest change first.
-
-    Each change is made alone at first; then they are added up one by one.
-    """
-    rows, is_cuda = memory.count_backward_rows(cfg, 1), device.type == "cuda"
-    micro_batches = [{"algorithm.micro_batch": rows >> shift} for shift in range(1, rows.bit_length())]
-    others: list[dict[str, Any]] = []
-    if not cfg.policy.gradient_checkpointing:
-        others.append({"policy.gradient_checkpointing": True})
-    if is_cuda and not cfg.policy.load_in_4bit and cfg.policy.dtype != "float16" and not cfg.optimizer.offload:
-        others.append({"optimizer.offload": True})
-    yield from (*micro_batches, *others)
-    combined: dict[str, Any] = {}
-    for change in (*micro_batches[-1:], *others):
-        combined |= change
-        yield dict(combined)
-    if is_cuda and torch.cuda.device_count() > 1 and not cfg.policy.load_in_4bit:
-        yield {**combined, "runtime.engine": "fsdp2"}
-    if not cfg.policy.lora:
-        combined.pop("optimizer.offload", None)
-        adapter: dict[str, Any] = {"policy.lora": _SUGGESTED_LORA_RANK}
-        if cfg.optimizer.offload:
-            adapter["optimizer.offload"] = False
-        yield from (adapter, adapter | combined)
-
-
-def _replace_settings(cfg: Config, changes: Mapping[str, Any]) -> Config:
-    """Return the settings with changes by dotted key."""
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
-    return cfg
+def _describe_fit_in(model: memory.ModelFacts, cfg: Config, available: float) -> str:
+    """Return whether a run of one process fits into this memory, and if not, settings that fit."""
+    needed, changes = memory.estimate_peak(model, cfg), find_fitting_settings(model, cfg, available)
+    qualifier = "at least" if memory.explain_unknown_memory(model.config) else "about"
+    need = f"{qualifier} {needed:.1f} GB are needed, and a run plans with at most {memory.format_limit(available)}"
+    if changes == {}:
+        return f"fits, {need}"
+    devices = 1
+    if changes is None and (devices := torch.cuda.device_count()) > 1 and not cfg.policy.load_in_4bit:
+        sharded = {"policy.gradient_checkpointing": True, "optimizer.offload": True, "runtime.engine": "fsdp2"}
+        changes = {"algorithm.micro_batch": 1, **sharded}
+        if not memory.fits(memory.estimate_changed_peak(model, cfg, changes, devices), available):
+            changes = None
+    if changes is None:
+        return (
+            f"does not fit, {need}. Smaller micro-batches, gradient checkpointing and LoRA are not enough: choose a"
+            " smaller model or a larger machine"
+        )
+    gb, where = memory.estimate_changed_peak(model, cfg, changes, devices), f" on {devices} GPUs" if devices > 1 else ""
+    return f"does not fit, {need}. It fits with {memory.format_settings(changes)}{where}: {gb:.1f} GB"
 
 
 def _describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
@@ -226,7 +235,7 @@ def _describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
     sampler, dtype_bytes = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
     weights = f"{dtype_bytes * model.parameter_count / 1e9:.1f} GB of weights"
     if sampler.name != "vllm":
-        cache = _format_gb(memory.estimate_kv_cache(model.config, cfg, 1))
+        cache = _format_gb(memory.estimate_kv_cache(model, cfg, 1))
         return (
             f"Sampling keeps {cache} GB of keys and values on one device, and neither gradients nor activations."
             f' With sampler.name = "vllm", add {weights} and sampler.cache_gb.'

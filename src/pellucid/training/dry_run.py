@@ -12,11 +12,10 @@ from pellucid.config import Config, dump_config, format_toml, resolve_config
 from pellucid.environments.agents import AgentSpec
 from pellucid.environments.pool import create_environments
 from pellucid.policy.chat_template import encode_prefix, encode_question
-from pellucid.policy.load import load_tokenizer
 from pellucid.tasks.wrappers import get_innermost_task, is_process_bound
-from pellucid.training.build import make_template, resolve_machine_settings
+from pellucid.training.build import resolve_machine_settings
 from pellucid.training.memory import describe_model, predict_fallback_reason
-from pellucid.training.preflight import run_preflight_checks, show_plan
+from pellucid.training.preflight import load_run_tokenizer, run_preflight_checks, show_plan
 from pellucid.types import Prompt, UserError, with_split
 from pellucid.utils.text import escape_controls
 
@@ -30,10 +29,9 @@ def show_dry_run(cfg: Config, run_dir: Path) -> int:
     Return the exit status, 0. Raise UserError if a run would refuse these settings before it loads the model.
     """
     cfg = resolve_machine_settings(resolve_config(cfg))
-    run_preflight_checks(cfg, run_dir)
-    model = describe_model(cfg.policy)
-    tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.access)
-    make_template(cfg.policy).apply_to_tokenizer(tokenizer)
+    cfg, prompt_tokens = run_preflight_checks(cfg, run_dir)
+    model = describe_model(cfg.policy)._replace(prompt_tokens=prompt_tokens)
+    tokenizer = load_run_tokenizer(cfg.policy)
     prompt = next(iter(with_split(cfg.task, "train").sample(0, 1)), None)
     if prompt is None:
         raise UserError("the task has no prompt for step 0: its sample(step, n) must return n prompts")

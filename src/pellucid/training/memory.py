@@ -5,10 +5,13 @@ Sizes are in GB (1e9 bytes) per device.
 
 from __future__ import annotations
 
+import bisect
+import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pellucid.config import Config, PolicyConfig
 from pellucid.distributed.settings import REDUCE_BUCKET_ELEMENTS
 from pellucid.models.attention import KERNEL_HEAD_SIZES
-from pellucid.models.decoder import find_fallback_reason
+from pellucid.models.decoder import ADAPTABLE_LAYERS, find_fallback_reason
 from pellucid.policy.load import (
     ModelAccess,
     check_causal_model,
@@ -26,26 +29,42 @@ from pellucid.policy.load import (
     has_custom_code,
     locate_model,
 )
-from pellucid.policy.logprobs import MAX_ELEMENTWISE_LOGITS, MAX_MATMUL_LOGITS
+from pellucid.policy.logprobs import (
+    MAX_ELEMENTWISE_LOGITS,
+    MAX_GPU_ELEMENTWISE_LOGITS,
+    MAX_GPU_LOGITS,
+    MAX_MATMUL_LOGITS,
+)
 from pellucid.reporting.run_files import list_checkpoints
 from pellucid.rewards.grading import find_reward_models
 from pellucid.rewards.reward_model import compute_weights_gb
+from pellucid.types import UserError
 from pellucid.utils.hardware import pick_device
 
-_ASSUMED_PROMPT_TOKENS = 64
-"""The assumed length of a prompt in tokens."""
+MEMORY_SHARE = 0.85
+"""The share of the available memory that a plan may need."""
+ASSUMED_PROMPT_TOKENS = 64
+"""The assumed length of a prompt in tokens, where it is not known."""
 BYTES_PER_4BIT_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a 4-bit weight, with its share of the scale of its block of 64, and of the scale of 256 blocks."""
+"""Bytes of a 4-bit number, with its share of the scale of its block, and of the scale of 256 blocks."""
+_FRAGMENTED_SHARE = 0.5
+"""The share of the memory of sampling that an update on a CPU cannot use again, as measured: it is free in pieces."""
+_ADAPTED_MATRICES = 7
+"""The matrices of a layer that have an adapter, each of which keeps a vector of its rank for each token."""
 LIBRARIES_GB = 0.6
 """The memory of code and libraries."""
-_MIN_CHECKPOINTING_SAVING = 0.02
-"""The least share of the peak that gradient checkpointing must save to be worth its time."""
+_MIN_SAVING = 0.02
+"""The share of the peak from which a change that costs time is recommended."""
+_SUGGESTED_SAMPLER_ROWS = 32
+"""How many completions are sampled at once, in what is suggested if their KV cache is too large."""
+_SUGGESTED_LORA_RANK = 16
+"""The rank of the adapter that is suggested if training the whole model does not fit."""
 _VLLM_OVERHEAD_GB = 1.0
 """The memory of vLLM besides weights and cache, as measured on a CPU."""
 
 
 class ModelFacts(NamedTuple):
-    """The facts of a model on which its memory depends."""
+    """The facts of a model and of its prompts on which memory depends."""
 
     config: Any
     parameter_count: int
@@ -53,7 +72,9 @@ class ModelFacts(NamedTuple):
     quantized_count: int = 0
     """The number of parameters that are stored in 4 bits."""
     has_own_code: bool = False
-    """Whether the model runs Python code from its checkpoint."""
+    """Whether Python code of the checkpoint computes it."""
+    prompt_tokens: int = ASSUMED_PROMPT_TOKENS
+    """The length of the longest prompt in tokens."""
 
 
 def build_meta_model(name: str, access: ModelAccess) -> tuple[Any, Any]:
@@ -106,14 +127,22 @@ def estimate_phases(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[
     steady = sum_known(parts) - sum(parts[name] or 0.0 for name in ("gradients", "activations", "logits"))
     gradients, forward = parts["gradients"] or 0.0, (parts["activations"] or 0.0) + (parts["logits"] or 0.0)
     backward = max(gradients, forward) if _has_single_backward_pass(cfg, processes) else gradients + forward
-    is_sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
-    unsharded = 4 * model.parameter_count / 1e9 * (1 + _has_reference(cfg) / processes) + LIBRARIES_GB
+    sampling = _estimate_sampling_weights(model, cfg) + _estimate_sampling_logits(model, cfg, processes)
+    sampling += estimate_kv_cache(model, cfg, processes) or 0.0
+    heap = _FRAGMENTED_SHARE * sampling if _is_on_cpu(cfg) else 0.0
     return {
-        "start": (unsharded if is_sharded else 0.0) + sum(estimate_reward_models(cfg).values()),
-        "sampling": steady
-        + (_estimate_packed_weights(model, cfg) + (estimate_kv_cache(model.config, cfg, processes) or 0.0)),
-        "update": steady + backward,
+        "start": _estimate_start(model, cfg, processes) + sum(estimate_reward_models(cfg).values()),
+        "sampling": steady + sampling,
+        "update": steady + _estimate_gathered_layers(model, cfg) + backward + heap,
     }
+
+
+def _estimate_start(model: ModelFacts, cfg: Config, processes: int) -> float:
+    """Return the memory of the whole models in fp32 that an engine shards, the reference after the policy."""
+    if cfg.runtime.engine not in ("fsdp2", "deepspeed"):
+        return 0.0
+    whole = 4 * model.parameter_count / 1e9
+    return whole * (1 + _has_reference(cfg) / processes) + LIBRARIES_GB
 
 
 def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float | None]:
@@ -122,7 +151,7 @@ def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[s
     Weights, gradients and optimizer state are exact. Not all parts exist at the same time: see `estimate_phases`.
     """
     own_decoder = _uses_own_decoder(model, cfg.policy)
-    tokens = _count_backward_tokens(cfg, processes, shares_prompts=own_decoder)
+    tokens = _count_backward_tokens(cfg, processes, own_decoder, model.prompt_tokens)
     is_known = not explain_unknown_memory(model.config)
     return {
         **estimate_training_state(model, cfg, processes),
@@ -131,7 +160,7 @@ def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[s
         "activations": tokens * estimate_activation_bytes(model.config, cfg.policy, own_decoder) / 1e9
         if is_known
         else None,
-        "logits": _estimate_logits(model, cfg.policy, tokens),
+        "logits": _estimate_logits(model, cfg, tokens),
         "libraries": LIBRARIES_GB,
     }
 
@@ -164,6 +193,117 @@ def _get_dtype_bytes(policy: PolicyConfig) -> int:
     return 4 if policy.dtype == "float32" else 2
 
 
+# ---------------------------------------------------------------- what fits
+
+
+def choose_micro_batch(model: ModelFacts, cfg: Config, available_gb: float, processes: int = 1) -> int:
+    """Return the most rows of a forward pass with which a run fits into the available memory of each device.
+
+    It is 0 if it fits with all rows of an optimizer step, or if the memory of the model is unknown. Raise UserError,
+    which says what would fit, if it does not fit with one.
+    """
+    if explain_unknown_memory(model.config):
+        return 0
+    rows = find_micro_batch(model, cfg, available_gb, processes)
+    if rows is None:
+        raise UserError(_explain_what_fits(model, cfg, available_gb, processes))
+    return rows
+
+
+def find_micro_batch(model: ModelFacts, cfg: Config, available_gb: float, processes: int = 1) -> int | None:
+    """Return the most rows that fit, as `choose_micro_batch` does; None if not even one does."""
+
+    def estimate_with(rows: int) -> float:
+        return estimate_changed_peak(model, cfg, {"algorithm.micro_batch": rows}, processes)
+
+    if fits(estimate_with(0), available_gb):
+        return 0
+    # All rows at once may need less than all but one, which are two micro-batches.
+    fewer = range(1, count_minibatch_rows(cfg, processes))
+    return bisect.bisect_right(fewer, MEMORY_SHARE * available_gb, key=estimate_with) or None
+
+
+def fits(peak_gb: float, available_gb: float) -> bool:
+    """Whether a planned peak leaves enough of the available memory free."""
+    return peak_gb <= MEMORY_SHARE * available_gb
+
+
+def format_limit(available_gb: float) -> str:
+    return f"{MEMORY_SHARE * available_gb:.1f} GB, {MEMORY_SHARE:.0%} of {available_gb:.1f}"
+
+
+def format_settings(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, value in changes.items())
+
+
+def _explain_what_fits(model: ModelFacts, cfg: Config, available_gb: float, processes: int) -> str:
+    """Return what a run needs that does not fit with one row in a forward pass, what would fit, and what it saves."""
+    one_row = change_settings(cfg, {"algorithm.micro_batch": 1})
+    needed, limit = estimate_peak(model, one_row, processes), format_limit(available_gb)
+    savings, fitting = [], []
+    for changes in suggest_smaller_settings(one_row):
+        gb = estimate_changed_peak(model, one_row, changes, processes)
+        text = format_settings(changes)
+        if len(changes) == 1 and needed - gb >= _MIN_SAVING * needed:
+            savings.append(f"{text} saves {needed - gb:.1f} GB")
+        if fits(gb, available_gb):
+            fitting.append(f"{text}: {gb:.1f} GB")
+    advice = [f"it fits with {fitting[0]}"] if fitting else ["nothing below is enough: choose a smaller model"]
+    return (
+        f"memory: with one row in a forward pass, about {needed:.1f} GB are needed, and a run plans with at most"
+        f" {limit}; {'; '.join([*advice, *savings])}; algorithm.micro_batch = 1 starts it all the same"
+    )
+
+
+def suggest_smaller_settings(cfg: Config) -> Iterator[dict[str, Any]]:
+    """Yield settings by dotted key that need less memory, the smallest change first.
+
+    Each change is made alone at first; then they are added up one by one.
+    """
+    p, is_on_cpu, is_sharded = cfg.policy, _is_on_cpu(cfg), cfg.runtime.engine in ("fsdp2", "deepspeed")
+    rows, changes = max(_SUGGESTED_SAMPLER_ROWS, cfg.algorithm.group_size), dict[str, Any]()
+    if not p.gradient_checkpointing:
+        changes["policy.gradient_checkpointing"] = True
+    if not (is_on_cpu or p.lora or p.dtype == "float16" or cfg.optimizer.offload):
+        changes["optimizer.offload"] = True
+    if _has_reference(cfg) and not is_on_cpu and not is_sharded:
+        changes["policy.reference"] = "cpu"
+    if rows < cfg.sampler.rows:
+        changes["sampler.rows"] = rows
+    yield from ({key: value} for key, value in changes.items())
+    yield from (dict(islice(changes.items(), count)) for count in range(2, len(changes) + 1))
+    if not p.lora:
+        adapter = {"policy.lora": _SUGGESTED_LORA_RANK} | (
+            {"optimizer.offload": False} if cfg.optimizer.offload else {}
+        )
+        more = {key: changes[key] for key in ("policy.gradient_checkpointing", "sampler.rows") if key in changes}
+        yield from (adapter | dict(islice(more.items(), count)) for count in range(len(more) + 1))
+        if not is_on_cpu and not is_sharded and cfg.sampler.name != "vllm":
+            yield from (adapter | {"policy.load_in_4bit": True} | extra for extra in ({}, more))
+    yield from ({"sampler.max_tokens": max(1, cfg.sampler.max_tokens // share)} for share in (2, 4))
+
+
+def estimate_changed_peak(model: ModelFacts, cfg: Config, changes: Mapping[str, Any], processes: int = 1) -> float:
+    """Return the peak of a run with settings changed by dotted key."""
+    return estimate_peak(*apply_changes(model, cfg, changes), processes)
+
+
+def apply_changes(model: ModelFacts, cfg: Config, changes: Mapping[str, Any]) -> tuple[ModelFacts, Config]:
+    """Return the facts of the model and the settings with changes by dotted key."""
+    changed = change_settings(cfg, changes)
+    if (changed.policy.lora, changed.policy.load_in_4bit) != (cfg.policy.lora, cfg.policy.load_in_4bit):
+        model = describe_model(changed.policy)._replace(prompt_tokens=model.prompt_tokens)
+    return model, changed
+
+
+def change_settings(cfg: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the settings with changes by dotted key."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+    return cfg
+
+
 # ---------------------------------------------------------------- gradient checkpointing
 
 
@@ -181,10 +321,10 @@ def describe_checkpointing(model: ModelFacts, cfg: Config, processes: int = 1) -
     if explain_unknown_memory(model.config):
         return ""
     is_on, (saved, peak) = cfg.policy.gradient_checkpointing, estimate_checkpointing_saving(model, cfg, processes)
-    if saved >= _MIN_CHECKPOINTING_SAVING * peak:
+    if saved >= _MIN_SAVING * peak:
         return f"policy.gradient_checkpointing {'saves' if is_on else 'would save'} {saved:.1f} of {peak:.1f} GB"
     advice = ": leave it out, it costs time" if is_on else ""
-    return f"policy.gradient_checkpointing saves less than {_MIN_CHECKPOINTING_SAVING:.0%} of the memory here{advice}"
+    return f"policy.gradient_checkpointing saves less than {_MIN_SAVING:.0%} of the memory here{advice}"
 
 
 def suggest_memory_remedy(model: ModelFacts, cfg: Config, processes: int = 1) -> str:
@@ -194,7 +334,7 @@ def suggest_memory_remedy(model: ModelFacts, cfg: Config, processes: int = 1) ->
         return remedy
     one_row = replace(cfg, algorithm=replace(cfg.algorithm, micro_batch=1))
     saved, peak = estimate_checkpointing_saving(model, one_row, processes)
-    if saved < _MIN_CHECKPOINTING_SAVING * peak:
+    if saved < _MIN_SAVING * peak:
         return remedy
     return f"set policy.gradient_checkpointing, which saves {saved:.1f} of {peak:.1f} GB, or {remedy}"
 
@@ -211,50 +351,69 @@ def estimate_training_state(model: ModelFacts, cfg: Config, processes: int = 1) 
     return estimators.get(cfg.runtime.engine, _estimate_ddp_state)(model, cfg, processes)
 
 
-def _estimate_ddp_state(model: ModelFacts, cfg: Config, _: int) -> dict[str, float]:
+def _estimate_ddp_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
+    """Frozen weights, and with offloading all weights, are in the compute dtype, and without a copy."""
     p, t, q = model.parameter_count / 1e9, model.trained_count / 1e9, model.quantized_count / 1e9
-    dtype_bytes = _get_dtype_bytes(cfg.policy)
-    copy_bytes = 4 - dtype_bytes  # 2 for a half-precision copy beside the masters, 0 in fp32
-    reference = (4 + copy_bytes) * p * _has_reference(cfg)
+    dtype_bytes, own_decoder = _get_dtype_bytes(cfg.policy), _uses_own_decoder(model, cfg.policy)
+    copy_bytes = dtype_bytes if dtype_bytes < 4 else 0
+    frozen = dtype_bytes * (p - t) + (BYTES_PER_4BIT_WEIGHT - dtype_bytes) * q
+    buckets = 2 if processes > 1 else 1  # DDP copies gradients to exchange them
+    reference = _estimate_whole_reference(model, cfg)
     if cfg.optimizer.offload:
-        copied = _count_fused_weights(model.config) if copy_bytes and _uses_own_decoder(model, cfg.policy) else p
-        weights = dtype_bytes * p + copy_bytes * copied
-        return {"weights": weights, "gradients": dtype_bytes * t, "optimizer": 0.0, "reference": reference}
-    masters = 4 * t + dtype_bytes * (p - t)
-    if model.quantized_count:
-        masters += (BYTES_PER_4BIT_WEIGHT - dtype_bytes) * q - copy_bytes * (p - t)  # frozen weights have no copy
-    return {"weights": masters + copy_bytes * p, "gradients": 4 * t, "optimizer": 8 * t, "reference": reference}
+        weights = frozen + dtype_bytes * t + (0 if own_decoder else copy_bytes * t)
+        host_gb = 16 * t if _is_on_cpu(cfg) else 0.0
+        return {
+            "weights": weights,
+            "gradients": dtype_bytes * t * buckets,
+            "optimizer": host_gb,
+            "reference": reference,
+        }
+    weights = frozen + (4 + copy_bytes) * t
+    return {"weights": weights, "gradients": 4 * t * buckets, "optimizer": 8 * t, "reference": reference}
 
 
 def _estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
-    """Return the state, sharded among `runtime.shards` processes, and the weights for sampling, unsharded."""
+    """The state is sharded among `runtime.shards` processes."""
     p, t, shards = model.parameter_count / 1e9, model.trained_count / 1e9, cfg.runtime.shards or processes
-    dtype_bytes = _get_dtype_bytes(cfg.policy)
-    is_offloaded = cfg.optimizer.offload and cfg.policy.device != "cpu"
-    sharded = {"weights": 4 * t + dtype_bytes * (p - t), "gradients": 4 * t, "optimizer": 8 * t}
+    is_offloaded = cfg.optimizer.offload and not _is_on_cpu(cfg)
+    sharded = {"weights": 4 * t + _get_dtype_bytes(cfg.policy) * (p - t), "gradients": 4 * t, "optimizer": 8 * t}
     state = {name: 0.0 if is_offloaded else size / shards for name, size in sharded.items()}
-    state["weights"] += dtype_bytes * p
     return state | {"reference": 4 * p * _has_reference(cfg) / shards}
 
 
 def _estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
     """Return the state with DeepSpeed's ZeRO (arXiv 1910.02054, figure 1) and gradients in fp32.
 
-    A parameter takes 2 bytes of weights in bf16, 4 of gradients and 12 of optimizer state. Stage 2 shards all but the
-    weights, and stage 3 also the weights. The weights for sampling are not sharded.
+    A parameter has 2 bytes of weights in bf16, 4 of gradients and 12 of optimizer state. Stage 2 shards all but the
+    weights, stage 3 the weights, too.
     """
     p, t = model.parameter_count / 1e9, model.trained_count / 1e9
     dtype_bytes, is_stage_3 = _get_dtype_bytes(cfg.policy), cfg.runtime.zero_stage == 3
-    is_half, is_offloaded = dtype_bytes == 2, cfg.optimizer.offload and cfg.policy.device != "cpu"
-    has_copies = is_half and not is_stage_3 and _uses_own_decoder(model, cfg.policy)
-    copied = 2 * _count_fused_weights(model.config) if has_copies else 0.0
+    is_half, is_offloaded = dtype_bytes == 2, cfg.optimizer.offload and not _is_on_cpu(cfg)
+    has_copies = not is_stage_3 and _uses_own_decoder(model, cfg.policy)
+    copied = dtype_bytes * _count_fused_weights(model.config) if has_copies else 0.0
     own_masters = is_half or not is_stage_3 or cfg.optimizer.offload  # else the weights are the masters
+    reference = _has_reference(cfg) * dtype_bytes * p / processes
     return {
-        "weights": dtype_bytes * p * (1 + 1 / processes if is_stage_3 else 1) + copied,
+        "weights": (dtype_bytes * p / processes if is_stage_3 else dtype_bytes * p) + copied,
         "gradients": 4 * (REDUCE_BUCKET_ELEMENTS / 1e9 + (0.0 if is_offloaded else t / processes)),
         "optimizer": 0.0 if is_offloaded else (8 + 4 * own_masters) * t / processes,
-        "reference": _has_reference(cfg) * (dtype_bytes * p / processes if is_stage_3 else (8 - dtype_bytes) * p),
+        "reference": reference if is_stage_3 else _estimate_whole_reference(model, cfg),
     }
+
+
+def _estimate_whole_reference(model: ModelFacts, cfg: Config) -> float:
+    """A frozen one is in the compute dtype; one that moves, and one of transformers, is in fp32 with a copy."""
+    dtype_bytes = _get_dtype_bytes(cfg.policy)
+    is_cast = is_reference_cast(cfg) and _uses_own_decoder(model, cfg.policy)
+    masters = 0 if is_cast or dtype_bytes == 4 else 4
+    return _has_reference(cfg) * (masters + dtype_bytes) * model.parameter_count / 1e9
+
+
+def is_reference_cast(cfg: Config) -> bool:
+    """Whether the reference is kept in the compute dtype: if it stays as it is, and FSDP2, which takes parameters of
+    one dtype, does not shard it."""
+    return not cfg.algorithm.reference_every and cfg.runtime.engine != "fsdp2"
 
 
 def _has_reference(cfg: Config) -> bool:
@@ -262,7 +421,34 @@ def _has_reference(cfg: Config) -> bool:
     p = cfg.policy
     if not cfg.algorithm.kl_coef or p.lora:
         return False
-    return p.reference == "auto" or pick_device(p.reference) == pick_device(p.device)
+    return p.reference == "auto" or _get_device_type(p.reference) == _get_device_type(p.device)
+
+
+def _get_device_type(name: str) -> str:
+    """Return the type of a device; a plan may be for a GPU that this machine does not have."""
+    return "cuda" if name.startswith("cuda") else pick_device(name).type
+
+
+def _is_on_cpu(cfg: Config) -> bool:
+    return _get_device_type(cfg.policy.device) == "cpu"
+
+
+def _shards_weights(cfg: Config) -> bool:
+    """Whether an engine gathers the weights of a layer while it computes."""
+    return cfg.runtime.engine == "fsdp2" or (cfg.runtime.engine == "deepspeed" and cfg.runtime.zero_stage == 3)
+
+
+def _estimate_gathered_layers(model: ModelFacts, cfg: Config) -> float:
+    """Return the memory of the weights that an engine has gathered in an update, and of their gradients in fp32: the
+    embedding and the head, and of the layers the present one, whose gradients are exchanged, and the next."""
+    if not _shards_weights(cfg):
+        return 0.0
+    config, dtype_bytes = model.config.get_text_config(), _get_dtype_bytes(cfg.policy)
+    outer = getattr(config, "vocab_size", 0) * getattr(config, "hidden_size", 0)
+    outer *= 1 if getattr(config, "tie_word_embeddings", False) else 2
+    layer = (model.parameter_count - outer) / (getattr(config, "num_hidden_layers", 0) or 1)
+    gradients = 0.0 if cfg.policy.lora else 4 * (outer + layer)
+    return (dtype_bytes * (outer + 2 * layer) + gradients) / 1e9
 
 
 def _uses_own_decoder(model: ModelFacts, policy: PolicyConfig) -> bool:
@@ -275,9 +461,10 @@ def predict_fallback_reason(model: ModelFacts, policy: PolicyConfig) -> str:
         return "policy.engine"
     if model.has_own_code:
         return "custom code"
-    if policy.lora:
-        return "an adapter on a 4-bit base" if policy.load_in_4bit else "an adapter"
-    return find_fallback_reason(model.config)
+    if policy.load_in_4bit:
+        return "an adapter on a 4-bit base"
+    unknown = sorted(set(policy.lora_targets) - ADAPTABLE_LAYERS)
+    return find_fallback_reason(model.config) or (f"an adapter of {unknown[0]}" if unknown else "")
 
 
 def _count_fused_weights(config: Any) -> float:
@@ -301,24 +488,29 @@ def _get_head_sizes(config: Any) -> tuple[int, int, int]:
 # ---------------------------------------------------------------- activations and logits of the update
 
 
-def count_backward_rows(cfg: Config, processes: int) -> int:
-    """Return the number of completions in one backward pass. Only `micro_batch` splits groups."""
+def count_minibatch_rows(cfg: Config, processes: int) -> int:
+    """Return the number of completions of an optimizer step in one process, those of replayed steps included."""
     a = cfg.algorithm
-    return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
+    return max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes)) * a.max_staleness
+
+
+def count_backward_rows(cfg: Config, processes: int) -> int:
+    """Return the number of completions in one backward pass."""
+    rows = count_minibatch_rows(cfg, processes)
+    return min(cfg.algorithm.micro_batch_rows or rows, rows)
 
 
 def _has_single_backward_pass(cfg: Config, processes: int) -> bool:
-    """Whether an optimizer step has one micro-batch, during which the engine keeps no gradient buffers."""
-    a = cfg.algorithm
-    minibatch = a.prompts_per_step * a.group_size // (a.minibatches * processes)
-    return cfg.runtime.engine != "deepspeed" and count_backward_rows(cfg, processes) >= minibatch
+    """Whether an optimizer step has a single micro-batch, and the engine keeps no gradient buffers during it."""
+    rows = count_minibatch_rows(cfg, processes)
+    return cfg.runtime.engine != "deepspeed" and count_backward_rows(cfg, processes) == rows
 
 
-def _count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool) -> float:
-    """Return the number of tokens of one backward pass. A shared prompt counts once per group."""
+def _count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool, prompt_tokens: int) -> float:
+    """Return the number of tokens of one backward pass. A shared prompt counts once for a group."""
     rows = count_backward_rows(cfg, processes)
     prompts = rows / cfg.algorithm.group_size if shares_prompts else rows
-    return rows * cfg.sampler.max_tokens + prompts * _ASSUMED_PROMPT_TOKENS
+    return rows * cfg.sampler.max_tokens + prompts * prompt_tokens
 
 
 def estimate_activation_bytes(config: Any, policy: PolicyConfig, own_decoder: bool) -> float:
@@ -329,6 +521,7 @@ def estimate_activation_bytes(config: Any, policy: PolicyConfig, own_decoder: bo
     """
     config = config.get_text_config()
     layer, layers = estimate_layer_bytes(config, _get_dtype_bytes(policy)), config.num_hidden_layers
+    layer += _ADAPTED_MATRICES * policy.lora * _get_dtype_bytes(policy)
     total = 4 * config.hidden_size * (layers + 1) + layer if policy.gradient_checkpointing else layer * layers
     return total if own_decoder else 1.5 * total
 
@@ -348,37 +541,62 @@ def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
     return 8 * config.hidden_size + dtype_bytes * (normed + attention + 3 * inner)
 
 
-def _estimate_logits(model: ModelFacts, policy: PolicyConfig, tokens: float) -> float:
+def _estimate_logits(model: ModelFacts, cfg: Config, tokens: float) -> float:
     """Return the memory of the logits that exist at once, and of the gradient of the head.
 
-    The gradient is in fp32. In half precision, the matrix product that is added to it exists beside it.
+    The gradient is in fp32. On the CPU each part of it is a matrix product in the compute dtype at first; on a GPU
+    the logits are in fp32, and their gradient in the compute dtype.
     """
-    config, dtype_bytes = model.config.get_text_config(), _get_dtype_bytes(policy)
+    config, dtype_bytes = model.config.get_text_config(), _get_dtype_bytes(cfg.policy)
     vocabulary, width = getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0)
     logits = tokens * vocabulary
-    head_bytes = 0.0 if policy.lora else (4 + dtype_bytes % 4) * vocabulary * width
-    return (dtype_bytes * min(logits, MAX_MATMUL_LOGITS) + 12 * min(logits, MAX_ELEMENTWISE_LOGITS) + head_bytes) / 1e9
+    if _is_on_cpu(cfg):
+        products = dtype_bytes * min(logits, MAX_MATMUL_LOGITS) + 12 * min(logits, MAX_ELEMENTWISE_LOGITS)
+        is_split = dtype_bytes < 4 or logits > MAX_MATMUL_LOGITS
+        head_bytes = 4 + (dtype_bytes if is_split else 0)
+    else:
+        products = (4 + dtype_bytes % 4) * min(logits, MAX_GPU_LOGITS) + 8 * min(logits, MAX_GPU_ELEMENTWISE_LOGITS)
+        head_bytes = 4
+    return (products + (0 if cfg.policy.lora else head_bytes * vocabulary * width)) / 1e9
 
 
 # ---------------------------------------------------------------- sampling and rewards
 
 
-def estimate_kv_cache(config: Any, cfg: Config, processes: int) -> float | None:
-    """Return the memory of the KV cache, which stores each prompt once; None if it is unknown."""
-    if explain_unknown_memory(config):
+def _count_sampled_rows(cfg: Config, processes: int) -> int:
+    """Return the most rows that this process decodes at once, for training or for an evaluation."""
+    a, e = cfg.algorithm, cfg.evaluate
+    if cfg.sampler.name == "vllm":
+        return 0
+    evaluated = e.n * max(1, e.samples or e.k) // processes if e.every else 0
+    return max(a.group_size, min(cfg.sampler.rows, max(a.prompts_per_step * a.group_size // processes, evaluated)))
+
+
+def estimate_kv_cache(model: ModelFacts, cfg: Config, processes: int) -> float | None:
+    """Return the memory of the KV cache, with each prompt once; None if it is unknown."""
+    if explain_unknown_memory(model.config):
         return None
-    config, a, s = config.get_text_config(), cfg.algorithm, cfg.sampler
-    rows = min(s.rows, max(a.group_size, a.prompts_per_step * a.group_size // processes))
-    tokens = rows * s.max_tokens + rows / a.group_size * _ASSUMED_PROMPT_TOKENS
+    config, rows = model.config.get_text_config(), _count_sampled_rows(cfg, processes)
+    tokens = rows * cfg.sampler.max_tokens + rows / cfg.algorithm.group_size * model.prompt_tokens
     _, key_heads, size = _get_head_sizes(config)
     return 2 * _get_dtype_bytes(cfg.policy) * tokens * config.num_hidden_layers * key_heads * size / 1e9
 
 
-def _estimate_packed_weights(model: ModelFacts, cfg: Config) -> float:
-    """Return the memory of the packed weights for sampling with CPU kernels, beside the weights for the update."""
+def _estimate_sampling_logits(model: ModelFacts, cfg: Config, processes: int) -> float:
+    """Return the memory of a token's logits and, on a GPU, of their sums in fp32 and fp64."""
+    rows, vocabulary = _count_sampled_rows(cfg, processes), getattr(model.config.get_text_config(), "vocab_size", 0)
+    element_bytes = _get_dtype_bytes(cfg.policy) if _is_on_cpu(cfg) else 16
+    return rows * vocabulary * element_bytes / 1e9
+
+
+def _estimate_sampling_weights(model: ModelFacts, cfg: Config) -> float:
+    """Return the memory of weights that exist only while the native sampler samples: those that an engine gathers, and
+    those that the CPU kernels have in a layout of their own."""
+    weights, dtype_bytes = model.parameter_count / 1e9, _get_dtype_bytes(cfg.policy)
+    gathered = dtype_bytes * weights if _shards_weights(cfg) else 0.0
     is_bf16 = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16"
-    has_kernels = is_bf16 and _uses_own_decoder(model, cfg.policy)
-    return 2 * model.parameter_count / 1e9 if has_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
+    has_kernels = is_bf16 and _uses_own_decoder(model, cfg.policy) and _is_on_cpu(cfg)
+    return gathered + (2 * weights if has_kernels else 0.0)
 
 
 def _estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
@@ -395,12 +613,11 @@ def _estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
 
 
 def estimate_reward_models(cfg: Config) -> dict[str, float]:
-    """Return the memory of the reward models on the policy's device, unsharded; empty if there are none."""
-    device = pick_device(cfg.policy.device)
+    """Return the memory of the reward models on the device of the policy, which are not sharded; empty without any."""
     sizes = [
         compute_weights_gb(source, settings)
         for source, settings in find_reward_models(cfg.task).values()
-        if pick_device(settings.device, "reward_model.device") == device
+        if _get_device_type(settings.device) == _get_device_type(cfg.policy.device)
     ]
     return {"reward model": sum(sizes)} if sizes else {}
 

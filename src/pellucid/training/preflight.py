@@ -6,6 +6,7 @@ Then follow the plan, one prompt with its completion and reward, and the predict
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,13 +23,16 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from pellucid.algorithm.metrics import find_inert_settings
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.config import Config, SamplerConfig
+from pellucid.config import Config, PolicyConfig, SamplerConfig
+from pellucid.distributed.process_group import broadcast_decision
 from pellucid.models.decoder import get_context_length
 from pellucid.policy import load
 from pellucid.policy.chat_template import (
     RENDER_ERRORS,
     PromptText,
+    encode_prefix,
     encode_prompt_texts,
+    encode_question,
     find_token_fault,
     format_template_error,
     render_question,
@@ -85,14 +89,25 @@ MAX_GIVEN_CHARACTERS = 4000
 """The most characters that are shown of a span of given tokens."""
 _MARK_STYLE = "bold cyan"
 _FAILED_WARNING_SHARE = 0.1
-"""The share of failed rewards from which the advice is to fix them first."""
+"""The share of failed rewards from which the advice is to mend them."""
+_MIN_GPU_ROWS = 16
+"""Below this many rows in a forward pass a GPU waits for the kernels of an update (docs/gpu.md)."""
 _OTHER_ARITHMETIC_NOTE = (
     'log-probs of sampler.name = "vllm" differ slightly from those of the update: algorithm.correction = "{}"'
 )
 
 
-def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
-    """Check what would otherwise fail after minutes or at the end: settings, extras, data, disk space.
+class PreflightResult(NamedTuple):
+    """What `run_preflight_checks` has found."""
+
+    cfg: Config
+    """The settings, with the number of rows that algorithm.micro_batch = "auto" chose."""
+    prompt_tokens: int
+    """The length of the longest of the first prompts."""
+
+
+def run_preflight_checks(cfg: Config, run_dir: Path) -> PreflightResult:
+    """Check what would otherwise fail after minutes or at the end: settings, extras, data, memory, disk space.
 
     Raise DataError for bad rows that are not to be skipped, and UserError for anything else that would end the run.
     """
@@ -111,13 +126,14 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
     elif cfg.sampler.name == "vllm":
         vllm.check_vllm_installed()
     try:
-        model = memory.describe_model(cfg.policy)
+        model, tokenizer = memory.describe_model(cfg.policy), load_run_tokenizer(cfg.policy)
     except UserError:  # loading the model raises an error that says more
-        model = None
-    if model:
+        model = tokenizer = None
+    if model and tokenizer:
         _check_model_config(cfg, model.config.get_text_config())
-        _check_configured_prompts(cfg, model.config.get_text_config())
-    check_reward_signatures(cfg, with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step))
+        _check_configured_prompts(cfg, model.config.get_text_config(), tokenizer)
+    prompts = with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
+    check_reward_signatures(cfg, prompts)
     if cfg.evaluate.every:  # raises a UserError if nothing is held out
         sample_held_out_prompts(with_split(cfg.task, "test"), cfg.evaluate.n)
     disk = memory.plan_disk(cfg, model, run_dir) if model else None
@@ -127,6 +143,55 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> None:
             f"{run_dir} needs {disk.needed_gb:.1f} GB for the model and {checkpoints}, and {disk.free_gb:.1f} GB are"
             f" free: make room, lower checkpoint.keep_last, or choose another folder with {format_option('run')}"
         )
+    if not model or not tokenizer:
+        return PreflightResult(cfg, memory.ASSUMED_PROMPT_TOKENS)
+    model = model._replace(prompt_tokens=measure_prompt_tokens(cfg, tokenizer, prompts))
+    chosen = _choose_micro_batch(cfg, model) if cfg.algorithm.micro_batch == "auto" else cfg
+    return PreflightResult(chosen, model.prompt_tokens)
+
+
+def _choose_micro_batch(cfg: Config, model: memory.ModelFacts) -> Config:
+    """Choose algorithm.micro_batch by the memory of the first process. Raise UserError if not even one row fits."""
+    device = hardware.pick_device(cfg.policy.device)
+    available = broadcast_decision(lambda: repr(hardware.get_available_memory_gb(device)), device, cfg.runtime.timeout)
+    rows = memory.choose_micro_batch(model, cfg, float(available), int(os.environ.get("WORLD_SIZE", "1")))
+    return memory.change_settings(cfg, {"algorithm.micro_batch": rows})
+
+
+def measure_prompt_tokens(cfg: Config, tokenizer: PreTrainedTokenizerBase, first: Sequence[Prompt] = ()) -> int:
+    """Return the length of the longest prompt with its prefix, among the first prompts of the task.
+
+    A user-defined task is only asked for the prompts of the first step, if they are not given: it may rely on one call
+    per step. The environment of a conversation may write more than its prompt: its length is at least the assumed one.
+    """
+    task, n = with_split(cfg.task, "train"), cfg.algorithm.prompts_per_step
+    innermost = get_innermost_task(task)
+    if type(innermost).__module__.startswith("pellucid."):
+        first = [prompt for step in range(-(-_PROBE_PROMPT_COUNT // n)) for prompt in task.sample(step, n)]
+    lengths = []
+    for prompt in first or task.sample(0, n):
+        with suppress(UserError, *RENDER_ERRORS):  # a bad row, which other checks refuse or leave out
+            lengths.append(len(encode_question(tokenizer, prompt)) + len(encode_prefix(tokenizer, prompt)))
+    is_known = bool(lengths) and not hasattr(innermost, "environment_spec")
+    return max([1 if is_known else memory.ASSUMED_PROMPT_TOKENS, *lengths])
+
+
+def load_run_tokenizer(cfg: PolicyConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the policy, with the chat template of the settings. Raise UserError if it is not found."""
+    tokenizer = load.load_tokenizer(cfg.model, cfg.access)
+    make_template(cfg).apply_to_tokenizer(tokenizer)
+    return tokenizer
+
+
+def describe_planned_model(cfg: Config) -> memory.ModelFacts:
+    """Return the facts of the model and of the prompts without loading weights.
+
+    Raise UserError if the model is not found. Prompts whose data are not found have the assumed length.
+    """
+    model = memory.describe_model(cfg.policy)
+    with suppress(UserError):
+        return model._replace(prompt_tokens=measure_prompt_tokens(cfg, load_run_tokenizer(cfg.policy)))
+    return model
 
 
 def print_disclosures(cfg: Config, access_warning: str) -> None:
@@ -193,17 +258,26 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
 
 
 def _describe_memory(cfg: Config, model: memory.ModelFacts, world_size: int) -> str:
-    """Return how much memory the run will need, with advice if that is more than the device has."""
+    """Return how much memory the run will need, with advice if that is more than it may plan with."""
     unknown = memory.explain_unknown_memory(model.config)
     expected = memory.estimate_peak(model, cfg, world_size)
-    available = hardware.get_device_memory_gb(hardware.pick_device(cfg.policy.device))
-    text = f"{'at least' if unknown else 'about'} {expected:.1f} GB expected"
+    available = hardware.get_available_memory_gb(hardware.pick_device(cfg.policy.device))
+    rows, minibatch = memory.count_backward_rows(cfg, world_size), memory.count_minibatch_rows(cfg, world_size)
+    of_minibatch = f" of the {minibatch}" if rows < minibatch else ""
+    text = f"{'at least' if unknown else 'about'} {expected:.1f} GB expected with {format_count(rows, 'row')}"
+    text += f"{of_minibatch} in a forward pass"
     if unknown:
         text += f", activations unknown ({unknown})"
-    if expected > available:
-        text += f" of {available:.0f} GB: pellucid doctor --plan says what would fit"
+    has_room = memory.fits(expected, available)
+    if not has_room:
+        text += (
+            f", more than {memory.format_limit(available)}: pellucid doctor --plan says what would fit, and"
+            f" {format_option('algorithm.micro_batch', 'auto')} chooses a micro-batch for this memory"
+        )
     note = memory.describe_checkpointing(model, cfg, world_size)
-    return f"{text}; {note}" if note and (expected > available or cfg.policy.gradient_checkpointing) else text
+    if _MIN_GPU_ROWS > rows < minibatch and hardware.pick_device(cfg.policy.device).type == "cuda":
+        return f"{text}; fewer than {_MIN_GPU_ROWS} rows cost time on a GPU{f': {note}' if note else ''}"
+    return f"{text}; {note}" if note and (not has_room or cfg.policy.gradient_checkpointing) else text
 
 
 def _describe_data(cfg: Config) -> dict[str, str]:
@@ -367,8 +441,8 @@ def _find_cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection
     return [len(ids) == max_tokens and ids[-1] not in eos_ids for ids in turns]
 
 
-def describe_loaded_model(policy: Policy) -> memory.ModelFacts:
-    """Return the facts of a loaded model."""
+def describe_loaded_model(policy: Policy, prompt_tokens: int = memory.ASSUMED_PROMPT_TOKENS) -> memory.ModelFacts:
+    """Return the facts of a loaded model, whose longest prompt has so many tokens."""
     sizes = [(count_weights(p), p) for p in policy.model.parameters()]
     return memory.ModelFacts(
         policy.model.config,
@@ -376,6 +450,7 @@ def describe_loaded_model(policy: Policy) -> memory.ModelFacts:
         trained_count=sum(n for n, p in sizes if p.requires_grad),
         quantized_count=sum(n for n, p in sizes if load.is_quantized(p)),
         has_own_code=has_custom_code(policy.model),
+        prompt_tokens=prompt_tokens,
     )
 
 
@@ -398,13 +473,8 @@ class _PromptLimits(NamedTuple):
     vocabulary_size: int
 
 
-def _check_configured_prompts(cfg: Config, text: PreTrainedConfig) -> None:
+def _check_configured_prompts(cfg: Config, text: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check the prompts of both splits against the tokenizer and the configuration of the text model."""
-    try:
-        tokenizer = load.load_tokenizer(cfg.policy.model, cfg.policy.access)
-    except UserError:  # loading the policy raises it again
-        return
-    make_template(cfg.policy).apply_to_tokenizer(tokenizer)
     splits = ("train", "test") if cfg.evaluate.every else ("train",)
     check_prompts(cfg, tokenizer, get_context_length(text), text.vocab_size, splits)
 

@@ -155,6 +155,8 @@ class TrainingRun:
         """The model that is trained, also after the run has ended; None before it starts."""
         self.stopped_step = 0
         """The step after which a stop request or the caller ended the run; 0 if it was not ended early."""
+        self.prompt_tokens = 0
+        """The length of the longest of the first prompts, for the memory plan."""
         self._saved_step = 0
         self._data_error: DataError | None = None
         """The error in the data that ended the run, if one did."""
@@ -164,7 +166,7 @@ class TrainingRun:
         with ExitStack() as stack:
             with self.stop_requests.interrupt_immediately():
                 parts = self._build(stack)
-                evaluation = _begin_run(self.cfg, self.run_dir, parts, self.resume_changes)
+                evaluation = _begin_run(self.cfg, self.run_dir, parts, self.resume_changes, self.prompt_tokens)
             self.resume_changes, self.prepare = self.resume_changes or {}, None
             is_main = parts.runtime.is_main
             log = _open_logs(self.cfg, self.run_dir, parts.state.step) if is_main else CompositeLogger([])
@@ -228,7 +230,7 @@ class TrainingRun:
         parts = build_components(self.cfg, self.run_dir / "rewards.log")
         stack.callback(parts.close)
         parts.runtime.out_of_memory_hint = suggest_memory_remedy(
-            describe_loaded_model(parts.policy), self.cfg, parts.runtime.world_size
+            describe_loaded_model(parts.policy, self.prompt_tokens), self.cfg, parts.runtime.world_size
         )
         self.policy = parts.policy
         return parts
@@ -236,7 +238,7 @@ class TrainingRun:
     def _check_preflight(self) -> None:
         """Run the preflight checks. If the data ends a resumed run, allow the next resume to change the data."""
         try:
-            run_preflight_checks(self.cfg, self.run_dir)
+            self.cfg, self.prompt_tokens = run_preflight_checks(self.cfg, self.run_dir)
         except DataError as error:
             if self.resume_changes is not None and is_first_process():
                 record_bad_data(self.run_dir, str(error))
@@ -334,7 +336,7 @@ def end_forked_copies(steps: Iterator[StepResult]) -> Iterator[StepResult]:
 
 
 def _begin_run(
-    cfg: Config, run_dir: Path, parts: Components, resume_changes: SettingChanges | None
+    cfg: Config, run_dir: Path, parts: Components, resume_changes: SettingChanges | None, prompt_tokens: int
 ) -> Evaluation | None:
     """Restore the run if it is resumed, and write config.json. Return the evaluation before step 1."""
     notes = restore_run(run_dir, parts) if resume_changes is not None and list_checkpoints(run_dir) else []
@@ -342,7 +344,10 @@ def _begin_run(
         start_run_dir(run_dir, cfg, parts.state.step, resume_changes)
         print_notes(*notes)
         with guard_display("the settings"):
-            model, fallback_reason = describe_loaded_model(parts.policy), parts.policy.find_fallback_reason()
+            model, fallback_reason = (
+                describe_loaded_model(parts.policy, prompt_tokens),
+                parts.policy.find_fallback_reason(),
+            )
             show_plan(cfg, model, fallback_reason, parts.runtime.world_size, run_dir)
     # A barrier: rewards of other processes may write into the run directory once the main process has checked it.
     parts.runtime.any_rank(False)

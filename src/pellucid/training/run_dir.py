@@ -234,7 +234,9 @@ SettingChanges = Mapping[str, Sequence[Any]]
 
 def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
     """Return the settings that a resume with `cfg` changes. Raise UserError if one of them must not change."""
-    changed, steps = _find_setting_changes(run_dir, dump_settings(cfg)), cfg.algorithm.steps
+    changed, steps = dict(_find_setting_changes(run_dir, dump_settings(cfg))), cfg.algorithm.steps
+    if cfg.algorithm.micro_batch == "auto":  # a run records the number, so that the user has asked to choose it again
+        changed["algorithm.micro_batch"] = (_read_run_config(run_dir)["algorithm"].get("micro_batch"), "auto")
     done = max(map(get_checkpoint_step, list_checkpoints(run_dir)), default=0)
     if steps < done:
         raise UserError(f"{run_dir} has taken {done} steps already: algorithm.steps = {steps} must be at least {done}")
@@ -271,15 +273,16 @@ def _strip_execution_settings(term: Any) -> Any:
 def _find_setting_changes(run_dir: Path, settings: Record) -> SettingChanges:
     """Return the differences between the settings of a run and other settings (`dump_settings`).
 
-    Files are compared by content, not by path. The dtype "auto" stands for the dtype of the run, and a branch or a tag
-    for its commit in the cache of the Hub.
+    A file counts as changed if its content is different, wherever it is. The dtype "auto" is that of the run, and so is
+    the micro-batch "auto". A branch or a tag is the commit to which it leads in the cache of the Hub.
     """
     old_digests, new_digests = _read_run_config(run_dir)["digests"], digest_named_files(settings)
     old, new = (
         dict(flatten_config(values)) for values in (dump_settings(load_config(run_dir / "config.json")), settings)
     )
-    if new["policy.dtype"] == "auto":
-        new["policy.dtype"] = old["policy.dtype"]
+    for key in ("policy.dtype", "algorithm.micro_batch"):
+        if new[key] == "auto":
+            new[key] = old[key]
     if commit := _find_cached_commit(new["policy.model"], new["policy.revision"], old["policy.revision"]):
         new["policy.revision"] = commit
     changed = {

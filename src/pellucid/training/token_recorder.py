@@ -112,7 +112,7 @@ class _TokenRecorder:
         if not own_groups and not is_lockstep:
             return []
         batches = [collate([group]) for group in own_groups] or [collate(groups[:1]).select_rows(slice(1))]
-        max_rows = runtime.max_micro_batch_rows or self.cfg.algorithm.micro_batch  # these fit into memory
+        max_rows = runtime.max_micro_batch_rows or self.cfg.algorithm.micro_batch_rows  # memory sufficed for these
         chunks = [chunk for batch in batches for chunk in batch.split_into_chunks(max_rows)]
         rounds = max(runtime.gather([len(chunks)])) if is_lockstep else len(chunks)
         rows = [columns for chunk in chunks for columns in self.compute_row_columns(chunk)]

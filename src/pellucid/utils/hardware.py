@@ -214,11 +214,54 @@ def get_memory_gb() -> float:
     return psutil.virtual_memory().total / 1e9
 
 
-def get_device_memory_gb(device: torch.device) -> float:
-    """Return the memory of a GPU in GB, or that of this machine for every other device."""
+def get_available_memory_gb(device: torch.device) -> float:
+    """Return the memory in GB that a process of a run can have.
+
+    Of a GPU it is the total, so that each start of a run gets the same answer. For every other device it is what other
+    programs leave of the memory of this machine and of the limits of control groups, divided among the processes that
+    a launcher started here.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 1e9
-    return get_memory_gb()
+    own = psutil.Process().memory_info().rss
+    free = [psutil.virtual_memory().available, *(limit - used for limit, used in iterate_cgroup_memory())]
+    return (min(free) + own) / 1e9 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+_CGROUP_FILES = {
+    "v2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+"""By version: the files with the limit and the used bytes, and the lines of memory.stat with caches of files, which are
+dropped before memory runs out."""
+
+
+def iterate_cgroup_memory(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the used bytes of each control group that limits the memory of this process.
+
+    Args:
+        root: Where control groups are mounted: those of version 2, or a folder `memory` of version 1.
+        membership: The file that says to which control groups this process belongs.
+    """
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version, mount = ("v1", root / "memory") if controllers else ("v2", root)
+        limit_file, used_file, cache_lines = _CGROUP_FILES[version]
+        group = mount / path.strip("/")
+        # In a container the path may be that of the host, which is not mounted: then its own group is the root.
+        for folder in {mount, *(each for each in (group, *group.parents) if each.is_relative_to(mount))}:
+            try:
+                limit = (folder / limit_file).read_text().strip()
+                if limit != "max":
+                    stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                    cached = sum(int(stat.get(name, 0)) for name in cache_lines)
+                    yield int(limit), int((folder / used_file).read_text()) - cached
+            except OSError:  # no such folder, or no limit at the root
+                continue
 
 
 def get_peak_memory_gb(device: torch.device) -> float:

@@ -117,11 +117,11 @@ def write_options_as_keywords() -> Iterator[None]:
         _caller_is_python.reset(token)
 
 
-def format_option(name: str, value: Path | int | None = None) -> str:
+def format_option(name: str, value: Path | str | int | None = None) -> str:
     """Return an option as the caller writes it: `--policy.model DIR`, or `model="DIR"` for a caller from Python."""
     if not _caller_is_python.get():
         return f"--{name}" if value is None else f"--{name} {value}"
-    quoted = f'"{value}"' if isinstance(value, Path) else "" if value is None else str(value)
+    quoted = f'"{value}"' if isinstance(value, Path | str) else "" if value is None else str(value)
     return f"{name.rpartition('.')[2]}={quoted}"
 
 

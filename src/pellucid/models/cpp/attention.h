@@ -12,6 +12,7 @@ constexpr int64_t FETCHED = 256;  // tokens of a row that are prefetched at most
 struct Model {
     int64_t layers, width, heads, key_heads, size, inner, vocabulary;
     float eps;
+    int64_t rank;  // the largest of an adapter
 };
 
 struct Layer {  // a row of layer_table in fused_decode.py; weights that a model lacks are null
@@ -20,7 +21,9 @@ struct Layer {  // a row of layer_table in fused_decode.py; weights that a model
     const float *mlp_norm;
     const bf16 *gate_up, *gate_up_bias, *down, *down_bias;
     const float *query_norm, *key_norm;
-    int64_t window;                           // 0: no sliding window
+    const bf16 *qkv_a, *attention_out_a, *gate_up_a, *down_a;  // of adapters, whose B are the last inputs of the matrices
+    int64_t window;                                            // 0: no sliding window
+    int64_t qkv_rank, attention_out_rank, gate_up_rank, down_rank;
     const bf16 *prompt_keys, *prompt_values;  // [K, P, S, d]
     bf16 *keys, *values;                      // [K, rows, capacity, d]
 };

@@ -9,9 +9,11 @@
 
 #include "attention.h"
 
+static int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
+
 // Converts a weight [outputs, width] to blocks.
 extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t joined, bf16 *to, int64_t threads) {
-    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
+    const int64_t blocks = blocks_of(outputs);
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < 2 * blocks; i++) {
         const int64_t block = i / 2, half = i % 2, first = first_of_half(block, half, outputs, joined);
@@ -32,7 +34,8 @@ template <class Words>
 static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, const float *last_norm, const bf16 *head, float *hidden,
                     bf16 *logits, int64_t threads) {
     const int64_t n = tokens.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = tokens.prompt_capacity + tokens.capacity;
-    const Words x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner), last(tokens.logit_count, m.width);
+    const Words x(n, m.width + m.rank), attended(n, m.heads * m.size + m.rank), gated(n, m.inner + m.rank);
+    const Words last(tokens.logit_count, m.width);
     const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
     const std::unique_ptr<float[]> scores(new float[threads * Words::QUERIES * stride]);
     const std::vector<Run> runs = runs_of(tokens, std::max<int64_t>(1, Words::QUERIES / (m.heads / m.key_heads)));
@@ -49,15 +52,28 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
     {
         const int thread = omp_get_thread_num(), team = omp_get_num_threads();  // it may be smaller than requested
         const Share mine(n, thread, team), asked(tokens.logit_count, thread, team);
+        // Multiplies rows of `width` inputs by a matrix. An adapter's rows times A' are appended to them first.
+        const auto project = [&](const Words &rows, int64_t width, const bf16 *a, int64_t rank, const bf16 *weight, int64_t outputs,
+                                 auto then) {
+            if (rank) {
+                const Share groups(rows.count, thread, team);  // there are fewer blocks than threads
+                multiply(rows, a, width, n, Share(rank / BLOCK), groups, [&](int64_t row, int64_t at, const float *sums) {
+                    for (int64_t i = 0; i < BLOCK; i += 16) rows.put(row, width + at + i, _mm512_load_ps(sums + i));
+                });
+#pragma omp barrier
+            }
+            multiply(rows, weight, width + rank, n, Share(blocks_of(outputs), thread, team), Share(rows.count), then);
+        };
         for (int64_t l = 0; l < m.layers; l++) {
             const Layer &layer = layers[l];
             for (int64_t row = mine.from; row < mine.to; row++)
-                norm(hidden + row * m.width, layer.attention_norm, row, m.eps, x);
+                norm(hidden + row * m.width, layer.attention_norm, m.width, row, m.eps, x);
 #pragma omp barrier
-            multiply(x, layer.qkv, projected, n, thread, team, [&](int64_t row, int64_t at, const float *sums) {
+            const auto to_heads = [&](int64_t row, int64_t at, const float *sums) {
                 for (int64_t i = 0; i < BLOCK; i += 16)
                     store(&heads[row * projected + at + i], with_bias(sums + i, layer.qkv_bias, at + i));
-            });
+            };
+            project(x, m.width, layer.qkv_a, layer.qkv_rank, layer.qkv, projected, to_heads);
 #pragma omp barrier
             if (thread < count) fetch(m, layer, tokens, runs[thread], 0);
             for (int64_t i = mine.from; i < mine.to; i++) cache(m, layer, tokens, i, &heads[i * projected]);
@@ -69,22 +85,27 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
                            &scores[thread * Words::QUERIES * stride], stride, attended);
             }
 #pragma omp barrier
-            multiply(attended, layer.attention_out, m.width, n, thread, team, onto_hidden(layer.attention_out_bias));
+            project(attended, m.heads * m.size, layer.attention_out_a, layer.attention_out_rank, layer.attention_out, m.width,
+                    onto_hidden(layer.attention_out_bias));
 #pragma omp barrier
-            for (int64_t row = mine.from; row < mine.to; row++) norm(hidden + row * m.width, layer.mlp_norm, row, m.eps, x);
+            for (int64_t row = mine.from; row < mine.to; row++)
+                norm(hidden + row * m.width, layer.mlp_norm, m.width, row, m.eps, x);
 #pragma omp barrier
-            multiply(x, layer.gate_up, 2 * m.inner, n, thread, team, [&](int64_t row, int64_t at, const float *sums) {
+            const auto to_gated = [&](int64_t row, int64_t at, const float *sums) {
                 const __m512 gate = rounded(with_bias(sums, layer.gate_up_bias, at));
                 const __m512 up = rounded(with_bias(sums + 16, layer.gate_up_bias, at + 16));
                 gated.put(row, at / 2, _mm512_mul_ps(rounded(silu(gate)), up));
-            });
+            };
+            project(x, m.width, layer.gate_up_a, layer.gate_up_rank, layer.gate_up, 2 * m.inner, to_gated);
 #pragma omp barrier
-            multiply(gated, layer.down, m.width, n, thread, team, onto_hidden(layer.down_bias));
+            project(gated, m.inner, layer.down_a, layer.down_rank, layer.down, m.width, onto_hidden(layer.down_bias));
 #pragma omp barrier
         }
-        for (int64_t i = asked.from; i < asked.to; i++) norm(hidden + tokens.logit_tokens[i] * m.width, last_norm, i, m.eps, last);
+        for (int64_t i = asked.from; i < asked.to; i++)
+            norm(hidden + tokens.logit_tokens[i] * m.width, last_norm, m.width, i, m.eps, last);
 #pragma omp barrier
-        multiply(last, head, m.vocabulary, tokens.logit_count, thread, team, [&](int64_t row, int64_t at, const float *sums) {
+        const Share blocks(blocks_of(m.vocabulary), thread, team);
+        multiply(last, head, m.width, tokens.logit_count, blocks, Share(last.count), [&](int64_t row, int64_t at, const float *sums) {
             for (int64_t i = 0; i < BLOCK && at + i < m.vocabulary; i += 16) {
                 const __mmask16 there = m.vocabulary - at - i < 16 ? (1 << (m.vocabulary - at - i)) - 1 : 0xffff;
                 _mm256_mask_storeu_epi16(logits + row * m.vocabulary + at + i, there, narrow(_mm512_load_ps(sums + i)));

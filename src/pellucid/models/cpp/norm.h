@@ -72,7 +72,7 @@ static inline __m512 normed(const float *x, const float *weight, __m512 inverse)
 }
 
 template <class Activations>
-static void norm(const float *x, const float *weight, int64_t row, float eps, const Activations &to) {
-    const __m512 inverse = _mm512_set1_ps(inverse_rms(x, to.width, eps));
-    for (int64_t i = 0; i < to.width; i += 16) to.put(row, i, normed(x + i, weight + i, inverse));
+static void norm(const float *x, const float *weight, int64_t width, int64_t row, float eps, const Activations &to) {
+    const __m512 inverse = _mm512_set1_ps(inverse_rms(x, width, eps));
+    for (int64_t i = 0; i < width; i += 16) to.put(row, i, normed(x + i, weight + i, inverse));
 }

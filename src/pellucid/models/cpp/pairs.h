@@ -55,17 +55,17 @@ template <int R> static void product(const bf16 *x, const bf16 *block, int64_t p
 constexpr decltype(&product<1>) PRODUCTS[] = {nullptr,    product<1>, product<2>, product<3>,  product<4>,  product<5>, product<6>,
                                               product<7>, product<8>, product<9>, product<10>, product<11>, product<12>};
 
-// Calls then(row, first output, sums [32]) for each block of this thread and each row.
+// Multiplies the first `inputs` of some groups of n rows by some blocks of a weight. Calls then(row, first output, sums [32]) for each
+// block and row.
 template <class Then>
-static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int team, Then then) {
+static void multiply(const Groups &x, const bf16 *weight, int64_t inputs, int64_t n, Share blocks, Share groups, Then then) {
     alignas(64) float sums[Groups::ROWS * BLOCK];
-    const int64_t chunk = chunk_of(x.width);
-    const Share mine((outputs + BLOCK - 1) / BLOCK, thread, team);
-    for (int64_t block = mine.from; block < mine.to; block++)
-        for (int64_t group = 0; group < x.count; group++) {
+    const int64_t chunk = chunk_of(inputs);
+    for (int64_t block = blocks.from; block < blocks.to; block++)
+        for (int64_t group = groups.from; group < groups.to; group++) {
             std::fill_n(sums, x.rows * BLOCK, 0.0f);
-            for (int64_t k = 0; k < x.width; k += chunk)
-                PRODUCTS[x.rows](x.at(group, k), weight + (block * x.width + k) * BLOCK, std::min(chunk, x.width - k) / 2, sums);
+            for (int64_t k = 0; k < inputs; k += chunk)
+                PRODUCTS[x.rows](x.at(group, k), weight + (block * inputs + k) * BLOCK, std::min(chunk, inputs - k) / 2, sums);
             for (int64_t r = 0; r < std::min(x.rows, n - group * x.rows); r++)
                 then(group * x.rows + r, block * BLOCK, sums + r * BLOCK);
         }

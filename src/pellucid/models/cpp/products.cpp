@@ -38,6 +38,13 @@ struct Right {
     }
 };
 
+// Rows [n, width], with a stride of `apart` elements, and the matrix that they are multiplied by.
+struct Pair {
+    const bf16 *x;
+    int64_t apart;
+    Right right;
+};
+
 // What is prefetched with each 32 inputs: parts of the next rows, and the cache lines to which sums will be written.
 struct Ahead {
     const bf16 *x;
@@ -51,14 +58,10 @@ struct Ahead {
     }
 };
 
-// sums [32, 32] of 32 rows with a stride of `apart` elements, and 32 outputs. The left is read again soon. The right is not, and
-// must not evict it from the cache.
-static void product(const bf16 *x, int64_t apart, const bf16 *right, int64_t width, float *sums, Ahead ahead) {
+// Adds products of 32 rows with a stride of `apart` elements, and 32 outputs, to the four sums. The left is read again soon. The
+// right is not, and must not evict it from the cache.
+static void add_products(const bf16 *x, int64_t apart, const bf16 *right, int64_t width, Ahead ahead) {
     const int64_t stride = apart * sizeof(bf16);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
     for (int64_t k = 0; k < width; k += 32, right += 2 * TILE) {
         ahead.fetch(k);
         _tile_loadd(4, x + k, stride);
@@ -70,6 +73,16 @@ static void product(const bf16 *x, int64_t apart, const bf16 *right, int64_t wid
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
+}
+
+static void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+static void store_sums(float *sums) {  // [32, 32]
     _tile_stored(0, sums, 128);
     _tile_stored(1, sums + 16, 128);
     _tile_stored(2, sums + 16 * 32, 128);
@@ -98,11 +111,22 @@ static int parts_of(int64_t blocks, int64_t n, int64_t most, int team) {
     return best;
 }
 
-static void multiply(const bf16 *x, int64_t apart, int64_t n, const Right &right, const bf16 *bias, bf16 *y, int64_t threads) {
-    const int64_t width = right.width, outputs = right.outputs, groups = (n + ROWS - 1) / ROWS;
-    const int64_t most = std::max<int64_t>(1, PANEL / (width * 32)), lines = (ROWS * 32 + width - 1) / width;
-    const Zeros<bf16> panels(new_lines<bf16>(threads * most * width * 32)), tail(zeros<bf16>(ROWS * width));
-    for (int64_t row = groups * ROWS - ROWS; row < n; row++) std::copy_n(x + row * apart, width, &tail[row % ROWS * width]);
+// The last rows, fewer than ROWS, padded with 0.
+static Zeros<bf16> tail_of(const Pair &pair, int64_t n) {
+    const int64_t width = pair.right.width;
+    Zeros<bf16> tail(zeros<bf16>(ROWS * width));
+    for (int64_t row = (n - 1) / ROWS * ROWS; row < n; row++) std::copy_n(pair.x + row * pair.apart, width, &tail[row % ROWS * width]);
+    return tail;
+}
+
+// y = the product of the first pair plus that of the second, whose width may be 0.
+static void multiply(const Pair &first_pair, const Pair &second_pair, int64_t n, const bf16 *bias, bf16 *y, int64_t threads) {
+    const bf16 *const x = first_pair.x, *const more = second_pair.x;
+    const int64_t apart = first_pair.apart, width = first_pair.right.width, more_width = second_pair.right.width;
+    const int64_t outputs = first_pair.right.outputs, groups = (n + ROWS - 1) / ROWS, block_size = (width + more_width) * 32;
+    const int64_t most = std::max<int64_t>(1, PANEL / block_size), lines = (ROWS * 32 + width - 1) / width;
+    const Zeros<bf16> panels(new_lines<bf16>(threads * most * block_size));
+    const Zeros<bf16> tail(tail_of(first_pair, n)), more_tail(tail_of(second_pair, n));
 #pragma omp parallel num_threads(threads)
     {
         alignas(64) float sums[ROWS * 32];
@@ -110,21 +134,26 @@ static void multiply(const bf16 *x, int64_t apart, int64_t n, const Right &right
         const int parts = parts_of(outputs / 32, n, most, team);
         const Share mine(outputs / 32, thread % parts, parts), rows(groups, thread / parts, team / parts);
         const Tiling tiling(16);
-        bf16 *const panel = &panels[thread * most * width * 32];
+        bf16 *const panel = &panels[thread * most * block_size], *const more_panel = panel + most * width * 32;
         for (int64_t first = mine.from, end; first < mine.to; first = end) {
             end = std::min(first + evenly(mine.to - mine.from, most), mine.to);
-            right.lay(first, end, panel);
+            first_pair.right.lay(first, end, panel);
+            second_pair.right.lay(first, end, more_panel);
             for (int64_t group = rows.from; group < rows.to; group++) {
                 const int64_t row = group * ROWS, count = std::min(ROWS, n - row);
                 const bool whole = count == ROWS;
                 const bf16 *const from = whole ? x + row * apart : tail.get();
+                const bf16 *const more_from = whole ? more + row * more_width : more_tail.get();
                 const int64_t next = std::clamp<int64_t>(n - row - ROWS, 0, ROWS), stride = whole ? apart : width;
                 for (int64_t b = first; b < end; b++) {
                     bf16 *const to = y + row * outputs + b * 32;
                     const Share some(next, b - first, end - first);
                     const bf16 *const further = x + (row + ROWS + some.from) * apart;
                     const Ahead ahead{further, some.to - some.from, apart, to, whole ? lines : 0, outputs};
-                    product(from, stride, panel + (b - first) * width * 32, width, sums, ahead);
+                    zero_sums();
+                    add_products(from, stride, panel + (b - first) * width * 32, width, ahead);
+                    add_products(more_from, more_width, more_panel + (b - first) * more_width * 32, more_width, {});
+                    store_sums(sums);
                     put(sums, count, bias ? bias + b * 32 : nullptr, to, outputs);
                 }
             }
@@ -132,12 +161,16 @@ static void multiply(const bf16 *x, int64_t apart, int64_t n, const Right &right
     }
 }
 
-// y [n, outputs] = x [n, width], with a row stride of `apart` elements, times weight [outputs, width] or, turned, [width, outputs].
-// Both sizes are multiples of 32. Returns 1 if there is not enough memory, else 0.
-extern "C" int multiply_rows(const bf16 *x, int64_t apart, int64_t n, int64_t width, const bf16 *weight, int64_t outputs,
-                             const bf16 *bias, int64_t turned, bf16 *y, int64_t threads) {
+// y [n, outputs] = x [n, width], with a row stride of `apart` elements, times weight [outputs, width] or, turned, [width, outputs],
+// plus more [n, more_width] times more_weight of the same layout. All sizes are multiples of 32. Returns 1 if there is not enough
+// memory, else 0.
+extern "C" int multiply_rows(const bf16 *x, int64_t apart, int64_t n, int64_t width, const bf16 *weight, const bf16 *more,
+                             int64_t more_width, const bf16 *more_weight, int64_t outputs, const bf16 *bias, int64_t turned, bf16 *y,
+                             int64_t threads) {
     try {
-        multiply(x, apart, n, {weight, width, outputs, turned != 0}, bias, y, threads);
+        const Pair first{x, apart, {weight, width, outputs, turned != 0}};
+        const Pair second{more, more_width, {more_weight, more_width, outputs, turned != 0}};
+        multiply(first, second, n, bias, y, threads);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;

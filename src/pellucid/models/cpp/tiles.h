@@ -53,13 +53,13 @@ struct Tiles {
         _mm_prefetch((const char *)weights + 6 * PAIR + (quarter * LINES + i) * 64, _MM_HINT_T1);
 }
 
-// sums [2R, 32] = one or two groups of R rows times a block. Weights must not evict the rows from the L1 cache.
-static void product(const Tiles &x, int64_t group, bool two, const bf16 *block, float *sums) {
+// sums [2R, 32] = the first inputs of one or two groups of R rows times a block. Weights must not evict the rows from the L1 cache.
+static void product(const Tiles &x, int64_t group, bool two, const bf16 *block, int64_t inputs, float *sums) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < x.width; k += Tiles::INPUTS) {
+    for (int64_t k = 0; k < inputs; k += Tiles::INPUTS) {
         const bf16 *weights = block + k * BLOCK;
         fetch_quarter(weights, 0);
         _tile_stream_loadd(6, weights, 2 * BLOCK * sizeof(bf16));
@@ -85,16 +85,16 @@ static void product(const Tiles &x, int64_t group, bool two, const bf16 *block, 
 }
 
 template <class Then>
-static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int team, Then then) {
+static void multiply(const Tiles &x, const bf16 *weight, int64_t inputs, int64_t n, Share blocks, Share groups, Then then) {
     alignas(64) float sums[2 * Tiles::ROWS * BLOCK];
     const Tiling tiling(x.rows);
-    const Share mine((outputs + BLOCK - 1) / BLOCK, thread, team);
-    const int64_t panel = x.count > 2 ? std::max<int64_t>(1, AGAIN / (x.width * BLOCK)) : 1;
-    for (int64_t first = mine.from; first < mine.to; first += panel)
-        for (int64_t group = 0; group < x.count; group += 2)
-            for (int64_t block = first; block < std::min(first + panel, mine.to); block++) {
-                product(x, group, group + 1 < x.count, weight + block * x.width * BLOCK, sums);
-                for (int64_t r = 0; r < std::min(2 * x.rows, n - group * x.rows); r++)
+    const int64_t panel = groups.to - groups.from > 2 ? std::max<int64_t>(1, AGAIN / (inputs * BLOCK)) : 1;
+    for (int64_t first = blocks.from; first < blocks.to; first += panel)
+        for (int64_t group = groups.from; group < groups.to; group += 2)
+            for (int64_t block = first; block < std::min(first + panel, blocks.to); block++) {
+                const bool two = group + 1 < groups.to;
+                product(x, group, two, weight + block * inputs * BLOCK, inputs, sums);
+                for (int64_t r = 0; r < std::min((1 + two) * x.rows, n - group * x.rows); r++)
                     then(group * x.rows + r, block * BLOCK, sums + r * BLOCK);
             }
 }

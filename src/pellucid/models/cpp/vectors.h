@@ -91,9 +91,10 @@ static int64_t first_of_half(int64_t block, int64_t half, int64_t outputs, bool 
     return joined ? half * (outputs / 2) + block * 16 : block * BLOCK + half * 16;
 }
 
-// A thread's share of a number of items.
+// A range of items: all of them, or the share of a thread.
 struct Share {
     int64_t from, to;
+    explicit Share(int64_t all) : from(0), to(all) {}
     Share(int64_t all, int thread, int team) : from(all * thread / team), to(all * (thread + 1) / team) {}
 };
 
