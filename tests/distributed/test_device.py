@@ -242,7 +242,7 @@ def same_numbers(recipe, settings, device, folder, monkeypatch):
     return of_cpu
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, every=13), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, every=40), ids=lambda path: path.stem)
 @pytest.mark.usefixtures("one_way")
 def test_a_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_model, questions, tmp_path, monkeypatch):
     """One that refuses what any refuses: float64, and what does not repeat itself."""
@@ -258,7 +258,7 @@ def test_a_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_mod
     assert without_kernel(strict.operators, DispatchKey.MPS) == set()
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, every=4))
+@pytest.mark.parametrize("way", mostly_slow(WAYS, every=8))
 @pytest.mark.usefixtures("one_way")
 def test_every_way_through_the_package_is_open_to_an_accelerator(way, small_model, tmp_path, monkeypatch):
     settings = {"policy.model": small_model} | SMALL | WAYS[way]

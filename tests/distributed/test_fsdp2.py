@@ -184,6 +184,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow
 def test_where_memory_runs_out_with_fsdp2_the_run_ends_and_can_go_on(tmp_path):
     """A backward pass that was broken off leaves it without gradients ever after."""
     (tmp_path / "once.py").write_text(ONCE.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))

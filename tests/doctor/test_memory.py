@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from architectures import SMALL
-from conftest import VOCAB, character_tokenizer, kernel_llama, make_policy, tiny_llama
+from conftest import VOCAB, character_tokenizer, kernel_llama, make_policy, mostly_slow, tiny_llama
 from pellucid import cli
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
@@ -237,7 +237,7 @@ def verdict_on(recipe, capsys, *words):
     return capsys.readouterr().out.rstrip().rpartition("\n")[2]
 
 
-@pytest.mark.parametrize("lacking", [0.98, 0.7, 0.4, 0.2, 0.1, 0.05])
+@pytest.mark.parametrize("lacking", mostly_slow([0.4, 0.98, 0.7, 0.2, 0.1, 0.05], every=6))
 def test_the_plan_ends_with_a_verdict_whose_advice_leads_to_a_run_that_fits(lacking, tmp_path, capsys, monkeypatch):
     """The advice is taken as it is written, and the next verdict is that it fits."""
     shape = Path(__file__).parents[2] / "recipes" / "shapes" / "qwen2.5-3b"
