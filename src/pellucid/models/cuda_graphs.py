@@ -2,7 +2,7 @@
 longer than to run them.
 
 A graph computes on the tensors with which it was captured. Host branches are not captured, so values that change from
-token to token are read on the device. Where Triton's kernels compute a step (`triton_decode`), its graphs outlive
+token to token are read on the device. If Triton's kernels compute a step (`triton_decode`), its graphs outlive
 batches; a graph of PyTorch's operators is valid for one layout of a batch, which ends when rows are admitted or
 dropped, or the KV cache grows.
 

@@ -29,7 +29,7 @@ times those that rounding causes in half precision."""
 _PROMPTS = ([5, 3, 7], [7 * i % 251 for i in range(300)])
 """The second has more tokens than a block of keys."""
 _WINDOW = 3
-"""Of the sliding layer: no longer than a prompt, so that it ends among the keys of a prompt and among a row's own."""
+"""The window of the sliding layer: no longer than a prompt, so that it ends among the keys of a prompt and of a row."""
 _ROWS, _KEPT_ROWS, _STEPS = 4, (0, 2, 3), 2
 
 

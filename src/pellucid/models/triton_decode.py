@@ -292,7 +292,7 @@ class TritonDecoder:
         self.weights: DecoderWeights | None = None
         """The weights from which graphs were captured."""
         self.batch_weights: DecoderWeights | None = None
-        """Those of the last batch, at the same addresses."""
+        """The weights of the last batch, which have the same addresses."""
         self.graphs: dict[int, StepGraph] = {}
 
     def step(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:

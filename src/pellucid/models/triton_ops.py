@@ -19,7 +19,7 @@ from triton.errors import TritonError
 from pellucid.models.cuda_graphs import select_device
 
 KERNEL_ERRORS = (RuntimeError, OSError, subprocess.SubprocessError, TritonError)
-"""What Triton raises if it cannot compile or launch a kernel on this machine."""
+"""The errors that Triton raises if it cannot compile or launch a kernel on this machine."""
 LOG2E = tl.constexpr(1.4426950408889634)
 _GATE_BLOCK = 1024
 _MIN_BLOCK = 16

@@ -98,7 +98,7 @@ def encode_prompt_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Prom
     """Return the token ids of texts that a model continues.
 
     A text without special tokens gets those that the tokenizer puts before a text, such as BOS, unless it begins with
-    them. Those that the tokenizer puts after a text, such as EOS, are left out, since the model continues the text.
+    them. Tokens that the tokenizer appends to a text, such as EOS, are left out, since the model continues the text.
     """
     if not texts:
         return []

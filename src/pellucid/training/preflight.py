@@ -98,7 +98,7 @@ _OTHER_ARITHMETIC_NOTE = (
 
 
 class PreflightResult(NamedTuple):
-    """What `run_preflight_checks` has found."""
+    """The result of `run_preflight_checks`."""
 
     cfg: Config
     """The settings, with the number of rows that algorithm.micro_batch = "auto" chose."""
