@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument(
         "contender",
         help="pellucid; of a step transformers, whose code then computes ours, or whole-weights in place of an adapter;"
-        " of sampling without-graphs or generate; or what trl_setups.py knows",
+        " of sampling without-graphs, generate or generate-batch; or what trl_setups.py knows",
     )
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
@@ -154,14 +154,20 @@ def our_sample_without_graphs(options: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- transformers
 
 
-def generate(options: argparse.Namespace) -> None:
+def load_transformers(options: argparse.Namespace):
+    """Return a model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     from pellucid.policy.load import locate_model  # noqa: PLC0415
 
-    folder, task = locate_model(options.model), our_task()
+    folder = locate_model(options.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(options.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype))
+    return model.to(options.device).eval(), tokenizer
+
+
+def generate(options: argparse.Namespace) -> None:
+    (model, tokenizer), task = load_transformers(options), our_task()
 
     @torch.no_grad()
     def unit(i: int) -> dict[str, float]:
@@ -182,6 +188,47 @@ def generate(options: argparse.Namespace) -> None:
         return {"tokens": float(output[:, inputs["input_ids"].shape[1] :].numel())}
 
     turns.take(unit, clock, dtype=options.dtype)
+
+
+def generate_batch(options: argparse.Namespace) -> None:
+    """Continuous batching by one manager for all turns, whose KV cache holds twice what a turn needs, since it admits
+    requests only while some of it is free. A prompt is a request for several sequences."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415
+
+    (model, tokenizer), task = load_transformers(options), our_task()
+    rows, cache = options.prompts * options.group, ContinuousBatchingConfig()
+    pages = options.tokens // cache.page_size + 2  # a prompt is shorter than a page
+    cache.num_blocks, cache.max_requests_per_batch = 2 * rows * pages, rows
+    settings = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        max_new_tokens=options.tokens,
+        num_return_sequences=options.group,
+        eos_token_id=-1,  # no token ends a completion
+    )
+
+    def unit(i: int) -> dict[str, float]:
+        chats = [list(map(dict, p.text)) for p in task.sample(i, options.prompts)]
+        manager.add_requests(tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"])
+        done, count = 0, 0
+        while done < rows:
+            result = manager.get_result(timeout=1)
+            if result is None and manager.is_running():
+                continue
+            if result is None or result.error:
+                raise RuntimeError(f"continuous batching ended: {result and result.error}")
+            done, count = done + 1, count + len(result.generated_tokens)
+        return {"tokens": float(count)}
+
+    manager = model.init_continuous_batching(settings, cache)
+    manager.warmup()
+    manager.start()
+    try:
+        turns.take(unit, clock, dtype=options.dtype)
+    finally:
+        manager.stop(hard_stop=True)
 
 
 # ---------------------------------------------------------------- TRL
@@ -234,6 +281,7 @@ CONTENDERS = {
     ("sample", "pellucid"): our_sample,
     ("sample", "without-graphs"): our_sample_without_graphs,
     ("sample", "generate"): generate,
+    ("sample", "generate-batch"): generate_batch,
 }
 
 if __name__ == "__main__":

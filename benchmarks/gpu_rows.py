@@ -122,6 +122,7 @@ def make_rows(simulated: bool) -> dict[str, Work]:
         f"sample-operators-{small}": on_gpu(measure_sampling, small, "operators in a graph"),
         f"sample-eager-{small}": on_gpu(measure_sampling, small, "eager operators"),
         f"generate-{small}": Play("sample", "generate", scale, small),
+        f"batching-{small}": Play("sample", "generate-batch", scale, small),
         f"trl-{small}": step(PEER, small, **few),
         "accuracy-pellucid": Play("accuracy", "pellucid", scale),
         f"lora-{small}": step("pellucid", small, lora=16),
@@ -129,6 +130,7 @@ def make_rows(simulated: bool) -> dict[str, Work]:
         f"kernels-{large}": on_gpu(measure_kernels, large),
         f"sample-operators-{large}": on_gpu(measure_sampling, large, "operators in a graph"),
         f"generate-{large}": Play("sample", "generate", scale, large),
+        f"batching-{large}": Play("sample", "generate-batch", scale, large),
         f"trl-{large}": step(PEER, large, **many),
         f"accuracy-{PEER}": Play("accuracy", PEER, scale),
     }

@@ -26,6 +26,7 @@ FINDINGS = {
     "steps": [*["micro_batch time/generate"] * 6, *["profile ms busy_ms kernels"] * 3],
     "tests": ["test outcome seconds"] * 3,
     "generate": [*["work contender seconds tokens"] * 2, "work contender peak_gb"],
+    "batching": [*["work contender seconds tokens"] * 2, "work contender peak_gb"],
     "trl": [*["work contender seconds reward generate update"] * 2, "work contender peak_gb"],
     "lora": [*["work contender seconds generate update reward"] * 2, "work contender peak_gb"],
     "accuracy": [*["work contender seconds step mean greedy"] * 2, "work contender peak_gb"],

@@ -33,6 +33,11 @@ def test_counts_on_cuda(interpret, library):
 
 
 @pytest.mark.slow
+def test_the_memory_plan_of_an_update_on_cuda(library):
+    run_on_cuda(library, "tests/models/on_cuda_plan.py")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # three minutes on a quiet machine
 def test_decode_steps_by_triton_on_cuda(library):
     run_on_cuda(library, "tests/models/on_cuda_decode.py", interpret=True)
@@ -42,6 +47,12 @@ def test_decode_steps_by_triton_on_cuda(library):
 def test_runs_on_cuda(library):
     """By graphs and flash attention, without Triton, whose interpreter takes minutes for a run."""
     run_on_cuda(library, "tests/distributed/on_cuda_runs.py")
+
+
+@pytest.mark.slow
+def test_trainings_on_cuda(library):
+    """Their metrics and weights are the CPU's."""
+    run_on_cuda(library, "tests/distributed/on_cuda_trainings.py")
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from pellucid.utils import hardware
 from runs import answered
 
 GIB = 2**30 / 1e9
+ONE_TOKEN = memory.BackwardSizes(1, 1, 1)
 
 
 def configured(dtype="float32", engine="auto", **algorithm):
@@ -153,7 +154,7 @@ def test_recomputed_activations_are_the_residual_stream(dtype, wide):
     batch = batch_of(prompt=8, response=41, rows=8)
     cfg = configured(dtype=str(dtype).removeprefix("torch."))
     cfg = replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=True))
-    planned = memory.estimate_activation_bytes(policy.model.config, cfg.policy, own_decoder=True)
+    planned = memory.estimate_activation_bytes(policy.model.config, cfg, True, ONE_TOKEN)
     layer = memory.estimate_layer_bytes(policy.model.config, wide)
     assert kept_by_autograd(policy, batch) / (8 + 8 * 40) == pytest.approx(planned - layer, rel=0.25)
 
@@ -357,8 +358,8 @@ def test_of_a_model_that_sees_the_part_that_reads_is_counted(tmp_path, capsys):
     config = Gemma3Config(text_config=Gemma3TextConfig(**SEEING), vision_config=SEES, mm_tokens_per_image=4)
     printed = planned(config, tmp_path, capsys)
     assert "unknown" not in printed
-    text = memory.estimate_activation_bytes(Gemma3TextConfig(**SEEING), configured().policy, own_decoder=False)
-    assert memory.estimate_activation_bytes(config, configured().policy, own_decoder=False) == text > 0
+    text = memory.estimate_activation_bytes(Gemma3TextConfig(**SEEING), configured(), False, ONE_TOKEN)
+    assert memory.estimate_activation_bytes(config, configured(), False, ONE_TOKEN) == text > 0
 
 
 def test_a_model_that_is_no_causal_one_has_a_plan_of_one_line(tmp_path, capsys):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 if not importlib.util.find_spec("triton"):
     pytest.skip("needs Triton, which is there on Linux", allow_module_level=True)
 
+from interpreted import TIMEOUT, run_interpreted
 from pellucid.models import triton_update
 from pellucid.models.native import LogitStatistics, ScaledLogits, StatisticsGradients
 from triton_machine_code import ARCHITECTURES, compile_launch, record_launches
@@ -22,15 +20,9 @@ pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
 
 
+@pytest.mark.timeout(TIMEOUT)
 def test_kernels_compute_what_operators_compute():
-    """In a process of its own, in which Triton interprets kernels."""
-    path = [str(Path(__file__).parents[1]), *sys.path]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
-    tests = Path(__file__).with_name("on_triton_update.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", tests]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout
+    run_interpreted(Path(__file__).with_name("on_triton_update.py"))
 
 
 def norm_gradient(width):

@@ -78,9 +78,9 @@ def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, 
 
 def test_heads_that_do_not_fit_go_by_the_operators():
     query = torch.zeros(4, 2, 64)
-    assert varlen.supports_flash(query)
-    assert not varlen.supports_flash(query[..., :60])
-    assert not varlen.supports_flash(torch.zeros(4, 2, 264))
+    assert varlen.supports_flash(query.shape[2])
+    assert not varlen.supports_flash(60)
+    assert not varlen.supports_flash(264)
 
 
 def shifted(*about):

@@ -85,7 +85,7 @@ def test_the_longest_prompt_counts(model, model_dir, tmp_path):
     assert len(lengths) > 20
     assert preflight.measure_prompt_tokens(cfg, policy.tokenizer) == max(lengths)
     planned = [memory.estimate_peak(model._replace(prompt_tokens=n), PLAN) for n in (10, 50_000)]
-    kept = memory.estimate_activation_bytes(model.config, PLAN.policy, own_decoder=True)
+    kept = memory.estimate_activation_bytes(model.config, PLAN, True, memory.BackwardSizes(1, 1, 1))
     prompts_per_step = PLAN.algorithm.prompts_per_step
     assert planned[1] - planned[0] >= 49_990 * prompts_per_step * kept / 1e9
 

@@ -331,10 +331,9 @@ def uses_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not find_flash_fault(device, dtype)
 
 
-def supports_flash(query: Tensor) -> bool:
-    """Return whether the kernel takes queries [N, H, d] like these."""
-    size = query.shape[2]
-    return size % 8 == 0 and size <= _MAX_FLASH_HEAD_SIZE
+def supports_flash(head_size: int) -> bool:
+    """Return whether the kernel takes heads of this size."""
+    return head_size % 8 == 0 and head_size <= _MAX_FLASH_HEAD_SIZE
 
 
 def attend_varlen(query: Tensor, key: Tensor, value: Tensor, varlen: VarlenSequences, window: int = 0) -> Tensor:

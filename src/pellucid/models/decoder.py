@@ -169,12 +169,12 @@ _CHECKPOINT_PARAMETERS = {
     "key_norm": ("self_attn.k_norm.weight",),
 }
 """The parameters of a Hugging Face checkpoint that make up each weight of a layer."""
-ADAPTABLE_LAYERS = frozenset(
-    source.split(".")[-2]
-    for name, sources in _CHECKPOINT_PARAMETERS.items()
-    for source in sources
-    if "norm" not in name
-)
+JOINED_LAYERS = {
+    name: tuple(source.split(".")[-2] for source in _CHECKPOINT_PARAMETERS[name])
+    for name in ("qkv", "attention_out", "gate_up", "down")
+}
+"""The layers of a checkpoint that make up each projection of a layer."""
+ADAPTABLE_LAYERS = frozenset(layer for layers in JOINED_LAYERS.values() for layer in layers)
 """The layers that may have an adapter."""
 
 

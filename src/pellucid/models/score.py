@@ -268,7 +268,7 @@ def attend_groups(heads: QueryKeyValue, layout: _BatchLayout) -> Tensor:
     """Compute attention, [N, H d]: prompts attend to themselves, responses to their prompt and to themselves."""
     if kernel := find_attention_kernel(heads[0]):
         return attend_packed(*heads, layout.sequences, kernel)
-    if layout.varlen_sequences and supports_flash(heads[0]):
+    if layout.varlen_sequences and supports_flash(heads[0].shape[2]):
         return attend_varlen(*heads, layout.varlen_sequences, layout.sequences.window)
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)

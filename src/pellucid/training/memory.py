@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pellucid.config import Config, PolicyConfig
 from pellucid.distributed.settings import REDUCE_BUCKET_ELEMENTS
-from pellucid.models.attention import KERNEL_HEAD_SIZES
-from pellucid.models.decoder import ADAPTABLE_LAYERS, find_fallback_reason
+from pellucid.models.attention import KERNEL_HEAD_SIZES, supports_flash
+from pellucid.models.decoder import ADAPTABLE_LAYERS, JOINED_LAYERS, find_fallback_reason
+from pellucid.models.linear import GEMM_BLOCK
 from pellucid.policy.load import (
     ModelAccess,
     check_causal_model,
@@ -49,8 +50,8 @@ BYTES_PER_4BIT_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit number, with its share of the scale of its block, and of the scale of 256 blocks."""
 _FRAGMENTED_SHARE = 0.5
 """The share of the memory of sampling that an update on a CPU cannot use again, as measured: it is free in pieces."""
-_ADAPTED_MATRICES = 7
-"""The matrices of a layer that have an adapter, each of which keeps a vector of its rank for each token."""
+_WITH_HEAD_NORMS = ("qwen3",)
+"""Architectures that normalize queries and keys, which needs them as they were projected."""
 LIBRARIES_GB = 0.6
 """The memory of code and libraries."""
 _MIN_SAVING = 0.02
@@ -151,16 +152,14 @@ def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[s
     Weights, gradients and optimizer state are exact. Not all parts exist at the same time: see `estimate_phases`.
     """
     own_decoder = _uses_own_decoder(model, cfg.policy)
-    tokens = _count_backward_tokens(cfg, processes, own_decoder, model.prompt_tokens)
+    sizes = _compute_backward_sizes(cfg, processes, own_decoder, model.prompt_tokens)
     is_known = not explain_unknown_memory(model.config)
     return {
         **estimate_training_state(model, cfg, processes),
         **estimate_reward_models(cfg),
         **_estimate_vllm(model, cfg),
-        "activations": tokens * estimate_activation_bytes(model.config, cfg.policy, own_decoder) / 1e9
-        if is_known
-        else None,
-        "logits": _estimate_logits(model, cfg, tokens),
+        "activations": estimate_activation_bytes(model.config, cfg, own_decoder, sizes) / 1e9 if is_known else None,
+        "logits": _estimate_logits(model, cfg, sizes.tokens),
         "libraries": LIBRARIES_GB,
     }
 
@@ -433,6 +432,10 @@ def _is_on_cpu(cfg: Config) -> bool:
     return _get_device_type(cfg.policy.device) == "cpu"
 
 
+def _is_cuda(cfg: Config) -> bool:
+    return _get_device_type(cfg.policy.device) == "cuda"
+
+
 def _shards_weights(cfg: Config) -> bool:
     """Whether an engine gathers the weights of a layer while it computes."""
     return cfg.runtime.engine == "fsdp2" or (cfg.runtime.engine == "deepspeed" and cfg.runtime.zero_stage == 3)
@@ -506,39 +509,104 @@ def _has_single_backward_pass(cfg: Config, processes: int) -> bool:
     return cfg.runtime.engine != "deepspeed" and count_backward_rows(cfg, processes) == rows
 
 
-def _count_backward_tokens(cfg: Config, processes: int, shares_prompts: bool, prompt_tokens: int) -> float:
-    """Return the number of tokens of one backward pass. A shared prompt counts once for a group."""
-    rows = count_backward_rows(cfg, processes)
-    prompts = rows / cfg.algorithm.group_size if shares_prompts else rows
-    return rows * cfg.sampler.max_tokens + prompts * prompt_tokens
+class BackwardSizes(NamedTuple):
+    """The sizes of one backward pass, on which its memory depends."""
+
+    tokens: float
+    keys: float
+    """The keys of all rows. A response also has those of its prompt."""
+    scores: float
+    """The pairs of a query and a key."""
 
 
-def estimate_activation_bytes(config: Any, policy: PolicyConfig, own_decoder: bool) -> float:
-    """Return the bytes of activations per token that the backward pass needs.
+def _compute_backward_sizes(cfg: Config, processes: int, shares_prompts: bool, prompt_tokens: int) -> BackwardSizes:
+    """Return the sizes of one backward pass, where a group may share the tokens of its prompt."""
+    rows, response_tokens = count_backward_rows(cfg, processes), cfg.sampler.max_tokens
+    row_tokens = response_tokens + prompt_tokens
+    if not shares_prompts:
+        return BackwardSizes(rows * row_tokens, rows * row_tokens, rows * row_tokens**2)
+    prompts = rows / cfg.algorithm.group_size
+    return BackwardSizes(
+        tokens=rows * response_tokens + prompts * prompt_tokens,
+        keys=rows * row_tokens + prompts * prompt_tokens,
+        scores=rows * response_tokens * row_tokens + prompts * prompt_tokens**2,
+    )
 
-    All layers keep activations; with gradient checkpointing, only the residual stream and one layer do. The count is
-    for our decoder; transformers is assumed to need 1.5 times as much.
+
+def estimate_activation_bytes(config: Any, cfg: Config, own_decoder: bool, sizes: BackwardSizes) -> float:
+    """Return the bytes of activations that a backward pass needs.
+
+    All layers keep activations; with gradient checkpointing, only the residual stream and one layer do. transformers is
+    assumed to need 1.5 times as much as our decoder on a CPU.
     """
-    config = config.get_text_config()
-    layer, layers = estimate_layer_bytes(config, _get_dtype_bytes(policy)), config.num_hidden_layers
-    layer += _ADAPTED_MATRICES * policy.lora * _get_dtype_bytes(policy)
-    total = 4 * config.hidden_size * (layers + 1) + layer if policy.gradient_checkpointing else layer * layers
+    config, dtype_bytes, on_gpu = config.get_text_config(), _get_dtype_bytes(cfg.policy), own_decoder and _is_cuda(cfg)
+    estimate_layer = _estimate_gpu_layer_bytes if on_gpu else _estimate_cpu_layer_bytes
+    layer = estimate_layer(config, cfg, sizes) + sizes.tokens * dtype_bytes * _count_adapter_inputs(cfg.policy)
+    stream = 4 * sizes.tokens * config.hidden_size * (config.num_hidden_layers + 1)
+    total = stream + layer if cfg.policy.gradient_checkpointing else layer * config.num_hidden_layers
+    if on_gpu:
+        return total + _estimate_gpu_gradient_bytes(config, dtype_bytes, sizes)
     return total if own_decoder else 1.5 * total
 
 
+def _estimate_cpu_layer_bytes(config: Any, cfg: Config, sizes: BackwardSizes) -> float:
+    return sizes.tokens * estimate_layer_bytes(config, _get_dtype_bytes(cfg.policy))
+
+
 def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
-    """Return the bytes of activations per token that one layer keeps.
+    """Return the bytes of activations per token that one layer keeps on a CPU.
 
     It keeps the residual stream twice in fp32, and the inputs of matrix products and attention in the compute dtype.
     Attention without the kernel pads rows and repeats a prompt's keys and values for each response; with the kernel
     (half precision only), the layer keeps the output of the heads instead.
     """
     heads, key_heads, size = _get_head_sizes(config)
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     normed, projected, rotated = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
     padded = (2 * heads + 4 * key_heads) * size
     attention = projected + rotated + (heads * size if dtype_bytes == 2 and size in KERNEL_HEAD_SIZES else padded)
-    return 8 * config.hidden_size + dtype_bytes * (normed + attention + 3 * inner)
+    return 8 * config.hidden_size + dtype_bytes * (normed + attention + 3 * _get_inner_size(config))
+
+
+def _estimate_gpu_layer_bytes(config: Any, cfg: Config, sizes: BackwardSizes) -> float:
+    """Return the bytes of activations that one layer of our decoder keeps on a GPU, which may have flash attention."""
+    (heads, key_heads, size), dtype_bytes = _get_head_sizes(config), _get_dtype_bytes(cfg.policy)
+    projected, rotated = (heads + 2 * key_heads) * size, (heads + key_heads) * size
+    inner, attended = _get_inner_size(config), heads * size
+    values = rotated + attended + 2 * inner
+    if _shards_weights(cfg) and not cfg.policy.lora:  # else normed and gated values are computed again
+        values += 2 * config.hidden_size + inner
+    if _has_flash(config, dtype_bytes):
+        # Flash attention keeps a copy of the keys and values of each row, and normalizers in fp32.
+        values += projected if config.model_type in _WITH_HEAD_NORMS else 0
+        attention = 4 * sizes.tokens * heads + dtype_bytes * sizes.keys * 2 * key_heads * size
+    else:
+        # PyTorch's operators keep queries, keys and values of each head and all probabilities, in fp32.
+        values += projected
+        attention = 4 * (sizes.tokens * attended + sizes.keys * 2 * attended + sizes.scores * heads)
+    return sizes.tokens * (8 * config.hidden_size + dtype_bytes * values) + attention
+
+
+def _estimate_gpu_gradient_bytes(config: Any, dtype_bytes: int, sizes: BackwardSizes) -> float:
+    """Return the bytes that the backward pass of the last layer takes beside the activations of all layers."""
+    # Those of PyTorch's operators; the kernels of Triton need less.
+    mlp = dtype_bytes * 5 * sizes.tokens * _get_inner_size(config)
+    attention = 0 if _has_flash(config, dtype_bytes) else 8 * sizes.scores * _get_head_sizes(config)[0]
+    return sizes.tokens * (4 + dtype_bytes) * config.hidden_size + max(mlp, attention)
+
+
+def _has_flash(config: Any, dtype_bytes: int) -> bool:
+    return dtype_bytes == 2 and supports_flash(_get_head_sizes(config)[2])
+
+
+def _count_adapter_inputs(policy: PolicyConfig) -> int:
+    """Return how many numbers an adapter keeps per token and layer: the padded rank of each projection."""
+    targets = set(policy.lora_targets or ADAPTABLE_LAYERS)
+    ranks = (policy.lora * len(targets.intersection(layers)) for layers in JOINED_LAYERS.values())
+    return sum(-(-rank // GEMM_BLOCK) * GEMM_BLOCK for rank in ranks)
+
+
+def _get_inner_size(config: Any) -> int:
+    return getattr(config, "intermediate_size", None) or 4 * config.hidden_size
 
 
 def _estimate_logits(model: ModelFacts, cfg: Config, tokens: float) -> float:
