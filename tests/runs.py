@@ -81,6 +81,12 @@ def same_run(one, two):
         assert torch.equal(weights(two)[name], tensor), name
     for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl"):
         assert [untimed(r) for r in records(one / name)] == [untimed(r) for r in records(two / name)], name
+    kept = [run_dir / "model-best" / "evaluation.json" for run_dir in (one, two)]
+    assert kept[0].exists() == kept[1].exists()
+    if kept[0].exists():
+        assert kept[0].read_text() == kept[1].read_text()
+        for name, tensor in weights(one, "model-best").items():
+            assert torch.equal(weights(two, "model-best")[name], tensor), name
 
 
 def same_weights(found, expected, atol):

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from conftest import OneProcessRuntime, character_tokenizer, mostly_slow, tiny_llama
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import collate, collect_grades
+from pellucid.algorithm.objectives import ObjectiveInputs
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.distributed.runtime import Runtime
 from pellucid.policy.policy import Policy
@@ -222,9 +223,20 @@ def test_every_right_combination_learns_to_sort(deltas, loss, epochs):
 
 
 @pytest.mark.slow
-def test_the_ratio_upside_down_unlearns():
-    _, steps = sorting.train(options("--epochs", 20), "centered", "inverted")
+@pytest.mark.parametrize("loss", ["inverted", "inverted, clipped"])
+def test_the_ratio_upside_down_unlearns(loss):
+    _, steps = sorting.train(options("--epochs", 20), "centered", loss)
     assert sorting.sampled(steps) < 0.5 * sorting.sampled(steps[:3])
+
+
+def test_upside_down_the_clip_stops_what_has_become_unlikelier():
+    """Log-probs of -1 and -1.05 where they were -1: quotients of 1 and 1.05, of which the clip leaves 1.01."""
+    logprobs = torch.tensor([[-1.0, -1.05]], dtype=torch.float64, requires_grad=True)
+    ones = torch.ones(1, 2, dtype=torch.float64)
+    tokens = ObjectiveInputs(logprobs, -ones, ones, ones.bool())
+    value = sorting.inverted_clipped(tokens, GRPOConfig(clip_low=0.01, clip_high=0.01))
+    assert value.tolist() == [pytest.approx([1.0, 1.01])]
+    assert torch.autograd.grad(value.sum(), logprobs)[0].tolist() == [[-1.0, 0.0]]
 
 
 def test_a_penalty_holds_the_sorter_near_its_reference():

@@ -83,7 +83,7 @@ def test_what_a_hint_names_is_a_setting_and_a_reason_comes_with_an_alternative()
 @pytest.mark.parametrize(
     ("name", "said"),
     {
-        "num_train_epochs": "steps = num_train_epochs * rows / prompts_per_step",
+        "num_train_epochs": "data_epochs, from which steps follows; epochs are passes over the rollouts of one step",
         "per_device_train_batch_size": "prompts_per_step = per_device_train_batch_size * gradient_accumulation_steps *"
         " devices / num_generations; micro_batch bounds memory",
         "use_vllm": 'sampler_name "vllm"',

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pellucid import config
 from pellucid.config import SECTIONS, Config, SettingsTable
-from pellucid.reporting import console, loggers
+from pellucid.reporting import console
 from pellucid.reporting.report import write_report
-from pellucid.reporting.run_files import read_records
+from pellucid.reporting.run_files import read_evaluations, read_records
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks import TASKS, dataset
 from pellucid.tasks.data_files import has_column, load_rows
@@ -324,7 +324,7 @@ class Run:
     @property
     def evaluations(self) -> dict[int, Evaluation]:
         """The evaluations so far, by the number of the last step before each."""
-        return loggers.read_evaluations(self.folder)
+        return read_evaluations(self.folder)
 
     def report(self) -> Path:
         """Write report.html for the steps so far, show it if this is a notebook, and return its path."""

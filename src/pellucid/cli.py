@@ -395,7 +395,7 @@ class EvalCommand:
     """Ask a model held-out questions: accuracy or mean reward, with intervals."""
 
     model: Positional[Annotated[str, arg(metavar="MODEL_OR_RUN")]]
-    """A run folder, or what --policy.model takes."""
+    """A run folder, its model-best, or what --policy.model takes."""
     task: _RecipeArgument = ""
     """The recipe whose task is asked. Default: the task of the run."""
     show: int = 3
@@ -410,13 +410,13 @@ class EvalCommand:
         if self.output:
             _check_answers_path(self.output)
         config.refuse_recipe_as_run(self.model, "pellucid eval MODEL_OR_RUN --task {} asks a model its questions")
-        run_dir = run_files.find_run_dir(self.model)
+        run_dir = run_files.find_run_of_model(self.model)
         recipe = config.find_recipe(self.task) if self.task else None
         source = recipe or (run_dir and run_dir / "config.json")
         if source:
             _check_recipe_trust(source, self.settings)
         cfg = config.load_config(source, self.settings)
-        model = str(run_files.get_model_dir(run_dir)) if run_dir else self.model
+        model = run_files.find_model(self.model)[1]
         if run_dir and run_files.has_merged_adapter(run_dir):
             if "dtype" not in config.parse_setting_flags(self.settings).get("policy", {}):
                 cfg = replace(cfg, policy=replace(cfg.policy, dtype="float32"))

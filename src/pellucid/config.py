@@ -175,12 +175,14 @@ class EvaluateConfig:
 
     every: NonNegativeInt = 10
     """Steps between evaluations, besides those before and after training; 0 is none at all."""
-    n: PositiveInt = 100
-    """How many held-out prompts are asked."""
+    n: NonNegativeInt = 100
+    """How many held-out prompts are asked; 0 asks all, where a task has a number of them."""
     k: NonNegativeInt = 8
     """The k of mean@k and pass@k; 0 asks for greedy answers only."""
     samples: NonNegativeInt = 0
     """How many samples of each prompt mean@k and pass@k are estimated from; 0 means k."""
+    patience: NonNegativeInt = 0
+    """After so many evaluations in a row without a new best, the run ends as after its last step; 0 never ends it."""
     top_k: NonNegativeInt = 0
     """Sample from the k likeliest tokens only; 0 is off. Greedy answers do not change."""
     top_p: _PositiveFraction = 1.0
@@ -204,6 +206,9 @@ class CheckpointConfig:
     keep_finished: Literal["newest", "all", "none"] = "newest"
     """Which of them are kept when the run is finished and its model saved. The newest, with the optimizer's state, lets
     --resume train more steps; none keeps only the model."""
+    keep_best: bool = True
+    """Also keep the model of the best evaluation, in model-best/: by held-out greedy accuracy, or by mean reward where
+    rewards do not say which answers are right. It takes as much disk as a model."""
 
 
 @dataclass(frozen=True)

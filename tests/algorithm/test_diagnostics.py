@@ -11,8 +11,8 @@ from pellucid.algorithm.advantages import Grades, compute_advantages_from_grades
 from pellucid.algorithm.batch import collate, collect_grades
 from pellucid.algorithm.objectives import (
     ObjectiveInputs,
-    compute_clip_high_by_difficulty,
     compute_clip_metrics,
+    compute_clip_ranges_by_difficulty,
     dcpo,
     ppo_clip,
 )
@@ -45,6 +45,9 @@ def test_difficulty_changes_the_advantages_of_groups_off_the_mean():
     assert on_advantages(rewards, rewards, advantage="difficulty") == {"effect/advantage": 0.5}
     alike = [rewards[0], rewards[1]]
     assert on_advantages(alike, alike, advantage="difficulty") == {"effect/advantage": 0.0}
+    assert on_advantages(rewards, rewards, advantage_difficulty=1.0) == {"effect/difficulty": 0.5}
+    both = on_advantages(rewards, rewards, advantage="centered", advantage_difficulty=1.0)
+    assert both == {"effect/advantage": 1.0, "effect/difficulty": 0.5}
 
 
 def test_what_another_setting_silences_is_not_booked_to_the_comparison():
@@ -111,13 +114,22 @@ def test_moving_bounds_count_where_they_decide_otherwise_than_fixed_ones():
 
 
 def test_a_hard_group_may_move_further_and_an_easy_one_less():
-    """Mean .5, k = 1: 0 of 4 right gives 1.5 times the bound, 4 of 4 half of it."""
+    """Mean .5, strength 1: 0 of 4 right gives 1.5 times the bound, 4 of 4 half of it; either bound has its own."""
     correct = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]], dtype=F64)
-    cfg = GRPOConfig(clip_high=0.2, clip_difficulty=1.0)
-    widths = compute_clip_high_by_difficulty(correct, correct.mean(), cfg)
-    assert widths.tolist() == [pytest.approx([x] * 4) for x in (0.3, 0.1, 0.2)]
-    steep = compute_clip_high_by_difficulty(correct, correct.mean(), GRPOConfig(clip_high=0.2, clip_difficulty=10.0))
-    assert steep.tolist() == [pytest.approx([x] * 4) for x in (0.4, 0.1, 0.2)]
+
+    def ranges(**settings):
+        cfg = GRPOConfig(clip_low=0.1, clip_high=0.2, **settings)
+        return {
+            name: x[:, 0].tolist()
+            for name, x in compute_clip_ranges_by_difficulty(correct, correct.mean(), cfg).items()
+        }
+
+    assert ranges(clip_difficulty=1.0) == {"clip_high": pytest.approx([0.3, 0.1, 0.2])}
+    assert ranges(clip_difficulty=10.0) == {"clip_high": pytest.approx([0.4, 0.1, 0.2])}
+    assert ranges(clip_difficulty=1.0, clip_difficulty_low=0.4) == {
+        "clip_high": pytest.approx([0.3, 0.1, 0.2]),
+        "clip_low": pytest.approx([0.12, 0.08, 0.1]),
+    }
 
 
 def test_each_row_is_clipped_at_its_own_bound():
@@ -137,14 +149,42 @@ def test_each_row_is_clipped_at_its_own_bound():
     assert measured["effect/clip"].tolist() == [[True, False], [False, False]]
 
 
+def test_each_row_is_clipped_below_at_its_own_bound():
+    """Bounds 1 - .3 and 1 - .1 where A < 0; above, all rows have the fixed 1.2."""
+    old = torch.zeros(2, 2, dtype=F64)
+    logprobs = torch.tensor([[0.75, 0.65], [0.85, 1.3]], dtype=F64).log().requires_grad_()
+    mask, advantages = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[-1.0, -1.0], [-1.0, 1.0]], dtype=F64)
+    width = torch.tensor([[0.3], [0.1]], dtype=F64)
+    tokens = ObjectiveInputs(logprobs, old, advantages, mask, clip_low=width)
+    outcome = ppo_clip(tokens, GRPOConfig(clip_difficulty_low=1.0))
+    assert outcome.value.detach().tolist() == [pytest.approx([-0.75, -0.7]), pytest.approx([-0.9, 1.2])]
+    outcome.value.sum().backward()
+    assert logprobs.grad.tolist() == [pytest.approx([-0.75, 0.0]), pytest.approx([0.0, 0.0])]
+    measured = compute_clip_metrics(outcome, mask)
+    # The fixed bound of .8 takes .75 and .65 from the first row, nothing of .85 from the second.
+    assert measured["effect/clip"].tolist() == [[True, False], [True, False]]
+
+
+def test_dynamic_bounds_widen_with_difficulty():
+    """At q = 1/2 the ratio r is bounded by |(r - 1) r| / 2 = clip, with the clips of the row."""
+    old = torch.full((2, 2), 0.5, dtype=F64).log()
+    mask, cfg = torch.ones(2, 2, dtype=torch.bool), GRPOConfig(objective="dcpo", clip_difficulty=1.0)
+    low, high = torch.tensor([[0.12], [0.05]], dtype=F64), torch.tensor([[0.3], [0.1]], dtype=F64)
+    bounds = dcpo(ObjectiveInputs(old, old, old, mask, high, low), cfg).bounds
+    assert bounds is not None
+    torch.testing.assert_close((1 - bounds[0]) * bounds[0] / 2, low.expand(2, 2), rtol=0, atol=1e-12)
+    torch.testing.assert_close((bounds[1] - 1) * bounds[1] / 2, high.expand(2, 2), rtol=0, atol=1e-12)
+
+
 def test_the_bound_is_wide_where_a_group_is_right_less_often_than_the_step():
     """Two groups of two, right 0 and 1 of 2: the mean is .25, so the bounds are .2 (1 + .25) and .2 (1 - .25)."""
     answer = Completion((1,), (0.0,), "", True)
     groups = [Group(Prompt(str(p), "?"), (0,), (answer, answer), (Reward(float(p)), Reward(0.0))) for p in (0, 1)]
-    cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
+    cfg = GRPOConfig(group_size=2, clip_difficulty=1.0, clip_low=0.1, clip_difficulty_low=2.0)
     batch = collate(groups)
     judged = grpo.attach_advantages(batch, collect_grades(groups), torch.zeros(2, 2), OneProcessRuntime(), cfg)
     assert judged.clip_high.tolist() == pytest.approx([0.25, 0.25, 0.15, 0.15])
+    assert judged.clip_low.tolist() == pytest.approx([0.15, 0.15, 0.05, 0.05])
     assert (
         grpo.attach_advantages(
             batch, collect_grades(groups), torch.zeros(2, 2), OneProcessRuntime(), GRPOConfig(group_size=2)
@@ -172,8 +212,9 @@ def test_a_group_is_compared_with_those_of_all_processes():
 
 
 def test_it_goes_with_the_clipped_objective_alone():
-    with pytest.raises(ValueError, match="clip_difficulty"):
-        GRPOConfig(objective="gspo", clip_difficulty=1.0)
+    for name in ("clip_difficulty", "clip_difficulty_low"):
+        with pytest.raises(ValueError, match=f"{name} has no use"):
+            GRPOConfig(objective="gspo", **{name: 1.0})
 
 
 # ---------------------------------------------------------------- what is said
@@ -184,6 +225,8 @@ def test_it_goes_with_the_clipped_objective_alone():
     [
         ({"objective": "dcpo"}, "epochs", {"objective": "dcpo", "epochs": 2}),
         ({"clip_difficulty": 1.0}, "minibatches", {"clip_difficulty": 1.0, "minibatches": 2}),
+        ({"clip_difficulty_low": 1.0}, "minibatches", {"clip_difficulty_low": 1.0, "minibatches": 2}),
+        ({"advantage_difficulty": 1.0, "prompts_per_step": 1}, "prompts_per_step", {"advantage_difficulty": 1.0}),
         ({"kl_coef": 0.1, "kl": "k1", "kl_in": "loss"}, "k2", {"kl_coef": 0.1, "kl": "k2", "kl_in": "loss"}),
         ({"advantage": "difficulty", "prompts_per_step": 1}, "prompts_per_step", {"advantage": "difficulty"}),
     ],

@@ -833,6 +833,7 @@ def test_every_step_reports_what_the_design_promises():
     assert step == 1
     promised = {"kl", "entropy", "clip/low", "clip/high", "ratio/mean", "sampler/gap_mean", "sampler/gap_max"}
     promised |= {"grad_norm", "lr", "loss", "skipped", "idle", "kl_coef", "kl/overflow", "ratio/overflow", "effect/kl"}
+    promised |= {"update/kl"}
     promised |= {f"time/{stage}" for stage in ("generate", "reward", "score", "update", "step")}
     assert metrics.keys() == promised
     assert abs(metrics["kl"]) < 1e-12, "the reference is the policy itself"

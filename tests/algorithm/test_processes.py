@@ -114,7 +114,8 @@ def reference_of(settings):
     [
         {},
         {"aggregate": "sequence", "advantage": "batch", "epochs": 2},
-        {"minibatches": 2, "clip_difficulty": 1.0, "micro_batch": 3},
+        {"minibatches": 2, "clip_difficulty": 1.0, "clip_difficulty_low": 1.0, "micro_batch": 3},
+        {"advantage": "length_grouped", "advantage_difficulty": 1.0, "length_min_cell": 2},
         {"max_rounds": 2},
         {"entropy_share": 0.3, "overlong_filter": True, "group_size": 16},
         {"kl": "k1", "kl_coef": 0.1, "kl_target": 0.05},

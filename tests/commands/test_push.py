@@ -11,8 +11,8 @@ from huggingface_hub import ModelCard
 
 import hub
 from conftest import records, tiny_recipe
-from pellucid.policy.load import PACKAGED_MODELS
-from pellucid.share import EMBEDDED_MODEL_HUB_IDS, push_to_hub
+from pellucid.policy.packaged import PACKAGED_MODELS
+from pellucid.share import push_to_hub
 from pellucid.types import UserError
 from runs import train
 
@@ -85,7 +85,9 @@ def test_an_adapter_has_a_folder_of_its_own_and_names_its_base_as_the_card_does(
     assert f"\n{model_dir.name}, trained" in card_of(online).text
 
 
-@pytest.mark.parametrize(("base", "told"), [*EMBEDDED_MODEL_HUB_IDS.items(), ("me/base", "me/base")])
+@pytest.mark.parametrize(
+    ("base", "told"), [*((name, model.hub_id) for name, model in PACKAGED_MODELS.items()), ("me/base", "me/base")]
+)
 def test_the_base_of_an_adapter_has_its_id_on_the_hub(base, told, adapted, online, tmp_path):
     run_dir = shutil.copytree(adapted, tmp_path / "run")
     settings = run_dir / "adapter" / "adapter_config.json"
@@ -189,10 +191,6 @@ def test_no_folder_of_this_machine_is_told(run, model_dir, online, request):
     for place in (str(run_dir.parent), str(model_dir.parent), str(Path(hub.__file__).parent)):
         assert not [name for name, text in texts.items() if place in text]
     assert str(Path(hub.__file__).parent) in (run_dir / "config.json").read_text()
-
-
-def test_a_model_of_a_wheel_has_its_id_on_the_hub():
-    assert EMBEDDED_MODEL_HUB_IDS.keys() == PACKAGED_MODELS.keys()
 
 
 # ---------------------------------------------------------------- what is refused, in a line

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pellucid import __version__, cli
-from pellucid.policy import load
 from pellucid.training import doctor
 from pellucid.types import UserError
 from pellucid.utils import hardware
@@ -61,7 +60,7 @@ def test_a_default_model_that_is_not_there_is_one_line_of_many(machine, capsys):
     def missing(name):
         raise UserError(f"{name} is not installed: make setup")
 
-    machine.setattr(load, "locate_model", missing)
+    machine.setattr(doctor, "find_pieces", missing)
     report = reported(capsys)
     assert "smollm2-135m is not installed: make setup" in report
     assert "plots" in report, "the lines after it are there, too"

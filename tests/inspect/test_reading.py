@@ -18,9 +18,9 @@ from pellucid.inspect import single_file, terminal
 from pellucid.inspect.diagnosis import diagnose_run
 from pellucid.inspect.group_history import classify_signal
 from pellucid.inspect.run_reader import RolloutIndex, RunReader, open_recorded_run
-from pellucid.inspect.sentences import explain_token, format_significant
+from pellucid.inspect.sentences import explain_token, format_sentence, format_significant
 from pellucid.inspect.steps import round_values
-from pellucid.types import UserError
+from pellucid.types import Estimate, Evaluation, UserError
 
 CONFIG = {"algorithm": {"prompts_per_step": 2, "group_size": 4, "clip_low": 0.2, "clip_high": 0.28}}
 
@@ -258,6 +258,26 @@ def test_each_cause_has_its_sentence_and_a_healthy_run_has_none(changed, key):
 def test_answers_that_are_cut_off_are_said_to_be_so(ended, level):
     [found] = diagnose_run(CONFIG, [metric(1, loss=0.4, **{"completion/finished": ended})], [])
     assert (found["key"], found["level"], found["values"]["share"]) == ("cut_off", level, f"{1 - ended:.0%}")
+
+
+def test_what_went_wrong_is_found_in_the_whole_run_and_holds_it_back_if_it_is_recent():
+    rows = [
+        {**metric(step, **HEALTHY), "update/kl": 0.1 if step < 4 else 0.0, "completion/length_mean": 20.0}
+        for step in range(1, 41)
+    ]
+    [found] = diagnose_run(CONFIG, rows[:5], [])
+    assert (found["key"], found["level"], found["step"]) == ("update_too_large", "trouble", 3)
+    assert diagnose_run(CONFIG, rows, [])[0]["level"] == "note"
+    right = (1,) * 20
+    evaluations = {step: graded(share) for step, share in ((0, right), (20, right[:4] + (0,) * 16))}
+    fell = diagnose_run(CONFIG, rows[10:20], [], evaluations=evaluations)[0]
+    assert (fell["key"], fell["level"], fell["step"]) == ("accuracy_fell", "trouble", 20)
+    assert "greedy accuracy 0.20" in format_sentence("why.accuracy_fell", "zh", **fell["values"])
+
+
+def graded(right):
+    """An evaluation of these greedy answers."""
+    return Evaluation("t", "test", len(right), 0, Estimate(sum(right) / len(right)), Estimate(), Estimate(), right, "q")
 
 
 def degrees(folder):

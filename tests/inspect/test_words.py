@@ -8,6 +8,7 @@ from pellucid.algorithm.explained import GRADIENT_RULES
 from pellucid.inspect.page import load_modules
 from pellucid.inspect.sentences import format_sentence, load_sentences
 from pellucid.reporting.report import SENTENCES
+from pellucid.reporting.warning_signs import SIGN_SENTENCES
 
 
 def test_every_word_is_there_in_both_languages():
@@ -31,6 +32,11 @@ def test_every_rule_has_a_name():
 
 def test_the_report_and_the_page_begin_with_the_same_sentence():
     assert {key: english for key, (english, _) in load_sentences().items() if key.startswith("lede.")} == SENTENCES
+
+
+def test_the_report_and_the_page_say_the_same_of_what_went_wrong():
+    sentences = load_sentences()
+    assert {key: sentences[key][0] for key in SIGN_SENTENCES} == SIGN_SENTENCES
 
 
 def test_values_stand_where_the_sentence_names_them():

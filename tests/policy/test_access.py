@@ -135,8 +135,8 @@ def test_the_revision_of_a_recipe_is_asked_of_its_model_alone(hub, recipe, model
 
 @pytest.mark.parametrize("kind", ["folder", "gguf", "embedded"])
 def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, recipe, capsys, monkeypatch):
-    monkeypatch.setattr(load, "unpack_gguf", lambda _: Path(model_dir))
-    monkeypatch.setattr(load, "_find_packaged_file", Path)
+    monkeypatch.setattr(load, "_unpack_gguf_file", lambda _: Path(model_dir))
+    monkeypatch.setattr(load, "_unpack_packaged_model", lambda _: Path(model_dir))
     (tmp_path / "m.gguf").write_bytes(b"")
     name = {"folder": str(model_dir), "gguf": str(tmp_path / "m.gguf"), "embedded": "smollm2-135m"}[kind]
     assert train(recipe, "--run", tmp_path / "run", "--policy.model", name, "--policy.revision", "v1") == 2

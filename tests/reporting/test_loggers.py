@@ -32,9 +32,9 @@ from pellucid.reporting.loggers import (
     TensorBoardLogger,
     WandbLogger,
     compute_group_metrics,
-    read_evaluations,
     truncate_logs,
 )
+from pellucid.reporting.run_files import read_evaluations
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, UserError
 
 TIMES = {"time/generate": 3.0, "time/reward": 0.0, "time/score": 0.5, "time/update": 1.0, "time/step": 5.0}

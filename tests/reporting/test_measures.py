@@ -16,8 +16,9 @@ from pellucid.reporting.console import (
     make_verdict_table,
 )
 from pellucid.reporting.eval_metrics import make_evaluation_record, parse_evaluation, select_measures
-from pellucid.reporting.loggers import JsonlLogger, format_json_line, read_evaluations
+from pellucid.reporting.loggers import JsonlLogger, format_json_line
 from pellucid.reporting.report import write_report
+from pellucid.reporting.run_files import read_evaluations
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward
 
 NONE = Estimate(0.0, 0.0, 0.1)

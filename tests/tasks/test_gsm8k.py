@@ -128,6 +128,20 @@ def test_a_chinese_copy_with_the_answer_alone(tmp_path):
     ].text[0] == {"role": "system", "content": "S"}
 
 
+def test_the_worked_solution_of_a_row_is_a_whole_answer(tmp_path):
+    """Its calculator annotations are left out; a column with the answer alone has no solution."""
+    rows = [{"question": "Q", "answer": "48/2 = <<48/2=24>>24 clips.\n24*50 = <<24*50=1200>>1,200\n#### 1,200"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Gsm8k(data=str(path), test_data="", format_reward=0.1)
+    [prompt] = task.sample(0, 1)
+    assert task.working(prompt) == "<think>48/2 = 24 clips.\n24*50 = 1,200</think> <answer>1200</answer>"
+    assert task.reward(prompt, completion(task.working(prompt))).value == pytest.approx(1.1)
+    path.write_text(json.dumps({"question": "Q", "answer": "7"}) + "\n")
+    bare = Gsm8k(data=str(path), test_data="", answer_pattern="")
+    assert bare.working(bare.sample(0, 1)[0]) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("../shared/data/gsm8k/train.jsonl").exists(), reason="the data is not beside the project")
 def test_every_gold_answer_of_the_real_data_is_read():

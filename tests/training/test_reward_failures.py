@@ -192,8 +192,8 @@ def test_a_reward_that_becomes_none_for_every_completion_stops_the_run_later(mod
 
     rows = [{"question": f"{n}?"} for n in range(20)]
     small = {"model": model_dir, "chat": False, "max_tokens": 4, "prompts_per_step": 2, "group_size": 2}
-    run_dir = tmp_path / "run"
-    mine = pellucid.train(data=rows, reward=at_first, run=run_dir, steps=9, evaluate_every=0, patience=2, **small)
+    run_dir, small = tmp_path / "run", {**small, "steps": 9, "evaluate_every": 0, "reward_patience": 2}
+    mine = pellucid.train(data=rows, reward=at_first, run=run_dir, **small)
     with pytest.raises(
         UserError, match="every reward of the last 2 steps failed, the last with None, since no reward app"
     ):

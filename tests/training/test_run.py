@@ -73,6 +73,7 @@ def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, c
 STATEFUL = [
     *("--algorithm.max_rounds", "2", "--algorithm.entropy_share", "0.5"),
     *("--algorithm.kl", "k2", "--algorithm.kl_in", "loss", "--algorithm.kl_target", "0.001"),
+    *("--optimizer.desired_kl", "1e-6", "--optimizer.schedule", "constant"),
 ]
 LEFT_BEHIND = {
     "rollouts": ["--algorithm.max_staleness", "3"],
@@ -88,6 +89,7 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, m
     whole, killed = undisturbed(recipe, *settings), tmp_path / "killed"
     steps = records(whole / "metrics.jsonl")
     assert len({step["kl_coef"] for step in steps}) > 3
+    assert len({step["lr"] for step in steps}) > 2
     assert steps[3]["kl"] > 0
 
     update, calls = run.grpo.update_policy, []

@@ -331,7 +331,8 @@ def test_room_on_the_disk_is_checked_before_the_model_is_loaded(recipe, tmp_path
     usage = namedtuple("usage", "free")(200_000)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage)
     line = refused_before_the_model(recipe, tmp_path / "run", monkeypatch, capsys)
-    assert "and 3 checkpoints, and 0.0 GB are free: make room" in line
+    assert "the best model and 3 checkpoints, and 0.0 GB are free: make room" in line
+    assert "set checkpoint.keep_best = false" in line
 
 
 LEFT = {
@@ -435,21 +436,36 @@ def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_
 def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "free")(7e9)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage)
-    assert short(recipe, tmp_path / "run") == 0
+    assert short(recipe, tmp_path / "run", "--evaluate.every", 1) == 0
     before = " ".join(capsys.readouterr().out.partition("step 1/2")[0].split())
-    assert "disk up to 0.0 GB of 7 GB free" in before
+    assert "disk up to 0.0 GB of 7 GB free, 0.0 GB of it for model-best/" in before
 
 
 def test_the_room_that_a_resumed_run_replaces_need_not_be_free(recipe, tmp_path):
     cfg = config.resolve_config(config.load_config(recipe, []))
     model = memory.describe_model(cfg.policy)
     new = memory.plan_disk(cfg, model, tmp_path)
-    assert new.peak_gb * 1e9 == memory.count_model_bytes(model, cfg) + 3 * memory.count_checkpoint_bytes(model, cfg)
+    checkpoints = 3 * memory.count_checkpoint_bytes(model, cfg)
+    assert new.peak_gb * 1e9 == pytest.approx(2 * memory.count_model_bytes(model, cfg) + checkpoints)
     assert new.needed_gb == new.peak_gb
     for name in ("checkpoints/step-000002/policy.safetensors", "model/model.safetensors", "adapter/config.json"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(bytes(1000))
     assert memory.plan_disk(cfg, model, tmp_path).needed_gb == pytest.approx(new.needed_gb - 3e-6)
+    (tmp_path / "model-best" / "adapter").mkdir(parents=True)
+    (tmp_path / "model-best" / "adapter" / "adapter_model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "model-best" / "model.safetensors").hardlink_to(tmp_path / "model" / "model.safetensors")
+    assert memory.plan_disk(cfg, model, tmp_path).needed_gb == pytest.approx(new.needed_gb - 4e-6)
+
+
+@pytest.mark.parametrize("settings", [["--checkpoint.no-keep-best"], ["--evaluate.every", 0], ["--evaluate.every", 6]])
+def test_no_room_is_asked_for_a_best_model_that_is_not_written_beside_the_last(recipe, tmp_path, settings):
+    cfg = config.resolve_config(config.load_config(recipe, list(map(str, settings))))
+    model = memory.describe_model(cfg.policy)
+    found = memory.plan_disk(cfg, model, tmp_path)
+    assert found.best_model_gb == 0
+    expected = memory.count_model_bytes(model, cfg) + 3 * memory.count_checkpoint_bytes(model, cfg)
+    assert found.peak_gb * 1e9 == pytest.approx(expected)
 
 
 @pytest.mark.slow

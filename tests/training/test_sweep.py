@@ -64,6 +64,7 @@ NUMBERS = {
 WITH: dict[str, dict[str, Any]] = {
     "algorithm.aggregate": {"algorithm.max_length": 8},
     "algorithm.clip_difficulty": {},
+    "algorithm.clip_difficulty_low": {},
     "algorithm.constant_length": {"algorithm.aggregate": "constant"},
     "algorithm.clip_cap": {"algorithm.objective": "dcpo"},
     "algorithm.correction_cap": {"algorithm.correction": "token"},
@@ -82,6 +83,7 @@ WITH: dict[str, dict[str, Any]] = {
     "algorithm.similarity_temperature": {"algorithm.similarity": "smooth"},
     "algorithm.soft_temperature": {"algorithm.objective": "sapo"},
     "checkpoint.keep_finished": {"checkpoint.every": 1},
+    "checkpoint.keep_best": FEW_ANSWERS,
     "checkpoint.keep_last": {"checkpoint.every": 1},
     "log.token_steps": {"log.tokens": 1},
     "policy.load_in_4bit": {"policy.lora": 2},
@@ -93,7 +95,10 @@ WITH: dict[str, dict[str, Any]] = {
     "runtime.zero_stage": {"runtime.engine": "deepspeed"},
     "sampler.adapter": {"sampler.name": "vllm", "policy.lora": 2},
     "sampler.ahead": {"sampler.name": "vllm", "algorithm.correction": "token"},
-    **{f"evaluate.{name}": FEW_ANSWERS for name in ("every", "n", "k", "samples", "top_k", "top_p", "min_p")},
+    **{
+        f"evaluate.{name}": FEW_ANSWERS
+        for name in ("every", "n", "k", "patience", "samples", "top_k", "top_p", "min_p")
+    },
 }
 """What a setting needs to have an effect."""
 TEMPLATE = (

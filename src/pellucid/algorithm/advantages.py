@@ -163,9 +163,8 @@ def batch_std(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def difficulty_weighted(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """`grpo` times clip(1 + mean of the batch - mean, 0.5, 2): hard prompts weigh more (mathgrpo)."""
-    means = grades.rewards.mean(-1, keepdim=True)
-    return standardize(grades.rewards) * (1 + means.mean() - means).clamp(0.5, 2.0)
+    """`grpo` with cfg.advantage_difficulty = 1: hard prompts weigh more (mathgrpo)."""
+    return standardize(grades.rewards) * compute_difficulty_weights(grades.rewards)
 
 
 def grpo_lead(grades: Grades, cfg: GRPOConfig) -> Tensor:
@@ -267,14 +266,25 @@ def get_advantage_function(name: str) -> _AdvantageFunction:
     return ADVANTAGES[name] if name in ADVANTAGES else load_function(name, "advantage")
 
 
+def compute_difficulty_weights(rewards: Tensor, strength: float = 1.0) -> Tensor:
+    """clip(1 + strength (mean of the batch - mean), 0.5, 2): the factor of each group's advantages. [P, 1]"""
+    means = rewards.mean(-1, keepdim=True)
+    return (1 + strength * means.mean() - strength * means).clamp(0.5, 2.0)
+
+
 def compute_advantages_from_grades(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
     """Compute the advantages [P, G] of a step from shaped rewards [P, G], with the function named by cfg.advantage.
 
-    The rewards in `grades`, before shaping, say which groups have zero variance under cfg.min_reward_range.
+    cfg.advantage_difficulty multiplies whatever that function returns. The rewards in `grades`, before shaping, say
+    which groups have zero variance under cfg.min_reward_range.
     """
-    compute = get_advantage_function(cfg.advantage)
-    if not cfg.min_reward_range:
-        return compute(grades._replace(rewards=shaped), cfg)
-    has_zero_variance = is_zero_variance(grades.rewards, cfg.min_reward_range)
-    equalized = equalize_rewards(grades._replace(rewards=shaped), has_zero_variance)
-    return compute(equalized, cfg).masked_fill(has_zero_variance, 0.0)
+    compute, shaped_grades = get_advantage_function(cfg.advantage), grades._replace(rewards=shaped)
+    if cfg.min_reward_range:
+        has_zero_variance = is_zero_variance(grades.rewards, cfg.min_reward_range)
+        equalized = equalize_rewards(shaped_grades, has_zero_variance)
+        advantages = compute(equalized, cfg).masked_fill(has_zero_variance, 0.0)
+    else:
+        advantages = compute(shaped_grades, cfg)
+    if cfg.advantage_difficulty:
+        advantages = advantages * compute_difficulty_weights(shaped, cfg.advantage_difficulty)
+    return advantages

@@ -68,6 +68,8 @@ class Batch:
     """[B, T]; 0 where a token was given. Equal along a response, since a completion has one reward."""
     clip_high: Tensor | None = None
     """[B] clip_high of each row, if it depends on the difficulty of the prompt."""
+    clip_low: Tensor | None = None
+    """[B] clip_low of each row, if it depends on the difficulty of the prompt."""
     token_weights: Tensor | None = None
     """[B, T] the share of each sampled token in the loss; 0 where a token was given."""
     likelihood_weights: Tensor | None = None
@@ -100,7 +102,8 @@ class Batch:
         if device.type == "cpu":
             return self
         names = {"response_ids", "finished", "sampling_mask_spans"}
-        inputs = {name: x for name, x in self.get_row_tensors().items() if x.dim() == 2 or name == "clip_high"}
+        rows = ("clip_low", "clip_high")
+        inputs = {name: x for name, x in self.get_row_tensors().items() if x.dim() == 2 or name in rows}
         return replace(self, **{name: copy_to_device(x, device) for name, x in inputs.items() if name not in names})
 
     def get_sampling_mask(self, device: torch.device) -> SamplingMask | None:

@@ -52,8 +52,8 @@ from pellucid.algorithm.metrics import (
 from pellucid.algorithm.objectives import (
     AGGREGATES,
     ObjectiveInputs,
-    compute_clip_high_by_difficulty,
     compute_clip_metrics,
+    compute_clip_ranges_by_difficulty,
     get_objective_function,
 )
 from pellucid.algorithm.protocols import Policy, Reference, Runtime, Scores
@@ -66,6 +66,7 @@ from pellucid.algorithm.shaping import (
     find_entropy_threshold,
     penalize_overlong,
 )
+from pellucid.algorithm.update_size import UpdateProbe, choose_probe_rows, compute_update_kl
 from pellucid.types import Group, Sampler, Sampling, Task
 
 
@@ -131,10 +132,13 @@ def train(
         grades = collect_grades(all_groups)
         advantages, advantage_metrics = compute_advantages(grades, batch, policy, runtime, cfg)  # [P, G]
         batch = attach_advantages(batch, grades, advantages, runtime, cfg)
+        probe = score_probe(batch, len(all_groups), advantages.shape[1], policy, runtime, cfg)
         batch = append_replayed_batches(state, step, batch, cfg)
         clock.record_lap("score")
         # 4. Update: make the better completions more likely, without leaving the trust region.
         metrics = update_policy(policy, batch, runtime, cfg)
+        metrics["update/kl"] = measure_update(probe, policy, runtime, cfg)
+        runtime.adapt_lr(metrics["update/kl"])
         collector.sync_sampler(policy, step + 1, clock)
         finish_step(state, step, reference, policy, metrics, cfg)
         metrics |= sampling_metrics | advantage_metrics | clock.get_times()
@@ -251,20 +255,19 @@ def get_charged_kl(batch: Batch) -> tuple[Tensor | None, Tensor]:
 
 
 def attach_advantages(batch: Batch, grades: Grades, advantages: Tensor, runtime: Runtime, cfg: GRPOConfig) -> Batch:
-    """Add advantages [B, T], and clip_high [B] where cfg.clip_difficulty is set.
+    """Add advantages [B, T], and clip_low and clip_high [B] where they depend on the difficulty of the prompt.
 
     Sequences of one rollout are moved next to each other, so that no minibatch splits a rollout.
     """
-    row_advantages, clip_high = advantages.flatten().to(batch.sampler_logprobs), None
-    if cfg.clip_difficulty:
+    values = {"advantages": advantages}
+    if cfg.clip_difficulty or cfg.clip_difficulty_low:
         own_correct = select_own_groups(grades.correct, runtime)
-        clip_high = compute_clip_high_by_difficulty(own_correct, grades.correct.nanmean(), cfg)
-        clip_high = clip_high.flatten().to(batch.sampler_logprobs)
+        values |= compute_clip_ranges_by_difficulty(own_correct, grades.correct.nanmean(), cfg)
+    rows = {name: x.flatten().to(batch.sampler_logprobs) for name, x in values.items()}  # [B]
     if batch.rollout_indices is not None:
         rollouts, order = batch.rollout_indices.sort(stable=True)
-        batch, row_advantages = batch.select_rows(order), row_advantages[rollouts]
-        clip_high = None if clip_high is None else clip_high[rollouts]
-    return replace(batch, advantages=batch.broadcast_to_tokens(row_advantages), clip_high=clip_high)
+        batch, rows = batch.select_rows(order), {name: x[rollouts] for name, x in rows.items()}
+    return replace(batch, **rows | {"advantages": batch.broadcast_to_tokens(rows["advantages"])})
 
 
 def append_replayed_batches(state: TrainingState, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
@@ -302,6 +305,19 @@ def accumulate_gradients(
         runtime.backward(loss)
         totals.add_tokens(metrics)
     return totals
+
+
+def score_probe(
+    batch: Batch, prompt_count: int, group_size: int, policy: Policy, runtime: Runtime, cfg: GRPOConfig
+) -> UpdateProbe:
+    """Score a few completions of the step before the update."""
+    rows, counted = choose_probe_rows(batch, prompt_count, group_size, runtime, cfg.micro_batch_rows)
+    return UpdateProbe(rows, score_without_gradient(rows, policy, runtime, cfg).logprobs, counted)
+
+
+def measure_update(probe: UpdateProbe, policy: Policy, runtime: Runtime, cfg: GRPOConfig) -> float:
+    """Return how far the update moved the policy; see `compute_update_kl`."""
+    return compute_update_kl(probe, score_without_gradient(probe.batch, policy, runtime, cfg).logprobs, runtime)
 
 
 def attach_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
@@ -383,8 +399,8 @@ def make_objective_inputs(logprobs: Tensor, batch: Batch) -> ObjectiveInputs:
     """Make the inputs of the objective. Without old_logprobs, the policy has not changed, and the ratio is 1."""
     assert batch.advantages is not None
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
-    return ObjectiveInputs(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.action_mask, clip_high)
+    clips = (None if x is None else x[:, None] for x in (batch.clip_high, batch.clip_low))  # [B, 1]
+    return ObjectiveInputs(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.action_mask, *clips)
 
 
 def estimate_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tensor, cfg: GRPOConfig) -> Tensor:

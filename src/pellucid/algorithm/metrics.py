@@ -125,7 +125,7 @@ def compute_sampling_metrics(groups: Sequence[Group], zero_variance: int) -> dic
 
 
 def compute_advantage_effects(grades: Grades, shaped: Tensor, advantages: Tensor, cfg: GRPOConfig) -> dict[str, float]:
-    """Return the shares of advantages that were changed by reward shaping, and by an advantage other than "grpo".
+    """Return the shares of advantages changed by reward shaping, by an advantage other than "grpo", by difficulty.
 
     `advantages` [P, G] were computed from the rewards `shaped` [P, G] with cfg.advantage.
     """
@@ -136,6 +136,9 @@ def compute_advantage_effects(grades: Grades, shaped: Tensor, advantages: Tensor
     if cfg.advantage != "grpo":
         plain = compute_advantages_from_grades(grades, shaped, replace(cfg, advantage="grpo"))
         effects["effect/advantage"] = compute_changed_share(advantages - plain)
+    if cfg.advantage_difficulty:
+        unweighted = compute_advantages_from_grades(grades, shaped, replace(cfg, advantage_difficulty=0.0))
+        effects["effect/difficulty"] = compute_changed_share(advantages - unweighted)
     return effects
 
 
@@ -173,12 +176,14 @@ def compute_kl_loss_effect(
 def find_inert_settings(cfg: GRPOConfig) -> list[str]:
     """Return a line for each setting without effect. The line says how to give the setting an effect."""
     lines = []
-    if not cfg.is_off_policy and (cfg.objective == "dcpo" or cfg.clip_difficulty or cfg.dual_clip):
+    clips_by_difficulty = bool(cfg.clip_difficulty or cfg.clip_difficulty_low)
+    if not cfg.is_off_policy and (cfg.objective == "dcpo" or clips_by_difficulty or cfg.dual_clip):
         lines.append(
             "clipping is inert: with one optimizer step on each set of rollouts the ratio is 1;"
             " set algorithm.epochs or algorithm.minibatches above 1"
         )
-    if cfg.prompts_per_step == 1 and (cfg.advantage in ("difficulty", "batch") or cfg.clip_difficulty):
+    compares_groups = cfg.advantage in ("difficulty", "batch") or cfg.advantage_difficulty
+    if cfg.prompts_per_step == 1 and (compares_groups or clips_by_difficulty):
         lines.append("difficulty is inert: it compares the groups of a step; set prompts_per_step above 1")
     if cfg.kl_coef and cfg.kl_in == "loss" and cfg.kl == "k1":
         lines.append('kl = "k1" in the loss is inert: its expected gradient is 0; set kl = "k2", or kl_in = "reward"')

@@ -37,6 +37,8 @@ class ObjectiveInputs(NamedTuple):
     """[B, T] bool: tokens that the policy sampled."""
     clip_high: Tensor | None = None
     """[B, 1] clip_high of each row, if it depends on the difficulty of the prompt."""
+    clip_low: Tensor | None = None
+    """[B, 1] clip_low of each row, if it depends on the difficulty of the prompt."""
 
 
 _RatioBounds = tuple[Tensor, Tensor]
@@ -70,13 +72,14 @@ def ppo_clip(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
     """min(A ratio, A clip(ratio, 1 - clip_low, 1 + clip_high)) (PPO, arXiv 1707.06347, equation 7).
 
     There is no gain beyond the trust region. Separate bounds are from DAPO, arXiv 2503.14476, section 3.1. Rows with
-    their own clip_high use it instead.
+    their own clip_low or clip_high use it instead.
     """
     fixed, log_ratio = compute_fixed_bounds(tokens, cfg), compute_log_ratio(tokens)
-    if tokens.clip_high is None:
+    if tokens.clip_low is None and tokens.clip_high is None:
         return compute_clipped_surrogate(tokens, log_ratio, fixed, cfg)
-    bounds = fixed[0], 1 + tokens.clip_high.to(tokens.old_logprobs)
-    return compute_clipped_surrogate(tokens, log_ratio, bounds, cfg, fixed)
+    low = fixed[0] if tokens.clip_low is None else 1 - tokens.clip_low.to(tokens.old_logprobs)
+    high = fixed[1] if tokens.clip_high is None else 1 + tokens.clip_high.to(tokens.old_logprobs)
+    return compute_clipped_surrogate(tokens, log_ratio, (low, high), cfg, fixed)
 
 
 def importance_weighted(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
@@ -95,7 +98,9 @@ def reinforce(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
 
 def dcpo(tokens: ObjectiveInputs, cfg: GRPOConfig) -> ObjectiveOutput:
     """`ppo_clip` with the bounds of `compute_probability_bounds`, wider for rare tokens (DCPO, arXiv 2509.02333)."""
-    bounds = compute_probability_bounds(tokens.old_logprobs, cfg)
+    clip_low = cfg.clip_low if tokens.clip_low is None else tokens.clip_low
+    clip_high = cfg.clip_high if tokens.clip_high is None else tokens.clip_high
+    bounds = compute_probability_bounds(tokens.old_logprobs, clip_low, clip_high, cfg.clip_cap)
     return compute_clipped_surrogate(tokens, compute_log_ratio(tokens), bounds, cfg, compute_fixed_bounds(tokens, cfg))
 
 
@@ -254,25 +259,35 @@ def compute_fixed_bounds(tokens: ObjectiveInputs, cfg: GRPOConfig) -> _RatioBoun
     return tokens.old_logprobs.new_full((), 1 - cfg.clip_low), tokens.old_logprobs.new_full((), 1 + cfg.clip_high)
 
 
-def compute_probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> _RatioBounds:
+def compute_probability_bounds(
+    old_logprobs: Tensor, clip_low: Tensor | float, clip_high: Tensor | float, clip_cap: float
+) -> _RatioBounds:
     """Compute the bounds r [B, T] with |(r - 1) r| q = clip, where q is the old probability (DCPO, arXiv 2509.02333).
 
     Rare tokens have wider bounds. The lower one is 1/2 where q <= 4 clip_low; the upper one is at most clip_cap.
     """
     q = old_logprobs.exp()
-    low = 0.5 + 0.5 * (1 - 4 * cfg.clip_low / q).clamp(min=0.0).sqrt()
-    high = 0.5 + 0.5 * (1 + 4 * cfg.clip_high / q).sqrt()
-    return low, high.clamp(max=cfg.clip_cap)
+    low = 0.5 + 0.5 * (1 - 4 * clip_low / q).clamp(min=0.0).sqrt()
+    high = 0.5 + 0.5 * (1 + 4 * clip_high / q).sqrt()
+    return low, high.clamp(max=clip_cap)
 
 
-def compute_clip_high_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
-    """clip_high times clip(1 + clip_difficulty (mean - share of right answers in the group), 0.5, 2), [P, G].
+def compute_clip_ranges_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> dict[str, Tensor]:
+    """Compute clip_high and clip_low of each row, [P, G], where clip_difficulty and clip_difficulty_low are set.
 
-    `correct` [P, G] is 1 where an answer is right, and `mean` is its mean over the step. A group of NaN has average
-    difficulty.
+    Each is multiplied by clip(1 + strength (mean - share of right answers in the group), 0.5, 2). `correct` [P, G] is 1
+    where an answer is right, and `mean` is its mean over the step. A group of NaN has average difficulty.
     """
     hardness = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
-    return (cfg.clip_high * (1 + cfg.clip_difficulty * hardness).clamp(0.5, 2.0)).expand(correct.shape)
+    strengths = {
+        "clip_high": (cfg.clip_high, cfg.clip_difficulty),
+        "clip_low": (cfg.clip_low, cfg.clip_difficulty_low),
+    }
+    return {
+        name: (clip * (1 + strength * hardness).clamp(0.5, 2.0)).expand(correct.shape)
+        for name, (clip, strength) in strengths.items()
+        if strength
+    }
 
 
 def compute_clip_metrics(output: ObjectiveOutput, mask: Tensor) -> dict[str, Tensor]:

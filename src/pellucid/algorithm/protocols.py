@@ -90,3 +90,10 @@ class Runtime(Protocol):
         In fp16 also `loss_scale`, and `skipped/overflow`, which is 1 if a gradient was too large for that scale.
         """
         ...
+
+    def adapt_lr(self, update_kl: float) -> None:
+        """Change the learning rate of the next steps if the last update moved the policy too far or not far enough.
+
+        `update_kl` is KL(old policy, new policy) per token, in nats.
+        """
+        ...

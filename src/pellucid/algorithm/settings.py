@@ -31,11 +31,21 @@ ObjectiveName = Literal[
 KLEstimatorName = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 
 _NON_NEGATIVE_SETTINGS = (
-    *("minutes", "max_length", "constant_length", "kl_coef", "kl_target", "reference_every"),
-    *("clip_low", "clip_high", "clip_difficulty", "dual_clip", "entropy_coef", "prefix_coef"),
+    *("data_epochs", "minutes", "max_length", "constant_length", "kl_coef", "kl_target", "reference_every"),
+    *(
+        "clip_low",
+        "clip_high",
+        "clip_difficulty",
+        "clip_difficulty_low",
+        "advantage_difficulty",
+        "dual_clip",
+        "entropy_coef",
+        "prefix_coef",
+    ),
     *("length_shrinkage", "min_reward_range", "overlong_cache"),
 )
 DUAL_CLIP_OBJECTIVES = ("ppo_clip", "dcpo", "gspo", "gspo_token")
+_CLIP_DIFFICULTY_OBJECTIVES = ("ppo_clip", "dcpo")
 _POSITIVE_SETTINGS = (
     *("steps", "prompts_per_step", "epochs", "minibatches", "max_rounds", "max_staleness", "length_buckets"),
 )
@@ -56,6 +66,9 @@ class GRPOConfig:
 
     steps: int = 30
     """Generate-update cycles."""
+    data_epochs: float = 0.0
+    """If above 0, the passes over the rows of the data set (TRL's num_train_epochs): a run sets steps = data_epochs *
+    rows / prompts_per_step, rounded up, before its first step, and records that number in place of this one."""
     minutes: float = 0.0
     """Training ends after the step in which this time is used up, not counting evaluations; 0 means no limit."""
     prompts_per_step: int = 4
@@ -78,6 +91,10 @@ class GRPOConfig:
 
     advantage: AdvantageName | str = "grpo"
     """How a completion compares with its siblings; or your own, "path/to/file.py:function"."""
+    advantage_difficulty: float = 0.0
+    """The advantages of a prompt, by whichever function, are multiplied by 1 + advantage_difficulty * (s - g), clipped
+    to [0.5, 2], where s and g are the mean rewards of the step and of the prompt's group. Hard prompts then weigh
+    more. advantage = "difficulty" is "grpo" with 1."""
     min_reward_range: float = 0.0
     """A group whose task rewards differ by no more than this counts as zero-variance, so that a small length term does
     not become its only signal."""
@@ -99,9 +116,11 @@ class GRPOConfig:
     clip_cap: float = 10.0
     """objective = "dcpo": the highest upper bound of the ratio."""
     clip_difficulty: float = 0.0
-    """objective = "ppo_clip": clip_high of a prompt is multiplied by 1 + clip_difficulty * (s - g), clipped to
-    [0.5, 2], where s and g are the shares of right answers in the step and in the prompt's group. The ratios of hard
+    """objective = "ppo_clip" or "dcpo": clip_high of a prompt is multiplied by 1 + clip_difficulty * (s - g), clipped
+    to [0.5, 2], where s and g are the shares of right answers in the step and in the prompt's group. The ratios of hard
     prompts may then grow further. This is not from a paper."""
+    clip_difficulty_low: float = 0.0
+    """The same for clip_low: the ratios of hard prompts may then fall further."""
     dual_clip: float = 0.0
     """If A < 0, the objective is at least dual_clip * A (arXiv 1912.09729): 3 is usual, 0 is off."""
     soft_temperature: tuple[float, float] = (1.0, 1.05)
@@ -200,8 +219,16 @@ class GRPOConfig:
                 'objective = "reinforce" has no ratio: set epochs, minibatches and max_staleness to 1, or another'
                 " objective"
             )
-        if self.clip_difficulty and self.objective != "ppo_clip":
-            raise ValueError(f'clip_difficulty has no use with objective = "{self.objective}": set "ppo_clip", or 0')
+        for name in ("clip_difficulty", "clip_difficulty_low"):
+            if getattr(self, name) and self.objective not in _CLIP_DIFFICULTY_OBJECTIVES:
+                raise ValueError(
+                    f'{name} has no use with objective = "{self.objective}": set "ppo_clip" or "dcpo", or {name} = 0'
+                )
+        if self.advantage_difficulty and self.advantage == "difficulty":
+            raise ValueError(
+                'advantage = "difficulty" is "grpo" with advantage_difficulty = 1: with advantage_difficulty, name'
+                " another advantage"
+            )
         if self.kl == "k3_weighted" and self.kl_in != "loss":
             raise ValueError('kl = "k3_weighted" is weighted by the ratio, which only the loss has: set kl_in = "loss"')
         if (self.kl_target or self.reference_every) and not self.kl_coef:
@@ -249,6 +276,12 @@ class GRPOConfig:
         return self.inner_steps > 1 or self.max_staleness > 1
 
 
+LR_ADAPTATION = 1.5
+"""The factor by which `desired_kl` changes the learning rate after a step."""
+LR_ADAPTATION_LIMIT = 100.0
+"""`desired_kl` changes the learning rate by at most this factor, up or down, in all."""
+
+
 @dataclass(frozen=True)
 class AdamWConfig:
     """`[optimizer]`: AdamW (arXiv 1711.05101) and the schedule of its learning rate."""
@@ -259,6 +292,10 @@ class AdamWConfig:
     """Optimizer steps over which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate from the peak to the last step: constant, or falling to 0."""
+    desired_kl: float = 0.0
+    """How far a step should move the policy: KL(old, new) in nats per token, such as 0.001. After a step that moved it
+    more than twice as far, the learning rate is divided by 1.5; after one that moved it less than half as far, if the
+    warmup is over, it is multiplied by 1.5. 0: the learning rate follows its schedule alone."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -270,13 +307,15 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise ValueError(f"lr = {self.lr} must be positive")
-        for name in ("warmup", "max_grad_norm", "weight_decay"):
+        for name in ("warmup", "max_grad_norm", "weight_decay", "desired_kl"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {self.betas} must be at least 0 and below 1")
         if not self.eps > 0:
             raise ValueError(f"eps = {self.eps} must be positive")
+        if self.desired_kl and self.schedule != "constant":
+            raise ValueError('desired_kl sets the learning rate, and a schedule would lower it: schedule = "constant"')
 
     def compute_lr(self, update: int, total: int) -> float:
         """Return the learning rate of optimizer step `update` of `total`, counted from 1; constant after `total`."""
@@ -285,3 +324,15 @@ class AdamWConfig:
         remaining = max(0, total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the end
         cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
         return self.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[self.schedule]
+
+    def adapt_lr_factor(self, factor: float, update_kl: float, update: int) -> float:
+        """Return the factor of the learning rate after optimizer step `update`, counted from 1.
+
+        The rule is that of KLAdaptiveLR in TorchRL and in rsl_rl. `update_kl` of 0 is a step without gradient, which
+        says nothing about the learning rate.
+        """
+        if update_kl > 2 * self.desired_kl > 0:
+            return max(factor / LR_ADAPTATION, 1 / LR_ADAPTATION_LIMIT)
+        if 0 < update_kl < self.desired_kl / 2 and update >= self.warmup:
+            return min(factor * LR_ADAPTATION, LR_ADAPTATION_LIMIT)
+        return factor

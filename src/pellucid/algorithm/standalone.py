@@ -22,7 +22,10 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import UserError
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, provide_objects
 
-_ADVANTAGE_SETTINGS = ("advantage", "min_reward_range", "length_buckets", "length_min_cell", "length_shrinkage")
+_ADVANTAGE_SETTINGS = (
+    *("advantage", "advantage_difficulty", "min_reward_range"),
+    *("length_buckets", "length_min_cell", "length_shrinkage"),
+)
 _LOSS_SETTINGS = (
     *("objective", "clip_low", "clip_high", "clip_cap", "dual_clip", "soft_temperature"),
     *("aggregate", "constant_length", "max_length"),

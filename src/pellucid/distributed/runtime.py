@@ -39,6 +39,8 @@ class Runtime:
         cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.optimizer_cfg, self.total_updates, self.updates = optimizer, total_updates, 0
+        self.lr_factor = 1.0
+        """The factor of the learning rate, adapted to optimizer.desired_kl."""
         self.max_micro_batch_rows = 0
         """The maximum rows in a forward pass since memory ran out; 0 if it never has."""
         self.out_of_memory_hint = "set a lower sampler.max_tokens"
@@ -131,6 +133,10 @@ class Runtime:
     def step(self) -> dict[str, float]:
         """Clip the gradient, take an optimizer step and clear the gradient. Return metrics."""
         self.updates += 1
-        lr = self.optimizer_cfg.compute_lr(self.updates, self.total_updates)
+        lr = self.optimizer_cfg.compute_lr(self.updates, self.total_updates) * self.lr_factor
         metrics = self.engine.step(lr)
         return {**metrics, "lr": lr, "idle": float(metrics["grad_norm"] == 0)}
+
+    def adapt_lr(self, update_kl: float) -> None:
+        """Adapt the learning rate of the next steps to optimizer.desired_kl."""
+        self.lr_factor = self.optimizer_cfg.adapt_lr_factor(self.lr_factor, update_kl, self.updates)

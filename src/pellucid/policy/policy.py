@@ -264,16 +264,19 @@ class Policy:
 
         merged_model: the result of `build_merged_model`, if it has been computed.
         """
-        rounded = {name: p.data for name, p in self.trainable().items()}
-        for name, p in self.trainable().items():
-            p.data = self.masters()[name].data
-        try:
-            model = merged_model or (self.build_merged_model(self.masters(), CPU) if self.adapter else self.model)
-            model = model if dtype == torch.float32 else copy_model(model, dtype)
-            model.save_pretrained(folder)
-        finally:
+        if merged_model is None and self.adapter:
+            merged_model = self.build_merged_model(self.masters(), CPU)
+        if merged_model is not None:
+            _save_model(merged_model, folder, dtype)
+        else:
+            rounded = {name: p.data for name, p in self.trainable().items()}
             for name, p in self.trainable().items():
-                p.data = rounded[name]
+                p.data = self.masters()[name].data
+            try:
+                _save_model(self.model, folder, dtype)
+            finally:
+                for name, p in self.trainable().items():
+                    p.data = rounded[name]
         self.tokenizer.save_pretrained(folder)
 
     def build_merged_model(self, masters: Mapping[str, Tensor], device: torch.device | None = None) -> PreTrainedModel:
@@ -290,6 +293,10 @@ class Policy:
             return merge_adapter_weights(add_matching_adapter(self._load_base()[0], self.adapter), masters)
         source = (self._inference_copy if self.sharded_modules else None) or self.model
         return merge_adapter_weights(copy_model(source, torch.float32, share=False, device=device), masters)
+
+
+def _save_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    (model if dtype == torch.float32 else copy_model(model, dtype)).save_pretrained(folder)
 
 
 def load_policy(

@@ -272,6 +272,7 @@ def draw_run_charts(metrics: Sequence[Record], evals: Mapping[tuple[str, str], S
         ),
         _draw_metrics(metrics, "Entropy", "nats per token", {"entropy": "entropy"}),
         _draw_metrics(metrics, "KL", "from the reference, nats per token", {"kl": "kl"}),
+        _draw_metrics(metrics, "Update", "KL from the policy before it, nats per token", {"update/kl": "update/kl"}),
         _draw_metrics(metrics, "Sampler gap", "between sampler and scorer, nats per token", gaps),
         draw_chart("Time", "seconds per step", stack_series(make_series(metrics, stages)), (0,)),
     ]

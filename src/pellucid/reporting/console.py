@@ -70,6 +70,7 @@ _DISPLAY_ROWS = (
     ("length", "completion/length_mean", "{:.1f}", "tokens per completion, {completion/finished:.0%} finished"),
     ("sampler gap", "sampler/gap_mean", "{:.4f}", "{sampler/gap_max:.3f} at most"),
     ("kl", "kl", "{:.4f}", "nats per token"),
+    ("update", "update/kl", "{:.5f}", "nats per token from the policy before it"),
     ("turns", "turns/mean", "{:.1f}", "per conversation"),
 )
 """Rows of the live display: label, metric, format of the value, format of the detail after it."""
@@ -126,6 +127,7 @@ class _ScreenLogger:
             "tools/calls": "tools {:.1f}" + (f" ({faults})" if faults else ""),
             "sampler/gap_mean": "gap {:.4f}",
             "kl": "kl {:.4f}",
+            "update/kl": "update {:.4f}",
             "time/step": "{:5.1f} s",
             "speed": "{:5.0f} tok/s",
         }

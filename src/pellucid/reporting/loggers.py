@@ -24,8 +24,7 @@ from pellucid.reporting.conversations import (
     make_conversation_columns,
     make_token_columns,
 )
-from pellucid.reporting.eval_metrics import get_measures, make_evaluation_record, parse_evaluation
-from pellucid.reporting.run_files import read_records
+from pellucid.reporting.eval_metrics import get_measures, make_evaluation_record
 from pellucid.types import (
     Completion,
     Evaluation,
@@ -200,11 +199,6 @@ def _parse_step(line: bytes) -> int | None:
     except (ValueError, RecursionError, LookupError, TypeError):
         return None
     return step if isinstance(step, int) else None
-
-
-def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
-    """Return the evaluations of a run by step."""
-    return {record["step"]: parse_evaluation(record) for record in read_records(run_dir / "evals.jsonl")}
 
 
 # ---------------------------------------------------------------- TensorBoard and Weights & Biases

@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from pellucid.reporting.best_evaluation import find_best_evaluation
 from pellucid.reporting.charts import (
     PAGE_CSS,
     draw_run_charts,
@@ -35,7 +36,17 @@ from pellucid.reporting.eval_metrics import (
     parse_evaluation,
     select_headline,
 )
-from pellucid.reporting.run_files import Record, read_config, read_end_rollouts, read_evaluation_records, read_records
+from pellucid.reporting.run_files import (
+    BEST_MODEL_DIR,
+    Record,
+    read_best_model_step,
+    read_config,
+    read_end_rollouts,
+    read_evaluation_records,
+    read_evaluations,
+    read_records,
+)
+from pellucid.reporting.warning_signs import WarningSign, find_warning_signs
 from pellucid.types import Estimate, Evaluation
 
 SENTENCES = {
@@ -76,7 +87,8 @@ def write_report(run_dir: Path) -> Path:
         about=escape_text(f"{get_setting(config, 'policy.model', 'a model')} on {format_task_name(config)}"),
         style=PAGE_CSS + read_asset("report.css"),
         lede=SENTENCES[lede["key"]].format(**lede["values"], **phrases),
-        facts=_render_facts(config, metrics),
+        signs=_render_signs(find_warning_signs(metrics, read_evaluations(run_dir))),
+        facts=_render_facts(config, metrics, _describe_best(run_dir)),
         sections="\n".join(sections),
     )
     path = run_dir / "report.html"
@@ -144,8 +156,23 @@ def _make_gain_lede(name: str, first: Evaluation, last: Evaluation, steps: int) 
     return {"key": "lede.gain" if gain else "lede.same", "values": values, "phrases": phrase_keys}
 
 
-def _render_facts(config: Record, metrics: Sequence[Record]) -> str:
-    """Render steps, time, tokens and failures."""
+def _render_signs(signs: Sequence[WarningSign]) -> str:
+    """Render a sentence for each sign that training has gone wrong."""
+    return "\n".join(f'<p class="warn">{escape_text(sign.describe())}</p>' for sign in signs)
+
+
+def _describe_best(run_dir: Path) -> str:
+    """Return which evaluation was the best, and where its model is; empty if there are less than two."""
+    evaluations = read_evaluations(run_dir)
+    best = find_best_evaluation(evaluations)
+    if best is None or len(evaluations) < 2:
+        return ""
+    is_kept = read_best_model_step(run_dir) == best.step
+    return f"{best.describe()}{f', in {BEST_MODEL_DIR}/' if is_kept else ''}"
+
+
+def _render_facts(config: Record, metrics: Sequence[Record], best: str) -> str:
+    """Render steps, time, tokens, the best evaluation and failures."""
     planned = None if get_setting(config, "algorithm.minutes") else get_setting(config, "algorithm.steps")
     steps = metrics[-1]["step"] if metrics else 0
     failed_terms = {name: None for row in metrics for name in row if name.startswith("failed/")}
@@ -160,6 +187,7 @@ def _render_facts(config: Record, metrics: Sequence[Record]) -> str:
         "Steps": (f"{steps:,} of {planned:,}" if planned else f"{steps:,}", bool(planned) and steps < planned),
         "Time in steps": (format_duration(sum_metric(metrics, "time/step")), False),
         "Tokens sampled": (f"{sum_metric(metrics, 'tokens'):,.0f}", False),
+        **({"Best evaluation": (escape_text(best), False)} if best else {}),
         **{label: (f"{total:,}", total > 0) for label, total in totals.items()},
         **{
             f"Failed, {escape_text(name.removeprefix('failed/'))}": (

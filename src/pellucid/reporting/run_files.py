@@ -10,9 +10,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pellucid.types import UserError
+from pellucid.reporting.best_evaluation import count_evaluations_since_best, find_best_evaluation
+from pellucid.reporting.eval_metrics import parse_evaluation
+from pellucid.types import Evaluation, UserError
 
 Record = Mapping[str, Any]
+BEST_MODEL_DIR = "model-best"
+"""The folder of the model of the best evaluation."""
+BEST_EVALUATION_FILE = "evaluation.json"
+"""The file in that folder that says which evaluation it was."""
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 
 
@@ -28,6 +34,41 @@ def get_model_dir(run_dir: Path) -> Path:
         export = f", or export its last checkpoint with pellucid export {run_dir}" if list_checkpoints(run_dir) else ""
         raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}{export}")
     return run_dir / "model"
+
+
+def find_run_of_model(name: str) -> Path | None:
+    """Return the run that a path names, itself or by its `model/` or `model-best/`; None if it names no run."""
+    path = Path(name)
+    is_of_run = path.name in ("model", BEST_MODEL_DIR) and path.is_dir()
+    return find_run_dir(name) or (find_run_dir(str(path.parent)) if is_of_run else None)
+
+
+def find_model(name: str) -> tuple[Path | None, str]:
+    """Return the run that a model belongs to, and the folder of the model: `model/` for the path of a run itself.
+
+    None, and the name unchanged, for a model of no run. Raise UserError if a run has no model yet.
+    """
+    run_dir = find_run_dir(name)
+    return find_run_of_model(name), str(get_model_dir(run_dir)) if run_dir else name
+
+
+def read_best_model_step(run_dir: Path) -> int | None:
+    """Return the step whose model is in `model-best/`; None if there is none."""
+    record = next(read_records(run_dir / BEST_MODEL_DIR / BEST_EVALUATION_FILE, whole_file=True), {})
+    return record.get("step")
+
+
+def describe_best_model(run_dir: Path) -> str:
+    """Return where the model of the best evaluation is, and its accuracy; empty if there are less than two."""
+    evaluations = read_evaluations(run_dir)
+    best = find_best_evaluation(evaluations)
+    if best is None or len(evaluations) < 2:
+        return ""
+    if not best.step:
+        return f"{best.describe()}: no evaluation since was better"
+    if read_best_model_step(run_dir) != best.step:
+        return f"{best.describe()}: its model was not kept"
+    return f"{run_dir / BEST_MODEL_DIR} ({best.describe()})"
 
 
 def has_merged_adapter(run_dir: Path) -> bool:
@@ -75,9 +116,15 @@ def is_run_finished(run_dir: Path) -> bool:
     algorithm, evaluate = (settings.get(name) or {} for name in ("algorithm", "evaluate"))
     last, seconds = steps[-1]["step"], 60 * (algorithm.get("minutes") or 0)
     elapsed = sum(row.get("time/step") or 0 for row in steps)
-    is_last = last == algorithm.get("steps") or (0 < seconds <= elapsed)
+    is_last = last == algorithm.get("steps") or (0 < seconds <= elapsed) or has_stopped_improving(run_dir)
     evaluated = {row["step"] for row in read_records(run_dir / "evals.jsonl")}
     return is_last and (evaluate.get("every") == 0 or last in evaluated)
+
+
+def has_stopped_improving(run_dir: Path) -> bool:
+    """Whether the last `evaluate.patience` evaluations of a run were no better than one before."""
+    patience = (read_config(run_dir).get("evaluate") or {}).get("patience") or 0
+    return 0 < patience <= count_evaluations_since_best(read_evaluations(run_dir))
 
 
 def read_records(path: Path, whole_file: bool = False) -> Iterator[Record]:
@@ -95,6 +142,11 @@ def parse_records(lines: Iterable[str]) -> Iterator[Record]:
             continue
         if isinstance(record, dict):
             yield record
+
+
+def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
+    """Return the evaluations of a run by step."""
+    return {record["step"]: parse_evaluation(record) for record in read_records(run_dir / "evals.jsonl")}
 
 
 def read_evaluation_records(run_dir: Path) -> dict[tuple[str, str], list[Record]]:

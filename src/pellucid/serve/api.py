@@ -318,9 +318,9 @@ def serve_model(options: ServeCommand, listening: socket.socket) -> None:
 def load_served_model(options: ServeCommand) -> ServedModel:
     """Load the policy to serve. A run also provides its task with held-out questions, and algorithm settings."""
     hardware.keep_freed_memory()
-    run = run_files.find_run_dir(options.model)
+    run, model = run_files.find_model(options.model)
     settings = _load_run_config(run) if run else None
-    policy = _load_served_policy(options, run, settings)
+    policy = _load_served_policy(options, model, run, settings)
     hosts = (name.strip() for name in options.allowed_hosts.split(","))
     return ServedModel(
         name=options.name or Path(os.path.abspath(options.model)).name,
@@ -339,11 +339,10 @@ def load_served_model(options: ServeCommand) -> ServedModel:
     )
 
 
-def _load_served_policy(options: ServeCommand, run: Path | None, settings: Config | None) -> Policy:
-    """Load the policy, and print notes about it."""
+def _load_served_policy(options: ServeCommand, model: str, run: Path | None, settings: Config | None) -> Policy:
+    """Load the policy from the folder or the name of a model, and print notes about it."""
     if options.batch_invariant:
         hf_decode.disable_amx()
-    model = str(run_files.get_model_dir(run)) if run else options.model
     device = hardware.pick_device(options.device)
     trusted = options.trust_remote_code or (run is not None and run_files.trusts_remote_code(run))
     access = ModelAccess(options.revision, trusted, "give --trust-remote-code")

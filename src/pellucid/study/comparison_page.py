@@ -69,6 +69,7 @@ def _build_comparison_page(comparison: Comparison, rows: Sequence[VariantSummary
         about="Comparison on held-out questions",
         style=PAGE_CSS + read_asset("report.css") + Path(__file__).with_name("study.css").read_text(encoding="utf-8"),
         lede=write_lede(rows),
+        signs="",
         facts=_build_facts(comparison, rows),
         sections="\n".join(render_section(name, content) for name, content in sections.items()),
     )

@@ -19,7 +19,14 @@ from pellucid.config import Config
 from pellucid.reporting.charts import format_count
 from pellucid.reporting.eval_metrics import HEADLINE_LABELS, get_measures, parse_evaluation, select_headline
 from pellucid.reporting.report import format_duration
-from pellucid.reporting.run_files import Record, is_run_finished, list_checkpoints, read_config, read_records
+from pellucid.reporting.run_files import (
+    BEST_MODEL_DIR,
+    Record,
+    is_run_finished,
+    list_checkpoints,
+    read_config,
+    read_records,
+)
 from pellucid.study.plan import Study, StudyRun, load_variant_configs, write_variant_recipe
 from pellucid.study.runs import format_command, write_study_plan
 from pellucid.training.run_dir import (
@@ -228,6 +235,6 @@ def prune_finished_run(run_dir: Path, keep_model: bool) -> None:
 
     The model goes last: a run with checkpoints and without a model counts as unfinished.
     """
-    for name in ("checkpoints",) if keep_model else ("checkpoints", "adapter", "model"):
+    for name in ("checkpoints",) if keep_model else ("checkpoints", "adapter", BEST_MODEL_DIR, "model"):
         if (run_dir / name).exists():
             shutil.rmtree(run_dir / name)

@@ -78,6 +78,11 @@ class Curriculum(TaskWrapper):
     def questions(self) -> list[Prompt]:
         return list({prompt.key: prompt for prompt in self.task.sample(0, self.pool)}.values())
 
+    @property
+    def question_count(self) -> int:
+        """The number of questions of the pool: an epoch of the data asks each of them once."""
+        return len(self.questions)
+
     @cached_property
     def sampled_indices(self) -> dict[tuple[int, int], list[int]]:
         """The questions that were sampled since the last `observe`, by the arguments (step, n) of `sample`."""

@@ -25,6 +25,8 @@ SYSTEM_MESSAGES = {
     "zh": "你来解题。先在 <think> 和 </think> 之间逐步思考，再在 <answer> 和 </answer> 之间只写出最终答案。",
 }
 
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+"""The calculator annotations of the data set: "48/2 = <<48/2=24>>24"."""
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -89,6 +91,16 @@ class Gsm8k:
             )
             for prompt in self.as_dataset().sample(step, n)
         ]
+
+    def working(self, prompt: Prompt) -> str:
+        """Return the worked solution of the row as a whole completion, of which `prefixed` gives the first words.
+
+        Empty if the column of the answer holds no solution.
+        """
+        answer = str(prompt.columns.get(self.answer, ""))
+        match = re.search(self.answer_pattern, answer) if self.answer_pattern else None
+        solution = _CALCULATION.sub("", answer[: match.start()]).strip() if match else ""
+        return f"<think>{solution}</think> <answer>{prompt.answer}</answer>" if solution else ""
 
     def format_question(self, question: str) -> str | tuple[Message, ...]:
         """Return the text of a prompt with this question, in the language of the task."""

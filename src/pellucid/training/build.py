@@ -38,7 +38,17 @@ from pellucid.tasks.wrappers import get_innermost_task, is_process_bound, list_t
 from pellucid.training.evaluate import sample_held_out_prompts
 from pellucid.training.memory import is_reference_cast
 from pellucid.training.run_dir import is_first_process
-from pellucid.types import AsyncEnvironments, Progress, Prompt, Sampler, Sampling, Task, UserError, with_split
+from pellucid.types import (
+    AsyncEnvironments,
+    Evaluation,
+    Progress,
+    Prompt,
+    Sampler,
+    Sampling,
+    Task,
+    UserError,
+    with_split,
+)
 from pellucid.utils import files, hardware
 from pellucid.utils.plugins import import_extra
 from pellucid.utils.text import print_notes
@@ -69,6 +79,12 @@ class Components:
     """The environments of conversations; None for a task without them."""
     elapsed_seconds: float = 0.0
     """Seconds spent in finished steps, by the clock of this process."""
+    evaluation_seconds: float = 0.0
+    """Seconds that the last evaluation took; 0 before the first."""
+    checkpoint_seconds: float = 0.0
+    """Seconds that the last checkpoint took; 0 before the first."""
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    """The evaluations so far, by step."""
     failures: list[str] = field(default_factory=list)
     """The first error of each of the last steps in which every reward failed."""
     reward_log: files.BoundedLog | None = None
@@ -143,7 +159,9 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
     return Components(
         task=task,
         test_task=test_task,
-        test_prompts=sample_held_out_prompts(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
+        test_prompts=(
+            sample_held_out_prompts(with_split(cfg.task, "test"), cfg.evaluate.n) if cfg.evaluate.every else []
+        ),
         sampler=sampler,
         policy=learner,
         reference=reference,

@@ -7,9 +7,12 @@ under another name and then renamed, so it is either complete or absent. Process
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +36,15 @@ from pellucid.distributed.sharded_checkpoint import (
 from pellucid.models.linear import gather_full_tensor
 from pellucid.policy.lora import save_adapter
 from pellucid.policy.policy import CPU, Policy
-from pellucid.reporting.loggers import sync_logs, truncate_logs
-from pellucid.reporting.run_files import get_checkpoint_step, list_checkpoints
+from pellucid.reporting.best_evaluation import BestEvaluation
+from pellucid.reporting.loggers import format_json_line, sync_logs, truncate_logs
+from pellucid.reporting.run_files import (
+    BEST_EVALUATION_FILE,
+    BEST_MODEL_DIR,
+    get_checkpoint_step,
+    list_checkpoints,
+    read_best_model_step,
+)
 from pellucid.reporting.token_files import delete_tokens, sync_tokens
 from pellucid.training.build import Components
 from pellucid.types import Group, UserError, as_stateful_task
@@ -81,6 +91,7 @@ def save_checkpoint(run_dir: Path, cfg: Config, parts: Components) -> None:
     stateful_task = as_stateful_task(parts.task)
     facts = {
         "updates": runtime.updates,
+        "lr_factor": runtime.lr_factor,
         "seconds": parts.elapsed_seconds,
         "random": random_states,
         "replay": replay_facts,
@@ -128,7 +139,7 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
         }
     )
     runtime.engine.load_state(facts)
-    runtime.updates = facts["updates"]
+    runtime.updates, runtime.lr_factor = facts["updates"], facts["lr_factor"]
     if rows := facts.get("micro_batch"):
         runtime.max_micro_batch_rows = rows
         notes = [*notes, f"memory ran out earlier: at most {rows} rows in a forward pass"]
@@ -159,11 +170,28 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
 
     Raise UserError if it could not be written. The checkpoint remains, and `--resume` saves the model again.
     """
+    try:
+        _write_model(run_dir / "model.partial", run_dir / "adapter.partial", cfg, parts)
+    except (OSError, UserError) as error:
+        checkpoints = list_checkpoints(run_dir)[-1:]
+        is_saved = bool(checkpoints) and get_checkpoint_step(checkpoints[0]) == parts.state.step
+        remedy = "make room" if isinstance(error, OSError) else "fix that"
+        kept = f"the checkpoint is intact: {remedy}, then {format_option('resume', run_dir)}"
+        lost = f"there is no checkpoint (checkpoint.every = 0): {remedy}, then train again"
+        raise UserError(f"{run_dir / 'model'} could not be saved ({error}); {kept if is_saved else lost}") from error
+
+
+def _write_model(
+    model: Path, adapter: Path, cfg: Config, parts: Components, evaluation: BestEvaluation | None = None
+) -> None:
+    """Write the model, and a LoRA adapter, to folders that are then renamed. All processes call this together.
+
+    The folder of the adapter may be in that of the model. Raise OSError or UserError in all processes if one fails.
+    """
     learner, runtime, dtype = parts.policy, parts.runtime, getattr(torch, cfg.policy.save_dtype)
     processes = runtime if runtime.engine.is_lockstep else SINGLE_PROCESS
     if processes is not runtime and not runtime.is_main:
         return
-    model, adapter = run_dir / "model.partial", run_dir / "adapter.partial"
     is_sharded, trained = runtime.engine.is_lockstep and not learner.adapter, {}
     if learner.adapter:
         trained = {name: gather_full_tensor(p.detach()) for name, p in runtime.engine.masters().items()}
@@ -180,27 +208,75 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
             learner.save(model, learner.build_merged_model(trained, CPU) if learner.adapter else None, dtype)
         if learner.adapter:
             save_adapter(learner.adapter, trained, adapter)
-            _finalize_folder(adapter)
+            if adapter.parent != model:
+                _finalize_folder(adapter)
+        if evaluation:
+            _write_evaluation(model, evaluation)
         _finalize_folder(model)  # last, since a run with `model/` counts as finished
 
-    try:
-        _save_collectively([model, *([adapter] if learner.adapter else [])], save_own_part, finish, processes)
-    except (OSError, UserError) as error:
-        checkpoints = list_checkpoints(run_dir)[-1:]
-        is_saved = bool(checkpoints) and get_checkpoint_step(checkpoints[0]) == parts.state.step
-        remedy = "make room" if isinstance(error, OSError) else "fix that"
-        kept = f"the checkpoint is intact: {remedy}, then {format_option('resume', run_dir)}"
-        lost = f"there is no checkpoint (checkpoint.every = 0): {remedy}, then train again"
-        raise UserError(f"{run_dir / 'model'} could not be saved ({error}); {kept if is_saved else lost}") from error
+    _save_collectively([model, *([adapter] if learner.adapter else [])], save_own_part, finish, processes)
 
 
 def _finalize_folder(partial_folder: Path) -> None:
     """Rename a complete folder to its final name, durably. A folder of that name is replaced."""
-    folder = partial_folder.with_suffix("")
+    folder, replaced = partial_folder.with_suffix(""), partial_folder.with_suffix(".replaced")
     files.sync_tree(partial_folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)  # removing it takes time, in which a killed run would have neither
     partial_folder.rename(folder)
     files.sync_path(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- the model of the best evaluation
+
+
+def save_best_model(run_dir: Path, cfg: Config, parts: Components, evaluation: BestEvaluation) -> None:
+    """Write the policy to `model-best/`, a LoRA adapter in its subfolder `adapter`. All processes call this together.
+
+    Raise OSError or UserError in all of them if it could not be written. An earlier `model-best/` is then intact.
+    """
+    partial_folder = run_dir / f"{BEST_MODEL_DIR}.partial"
+    try:
+        _write_model(partial_folder, partial_folder / "adapter", cfg, parts, evaluation)
+    finally:
+        if parts.runtime.engine.is_lockstep:  # reading the weights has freed those that the sampler reads
+            parts.policy.reshard()
+            parts.policy.gather()
+
+
+def link_best_model(run_dir: Path, evaluation: BestEvaluation) -> None:
+    """Make `model-best/` of `model/`, which was just saved. Weights are hard links where the disk supports them."""
+    partial_folder = run_dir / f"{BEST_MODEL_DIR}.partial"
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    shutil.copytree(run_dir / "model", partial_folder, copy_function=_link_weights)
+    if (run_dir / "adapter").is_dir():
+        shutil.copytree(run_dir / "adapter", partial_folder / "adapter", copy_function=_link_weights)
+    _write_evaluation(partial_folder, evaluation)
+    _finalize_folder(partial_folder)
+
+
+def _link_weights(source: str, target: str) -> None:
+    """Link a file of weights, and copy any other, which someone may edit."""
+    with suppress(OSError):
+        if source.endswith(".safetensors"):
+            os.link(source, target)
+            return
+    shutil.copy2(source, target)
+
+
+def _write_evaluation(folder: Path, evaluation: BestEvaluation) -> None:
+    record = {"step": evaluation.step, "measure": evaluation.measure, **asdict(evaluation.estimate)}
+    (folder / BEST_EVALUATION_FILE).write_text(format_json_line(record), encoding="utf-8")
+
+
+def remove_later_best_model(run_dir: Path, step: int) -> None:
+    """Remove a `model-best/` of a step after `step`, which a resumed run takes again, and what a killed run left."""
+    if (read_best_model_step(run_dir) or 0) > step:
+        shutil.rmtree(run_dir / BEST_MODEL_DIR)
+    for suffix in (".partial", ".replaced"):
+        shutil.rmtree(run_dir / f"{BEST_MODEL_DIR}{suffix}", ignore_errors=True)
 
 
 # ---------------------------------------------------------------- work of several processes

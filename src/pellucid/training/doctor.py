@@ -33,9 +33,10 @@ from pellucid import __version__
 from pellucid.algorithm.grpo import StepResult
 from pellucid.config import Config
 from pellucid.models import attention, fused_check, fused_decode, linear, native, triton_check
-from pellucid.policy import load
+from pellucid.policy.packaged import PACKAGED_MODELS, find_pieces
 from pellucid.training import memory
 from pellucid.training.preflight import describe_planned_model
+from pellucid.training.time_estimate import describe_planned_time
 from pellucid.types import UserError
 from pellucid.utils import hardware
 from pellucid.utils.text import escape_controls, print_notes
@@ -91,9 +92,10 @@ def collect_findings() -> Iterator[tuple[str, str]]:
     is_glibc = hardware.keep_freed_memory()
     yield "allocator", "keeps freed memory (glibc mallopt)" if is_glibc else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"
-    for name in load.PACKAGED_MODELS:
+    for name in PACKAGED_MODELS:
         try:
-            yield name, f"ready in {load.locate_model(name)}"
+            find_pieces(name)
+            yield name, "installed"
         except UserError as error:
             yield name, str(error)
     for extra, modules in EXTRAS.items():
@@ -173,6 +175,7 @@ def print_memory_plan(cfg: Config) -> int:
     if not reason:
         print(f"\n{_make_card_table(model, on_card)}")
     if not is_elsewhere:
+        print(f"\nA run of one process on this machine takes {describe_planned_time(cfg, model)}.")
         print(f"\n{_describe_fit(model, cfg)}")
     return 0
 

@@ -16,6 +16,7 @@ from pellucid.tasks.wrappers import get_innermost_task, is_process_bound
 from pellucid.training.build import resolve_machine_settings
 from pellucid.training.memory import describe_model, predict_fallback_reason
 from pellucid.training.preflight import load_run_tokenizer, run_preflight_checks, show_plan
+from pellucid.training.time_estimate import describe_planned_time
 from pellucid.types import Prompt, UserError, with_split
 from pellucid.utils.text import escape_controls
 
@@ -36,7 +37,8 @@ def show_dry_run(cfg: Config, run_dir: Path) -> int:
     if prompt is None:
         raise UserError("the task has no prompt for step 0: its sample(step, n) must return n prompts")
     print(escape_controls(format_toml(dump_config(cfg))), flush=True)
-    show_plan(cfg, model, predict_fallback_reason(model, cfg.policy), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
+    fallback, processes = predict_fallback_reason(model, cfg.policy), int(os.environ.get("WORLD_SIZE", "1"))
+    show_plan(cfg, model, fallback, processes, run_dir, describe_planned_time(cfg, model, processes))
     task = get_innermost_task(cfg.task)
     if isinstance(getattr(task, "environment_spec", None), AgentSpec):
         print("\nThe agent writes its own prompts, which are shown when it runs. Its first data row:")

@@ -13,6 +13,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, TypeVar
 
 from pellucid.reporting.eval_metrics import MIN_INTERVAL_PROMPTS
+from pellucid.tasks.wrappers import get_innermost_task
 from pellucid.types import (
     Estimate,
     Evaluation,
@@ -22,6 +23,7 @@ from pellucid.types import (
     Sampler,
     Sampling,
     Task,
+    UserError,
     grade_groups,
     rewards_are_verdicts,
 )
@@ -99,11 +101,24 @@ def evaluate(
 
 
 def sample_held_out_prompts(task: Task, n: int) -> list[Prompt]:
-    """Return up to n different prompts of the split of the task.
+    """Return up to n different prompts of the split of the task; all of them if n is 0.
 
-    The same question with another gold answer, as in a game, is another prompt.
+    The same question with another gold answer, as in a game, is another prompt. Raise UserError if n is 0 and the task
+    has no number of prompts.
     """
-    return list({(prompt.key, prompt.answer): prompt for prompt in task.sample(0, n)}.values())
+    sampled = task.sample(0, n or count_all_prompts(task))
+    return list({(prompt.key, prompt.answer): prompt for prompt in sampled}.values())
+
+
+def count_all_prompts(task: Task) -> int:
+    """Return the number of prompts of the split of a task. Raise UserError if the task makes as many as are asked."""
+    count = getattr(get_innermost_task(task), "question_count", None)
+    if count is None:
+        raise UserError(
+            "evaluate.n = 0 asks all held-out prompts, and this task makes as many as it is asked for: set a number,"
+            " such as evaluate.n = 100"
+        )
+    return count
 
 
 def make_greedy_sampling(sampling: Sampling) -> Sampling:

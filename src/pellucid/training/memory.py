@@ -36,7 +36,7 @@ from pellucid.policy.logprobs import (
     MAX_GPU_LOGITS,
     MAX_MATMUL_LOGITS,
 )
-from pellucid.reporting.run_files import list_checkpoints
+from pellucid.reporting.run_files import BEST_MODEL_DIR, list_checkpoints
 from pellucid.rewards.grading import find_reward_models
 from pellucid.rewards.reward_model import compute_weights_gb
 from pellucid.types import UserError
@@ -143,7 +143,7 @@ def _estimate_start(model: ModelFacts, cfg: Config, processes: int) -> float:
     if cfg.runtime.engine not in ("fsdp2", "deepspeed"):
         return 0.0
     whole = 4 * model.parameter_count / 1e9
-    return whole * (1 + _has_reference(cfg) / processes) + LIBRARIES_GB
+    return whole * (1 + has_reference(cfg) / processes) + LIBRARIES_GB
 
 
 def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float | None]:
@@ -265,7 +265,7 @@ def suggest_smaller_settings(cfg: Config) -> Iterator[dict[str, Any]]:
         changes["policy.gradient_checkpointing"] = True
     if not (is_on_cpu or p.lora or p.dtype == "float16" or cfg.optimizer.offload):
         changes["optimizer.offload"] = True
-    if _has_reference(cfg) and not is_on_cpu and not is_sharded:
+    if has_reference(cfg) and not is_on_cpu and not is_sharded:
         changes["policy.reference"] = "cpu"
     if rows < cfg.sampler.rows:
         changes["sampler.rows"] = rows
@@ -377,7 +377,7 @@ def _estimate_fsdp2_state(model: ModelFacts, cfg: Config, processes: int) -> dic
     is_offloaded = cfg.optimizer.offload and not _is_on_cpu(cfg)
     sharded = {"weights": 4 * t + _get_dtype_bytes(cfg.policy) * (p - t), "gradients": 4 * t, "optimizer": 8 * t}
     state = {name: 0.0 if is_offloaded else size / shards for name, size in sharded.items()}
-    return state | {"reference": 4 * p * _has_reference(cfg) / shards}
+    return state | {"reference": 4 * p * has_reference(cfg) / shards}
 
 
 def _estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict[str, float]:
@@ -392,7 +392,7 @@ def _estimate_zero_state(model: ModelFacts, cfg: Config, processes: int) -> dict
     has_copies = not is_stage_3 and _uses_own_decoder(model, cfg.policy)
     copied = dtype_bytes * _count_fused_weights(model.config) if has_copies else 0.0
     own_masters = is_half or not is_stage_3 or cfg.optimizer.offload  # else the weights are the masters
-    reference = _has_reference(cfg) * dtype_bytes * p / processes
+    reference = has_reference(cfg) * dtype_bytes * p / processes
     return {
         "weights": (dtype_bytes * p / processes if is_stage_3 else dtype_bytes * p) + copied,
         "gradients": 4 * (REDUCE_BUCKET_ELEMENTS / 1e9 + (0.0 if is_offloaded else t / processes)),
@@ -406,7 +406,7 @@ def _estimate_whole_reference(model: ModelFacts, cfg: Config) -> float:
     dtype_bytes = _get_dtype_bytes(cfg.policy)
     is_cast = is_reference_cast(cfg) and _uses_own_decoder(model, cfg.policy)
     masters = 0 if is_cast or dtype_bytes == 4 else 4
-    return _has_reference(cfg) * (masters + dtype_bytes) * model.parameter_count / 1e9
+    return has_reference(cfg) * (masters + dtype_bytes) * model.parameter_count / 1e9
 
 
 def is_reference_cast(cfg: Config) -> bool:
@@ -415,7 +415,7 @@ def is_reference_cast(cfg: Config) -> bool:
     return not cfg.algorithm.reference_every and cfg.runtime.engine != "fsdp2"
 
 
-def _has_reference(cfg: Config) -> bool:
+def has_reference(cfg: Config) -> bool:
     """Whether a reference model is on the policy's device."""
     p = cfg.policy
     if not cfg.algorithm.kl_coef or p.lora:
@@ -475,12 +475,12 @@ def _count_fused_weights(config: Any) -> float:
 
     Fused weights are a copy even if the master weights have the decoder's dtype.
     """
-    heads, key_heads, size = _get_head_sizes(config)
+    heads, key_heads, size = get_head_sizes(config)
     rows = (heads + 2 * key_heads) * size + 2 * config.intermediate_size
     return rows * config.hidden_size * config.num_hidden_layers / 1e9
 
 
-def _get_head_sizes(config: Any) -> tuple[int, int, int]:
+def get_head_sizes(config: Any) -> tuple[int, int, int]:
     """Return the number of query heads, of key heads, and the head size."""
     config = config.get_text_config()
     heads = config.num_attention_heads
@@ -560,7 +560,7 @@ def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
     Attention without the kernel pads rows and repeats a prompt's keys and values for each response; with the kernel
     (half precision only), the layer keeps the output of the heads instead.
     """
-    heads, key_heads, size = _get_head_sizes(config)
+    heads, key_heads, size = get_head_sizes(config)
     normed, projected, rotated = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
     padded = (2 * heads + 4 * key_heads) * size
     attention = projected + rotated + (heads * size if dtype_bytes == 2 and size in KERNEL_HEAD_SIZES else padded)
@@ -569,7 +569,7 @@ def estimate_layer_bytes(config: Any, dtype_bytes: int) -> int:
 
 def _estimate_gpu_layer_bytes(config: Any, cfg: Config, sizes: BackwardSizes) -> float:
     """Return the bytes of activations that one layer of our decoder keeps on a GPU, which may have flash attention."""
-    (heads, key_heads, size), dtype_bytes = _get_head_sizes(config), _get_dtype_bytes(cfg.policy)
+    (heads, key_heads, size), dtype_bytes = get_head_sizes(config), _get_dtype_bytes(cfg.policy)
     projected, rotated = (heads + 2 * key_heads) * size, (heads + key_heads) * size
     inner, attended = _get_inner_size(config), heads * size
     values = rotated + attended + 2 * inner
@@ -590,12 +590,12 @@ def _estimate_gpu_gradient_bytes(config: Any, dtype_bytes: int, sizes: BackwardS
     """Return the bytes that the backward pass of the last layer takes beside the activations of all layers."""
     # Those of PyTorch's operators; the kernels of Triton need less.
     mlp = dtype_bytes * 5 * sizes.tokens * _get_inner_size(config)
-    attention = 0 if _has_flash(config, dtype_bytes) else 8 * sizes.scores * _get_head_sizes(config)[0]
+    attention = 0 if _has_flash(config, dtype_bytes) else 8 * sizes.scores * get_head_sizes(config)[0]
     return sizes.tokens * (4 + dtype_bytes) * config.hidden_size + max(mlp, attention)
 
 
 def _has_flash(config: Any, dtype_bytes: int) -> bool:
-    return dtype_bytes == 2 and supports_flash(_get_head_sizes(config)[2])
+    return dtype_bytes == 2 and supports_flash(get_head_sizes(config)[2])
 
 
 def _count_adapter_inputs(policy: PolicyConfig) -> int:
@@ -636,7 +636,7 @@ def _count_sampled_rows(cfg: Config, processes: int) -> int:
     a, e = cfg.algorithm, cfg.evaluate
     if cfg.sampler.name == "vllm":
         return 0
-    evaluated = e.n * max(1, e.samples or e.k) // processes if e.every else 0
+    evaluated = (e.n or cfg.sampler.rows) * max(1, e.samples or e.k) // processes if e.every else 0
     return max(a.group_size, min(cfg.sampler.rows, max(a.prompts_per_step * a.group_size // processes, evaluated)))
 
 
@@ -646,7 +646,7 @@ def estimate_kv_cache(model: ModelFacts, cfg: Config, processes: int) -> float |
         return None
     config, rows = model.config.get_text_config(), _count_sampled_rows(cfg, processes)
     tokens = rows * cfg.sampler.max_tokens + rows / cfg.algorithm.group_size * model.prompt_tokens
-    _, key_heads, size = _get_head_sizes(config)
+    _, key_heads, size = get_head_sizes(config)
     return 2 * _get_dtype_bytes(cfg.policy) * tokens * config.num_hidden_layers * key_heads * size / 1e9
 
 
@@ -698,6 +698,8 @@ class DiskPlan(NamedTuple):
 
     max_checkpoints: int
     """The maximum number of checkpoints that exist at once. A new one is complete before the oldest is removed."""
+    best_model_gb: float
+    """The space of the model of the best evaluation (checkpoint.keep_best)."""
     peak_gb: float
     needed_gb: float
     """The peak minus the existing files that a resumed run replaces."""
@@ -708,11 +710,18 @@ def plan_disk(cfg: Config, model: ModelFacts, run_dir: Path) -> DiskPlan:
     settings, existing = cfg.checkpoint, len(list_checkpoints(run_dir))
     saves = max(math.ceil(cfg.algorithm.steps / settings.every), existing + (existing > 0)) if settings.every else 0
     max_checkpoints = min(settings.keep_last + 1, saves)
-    peak = count_model_bytes(model, cfg) + max_checkpoints * count_checkpoint_bytes(model, cfg)
-    replaced = (path for pattern in ("checkpoints/*/*", "model/*", "adapter/*") for path in run_dir.glob(pattern))
-    replaced_bytes = sum(path.stat().st_size for path in replaced if path.is_file())
+    # The model of the best evaluation is complete before it replaces one, and the last model is written beside it. One
+    # of the last evaluation shares its files with the last model.
+    is_kept = settings.keep_best and 0 < cfg.evaluate.every < cfg.algorithm.steps
+    model_bytes = count_model_bytes(model, cfg)
+    best_bytes = model_bytes if is_kept else 0
+    peak = model_bytes + best_bytes + max_checkpoints * count_checkpoint_bytes(model, cfg)
+    patterns = ("checkpoints/*/*", "model/*", "adapter/*", f"{BEST_MODEL_DIR}/**/*")
+    replaced = (path.stat() for pattern in patterns for path in run_dir.glob(pattern) if path.is_file())
+    replaced_bytes = sum({stat.st_ino: stat.st_size for stat in replaced}.values())  # linked files are there once
     nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    return DiskPlan(max_checkpoints, peak / 1e9, (peak - replaced_bytes) / 1e9, shutil.disk_usage(nearest).free / 1e9)
+    free = shutil.disk_usage(nearest).free
+    return DiskPlan(max_checkpoints, best_bytes / 1e9, peak / 1e9, (peak - replaced_bytes) / 1e9, free / 1e9)
 
 
 def count_model_bytes(model: ModelFacts, cfg: Config) -> int:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import nan
+from math import ceil, nan
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -45,6 +45,7 @@ from pellucid.reporting.console import find_first_error, format_error_line, form
 from pellucid.reporting.conversations import count_turns, cut_middle, describe_tool_use, get_tool_events
 from pellucid.reporting.eval_metrics import MIN_INTERVAL_PROMPTS, TOO_FEW_PROMPTS
 from pellucid.reporting.loggers import compute_failed_shares, have_all_failed, predict_zero_variance_share
+from pellucid.reporting.run_files import BEST_MODEL_DIR
 from pellucid.rewards.functions import check_signature, list_argument_names
 from pellucid.rewards.grading import collect_grader_notices, get_grading_task
 from pellucid.rewards.terms import get_reward_terms, is_function_term
@@ -101,7 +102,7 @@ class PreflightResult(NamedTuple):
     """The result of `run_preflight_checks`."""
 
     cfg: Config
-    """The settings, with the number of rows that algorithm.micro_batch = "auto" chose."""
+    """The settings, with the numbers that algorithm.micro_batch = "auto" and algorithm.data_epochs chose."""
     prompt_tokens: int
     """The length of the longest of the first prompts."""
 
@@ -113,6 +114,7 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> PreflightResult:
     """
     print_disclosures(cfg, cfg.policy.access.format_warning(cfg.policy.model))
     check_settings(cfg)
+    cfg = _choose_steps(cfg) if cfg.algorithm.data_epochs else cfg
     if cfg.log.tensorboard:
         import_extra("tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
@@ -139,15 +141,30 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> PreflightResult:
     disk = memory.plan_disk(cfg, model, run_dir) if model else None
     if disk and disk.needed_gb > disk.free_gb:
         checkpoints = format_count(disk.max_checkpoints, "checkpoint")
+        best, leave_out = (", the best model", ", set checkpoint.keep_best = false") if disk.best_model_gb else ("", "")
         raise UserError(
-            f"{run_dir} needs {disk.needed_gb:.1f} GB for the model and {checkpoints}, and {disk.free_gb:.1f} GB are"
-            f" free: make room, lower checkpoint.keep_last, or choose another folder with {format_option('run')}"
+            f"{run_dir} needs {disk.needed_gb:.1f} GB for the model{best} and {checkpoints}, and {disk.free_gb:.1f} GB"
+            f" are free: make room, lower checkpoint.keep_last{leave_out}, or choose another folder with"
+            f" {format_option('run')}"
         )
     if not model or not tokenizer:
         return PreflightResult(cfg, memory.ASSUMED_PROMPT_TOKENS)
     model = model._replace(prompt_tokens=measure_prompt_tokens(cfg, tokenizer, prompts))
     chosen = _choose_micro_batch(cfg, model) if cfg.algorithm.micro_batch == "auto" else cfg
     return PreflightResult(chosen, model.prompt_tokens)
+
+
+def _choose_steps(cfg: Config) -> Config:
+    """Set algorithm.steps by algorithm.data_epochs, and that to 0. Raise UserError if the task has no rows."""
+    layers = list_task_layers(with_split(cfg.task, "train"))
+    rows = next((n for layer in layers if (n := getattr(layer, "question_count", None)) is not None), None)
+    if rows is None:
+        raise UserError(
+            "algorithm.data_epochs counts passes over the rows of a data set, and this task makes up its questions: set"
+            " algorithm.steps, and leave algorithm.data_epochs out"
+        )
+    steps = ceil(cfg.algorithm.data_epochs * rows / cfg.algorithm.prompts_per_step - 1e-9)
+    return memory.change_settings(cfg, {"algorithm.steps": steps, "algorithm.data_epochs": 0.0})
 
 
 def _choose_micro_batch(cfg: Config, model: memory.ModelFacts) -> Config:
@@ -226,8 +243,10 @@ def _check_model_config(cfg: Config, text: PreTrainedConfig) -> None:
         check_lora_targets(memory.build_meta_model(cfg.policy.model, cfg.policy.access)[1], cfg.policy.lora_targets)
 
 
-def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: int, run_dir: Path) -> None:
-    """Print the numbers that follow from the settings.
+def show_plan(
+    cfg: Config, model: memory.ModelFacts, fallback: str, world_size: int, run_dir: Path, run_time: str = ""
+) -> None:
+    """Print the numbers that follow from the settings, and an estimate of the time of the run, if it is given.
 
     `fallback` is the reason why transformers is used and not our decoder; empty if our decoder is used.
     """
@@ -246,7 +265,9 @@ def show_plan(cfg: Config, model: memory.ModelFacts, fallback: str, world_size: 
         + f", seed {a.seed}",
         "memory": _describe_memory(cfg, model, world_size),
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.estimate_reward_models(cfg).items()},
-        "disk": f"up to {disk.peak_gb:.1f} GB of {disk.free_gb:.0f} GB free",
+        "disk": f"up to {disk.peak_gb:.1f} GB of {disk.free_gb:.0f} GB free"
+        + (f", {disk.best_model_gb:.1f} GB of it for {BEST_MODEL_DIR}/" if disk.best_model_gb else ""),
+        **({"time": run_time} if run_time else {}),
     }
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
@@ -292,7 +313,7 @@ def _describe_data(cfg: Config) -> dict[str, str]:
     if not test:
         return {"data": f"{format_count(train, 'row')} to train on, none held out"}
     evaluations = (
-        f"an evaluation asks {min(test, cfg.evaluate.n):,} of these" if cfg.evaluate.every else "not evaluated"
+        f"an evaluation asks {min(test, cfg.evaluate.n or test):,} of these" if cfg.evaluate.every else "not evaluated"
     )
     return {"data": f"{format_count(train, 'row')} to train on, {test:,} held out ({evaluations})"}
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import rich
@@ -29,6 +30,12 @@ from pellucid.config import Config, dump_config, resolve_config
 from pellucid.distributed.process_group import SINGLE_PROCESS, broadcast_decision, detect_lost_processes
 from pellucid.policy.access import ModelAccess
 from pellucid.policy.policy import Policy, load_frozen_policy
+from pellucid.reporting.best_evaluation import (
+    BestEvaluation,
+    count_evaluations_since_best,
+    find_best_evaluation,
+)
+from pellucid.reporting.charts import format_count
 from pellucid.reporting.console import (
     NotebookLogger,
     find_first_error,
@@ -48,10 +55,18 @@ from pellucid.reporting.loggers import (
     format_json_line,
     guard_display,
     have_all_failed,
-    read_evaluations,
 )
 from pellucid.reporting.report import write_report
-from pellucid.reporting.run_files import Record, list_checkpoints, read_records
+from pellucid.reporting.run_files import (
+    BEST_MODEL_DIR,
+    Record,
+    describe_best_model,
+    list_checkpoints,
+    read_best_model_step,
+    read_evaluations,
+    read_records,
+)
+from pellucid.reporting.warning_signs import WarningSignWatcher, find_accuracy_fall
 from pellucid.rewards.grading import GradedTask
 from pellucid.training.build import (
     Components,
@@ -66,7 +81,15 @@ from pellucid.training.build import (
     pick_sampler,
     resolve_machine_settings,
 )
-from pellucid.training.checkpoint import remove_old_checkpoints, restore_run, save_checkpoint, save_model
+from pellucid.training.checkpoint import (
+    link_best_model,
+    remove_later_best_model,
+    remove_old_checkpoints,
+    restore_run,
+    save_best_model,
+    save_checkpoint,
+    save_model,
+)
 from pellucid.training.doctor import profile_steps
 from pellucid.training.evaluate import evaluate, make_greedy_sampling, sample_and_grade, sample_held_out_prompts
 from pellucid.training.memory import suggest_memory_remedy
@@ -93,6 +116,12 @@ from pellucid.training.run_dir import (
     is_first_process,
     record_bad_data,
     remove_logs,
+)
+from pellucid.training.time_estimate import (
+    MEASURED_STEP,
+    FirstLook,
+    describe_measured_time,
+    describe_time_after_first_look,
 )
 from pellucid.training.token_recorder import record_steps
 from pellucid.types import DataError, Evaluation, Group, Logger, UserError, with_split
@@ -158,6 +187,7 @@ class TrainingRun:
         self.prompt_tokens = 0
         """The length of the longest of the first prompts, for the memory plan."""
         self._saved_step = 0
+        self._signs = WarningSignWatcher()
         self._data_error: DataError | None = None
         """The error in the data that ended the run, if one did."""
 
@@ -173,17 +203,19 @@ class TrainingRun:
             with closing(log), detect_lost_processes(self.run_dir):
                 if evaluation:
                     log.log_evaluation(0, evaluation)
+                parts.evaluations = parts.runtime.gather([read_evaluations(self.run_dir) if is_main else {}])[0]
                 for result in self._run_until_data_error(parts, log):
                     try:
                         yield result
                     except GeneratorExit:
-                        if not _is_last_step(self.cfg.algorithm, parts):
+                        if not _is_last_step(self.cfg, parts):
                             self.stopped_step = parts.state.step
                             self._save_checkpoint(parts)
                         break
                 if not self.stopped_step:
                     save_model(self.run_dir, self.cfg, parts)
                     if is_main:
+                        self._keep_last_model(parts)
                         remove_old_checkpoints(self.run_dir, self.cfg.checkpoint)
             if is_main:
                 print_results(self.run_dir, self.stopped_step, self.resume_hint if self._data_error is None else "")
@@ -248,11 +280,14 @@ class TrainingRun:
         """Take the steps; log, save and evaluate. Set `stopped_step` if a stop request ends the run."""
         cfg = self.cfg
         watcher, heap, is_new = InertSettingWatcher(cfg.algorithm), hardware.HeapTrimmer(), parts.state.step == 0
-        if not is_new and _is_evaluation_missing(cfg, self.run_dir, parts) and not self._evaluate(parts, log):
+        self._signs = _watch_logged_steps(self.run_dir, parts)
+        if not is_new and _is_evaluation_missing(cfg, parts) and not self._evaluate(parts, log):
             self.stopped_step = parts.state.step
             return
-        if is_out_of_time(cfg.algorithm, parts):  # only the model was left to save when the run was stopped or killed
+        # If only the model was left to save when the run was stopped or killed, there is no step to take.
+        if is_out_of_time(cfg.algorithm, parts) or has_stopped_improving(cfg, parts):
             return
+        self._keep_best_model(parts)
         for step, measured, groups in self._make_step_iterator(parts):
             parts.elapsed_seconds += measured["time/step"]
             metrics = {
@@ -267,7 +302,11 @@ class TrainingRun:
             heap.trim_after_step()
             if parts.runtime.is_main and is_new:
                 print_notes(*watcher.observe_step(metrics))
-            is_last, is_due = _is_last_step(cfg.algorithm, parts), _is_evaluation_due(cfg, parts)
+            if parts.runtime.is_main:
+                print_notes(*(sign.describe() for sign in self._signs.observe_step(step, metrics)))
+            if parts.runtime.is_main and step == MEASURED_STEP:
+                _print_measured_time(cfg, self.run_dir, parts, self.prompt_tokens)
+            is_last, is_due = _is_last_step(cfg, parts), _is_evaluation_due(cfg, parts)
             error = find_first_error(groups) or _NO_REWARD
             parts.failures = [*parts.failures, error] if have_all_failed(groups) else []
             stop = parts.runtime.any_rank(bool(self.stop_requests)) or _is_out_of_patience(cfg.reward.patience, parts)
@@ -277,6 +316,9 @@ class TrainingRun:
             if is_due and not stop and not self._evaluate(parts, log):
                 stop = True
                 self._save_checkpoint(parts)
+            if not stop and not is_last and has_stopped_improving(cfg, parts):
+                is_last = True
+                self._end_without_improvement(parts)
             is_stopped = stop and (is_due or not is_last)
             self.stopped_step = step if is_stopped else 0
             yield StepResult(step, metrics, groups)
@@ -298,8 +340,9 @@ class TrainingRun:
     def _save_checkpoint(self, parts: Components) -> None:
         """Save the run, unless this step is saved already."""
         if self._saved_step != parts.state.step:
+            start = perf_counter()
             save_checkpoint(self.run_dir, self.cfg, parts)
-            self._saved_step = parts.state.step
+            parts.checkpoint_seconds, self._saved_step = perf_counter() - start, parts.state.step
 
     def _evaluate(self, parts: Components, log: Logger) -> bool:
         """Evaluate the policy. Return False if a stop request arrived.
@@ -313,8 +356,54 @@ class TrainingRun:
                 evaluation = evaluate_policy(self.cfg, parts)[0]
         except KeyboardInterrupt:
             return False
-        log.log_evaluation(parts.state.step, evaluation)
+        step = parts.state.step
+        log.log_evaluation(step, evaluation)
+        parts.evaluations[step] = evaluation
+        if parts.runtime.is_main:
+            print_notes(*(sign.describe() for sign in self._signs.observe_evaluation(step, evaluation)))
+        self._keep_best_model(parts)
         return not parts.runtime.any_rank(bool(self.stop_requests))
+
+    def _keep_best_model(self, parts: Components) -> None:
+        """Save the policy as `model-best/` if its evaluation is the best and it is not saved. All processes call this.
+
+        The model of the last step is left to `_keep_last_model`. If saving fails, as on a full disk, training goes on.
+        """
+        best, runtime = self._find_best_here(parts), parts.runtime
+        if best is None or _is_last_step(self.cfg, parts):
+            return
+        if runtime.any_rank(runtime.is_main and read_best_model_step(self.run_dir) == best.step):
+            return
+        try:
+            save_best_model(self.run_dir, self.cfg, parts, best)
+        except (OSError, UserError) as error:
+            if runtime.is_main:
+                print_notes(f"{self.run_dir / BEST_MODEL_DIR} could not be saved ({error}); training goes on")
+
+    def _keep_last_model(self, parts: Components) -> None:
+        """Make `model-best/` of `model/` if the last evaluation is the best."""
+        if best := self._find_best_here(parts):
+            try:
+                link_best_model(self.run_dir, best)
+            except OSError as error:
+                print_notes(
+                    f"{self.run_dir / BEST_MODEL_DIR} could not be saved ({error}): {self.run_dir / 'model'} is it"
+                )
+
+    def _find_best_here(self, parts: Components) -> BestEvaluation | None:
+        """Return the best evaluation if it is that of this step, and its model is to be kept."""
+        best = find_best_evaluation(parts.evaluations)
+        is_here = best is not None and 0 < best.step == parts.state.step
+        return best if is_here and self.cfg.checkpoint.keep_best else None
+
+    def _end_without_improvement(self, parts: Components) -> None:
+        """Save the run before evaluate.patience ends it, and print why."""
+        if self.cfg.checkpoint.every:
+            self._save_checkpoint(parts)
+        if parts.runtime.is_main:
+            step, steps = parts.state.step, self.cfg.algorithm.steps
+            evaluations = format_count(self.cfg.evaluate.patience, "evaluation")
+            print_notes(f"the run ends after step {step} of {steps}: no new best in {evaluations} (evaluate.patience)")
 
 
 def end_forked_copies(steps: Iterator[StepResult]) -> Iterator[StepResult]:
@@ -351,7 +440,23 @@ def _begin_run(
             show_plan(cfg, model, fallback_reason, parts.runtime.world_size, run_dir)
     # A barrier: rewards of other processes may write into the run directory once the main process has checked it.
     parts.runtime.any_rank(False)
-    return _evaluate_before_training(cfg, parts) if parts.state.step == 0 else None
+    if parts.state.step == 0:
+        return _evaluate_before_training(cfg, parts, prompt_tokens)
+    if parts.runtime.is_main:
+        _print_measured_time(cfg, run_dir, parts, prompt_tokens)
+    return None
+
+
+def _print_measured_time(cfg: Config, run_dir: Path, parts: Components, prompt_tokens: int) -> None:
+    """Print how long the rest of the run will take, from the recorded steps."""
+    with guard_display("the time that is left"):
+        model, steps = describe_loaded_model(parts.policy, prompt_tokens), list(read_records(run_dir / "metrics.jsonl"))
+        text = describe_measured_time(
+            *(cfg, model, steps, parts.elapsed_seconds, len(parts.test_prompts)),
+            *(parts.evaluation_seconds, parts.checkpoint_seconds, parts.runtime.world_size),
+        )
+        if text:
+            print(f"time      {text}", flush=True)
 
 
 def _is_out_of_patience(patience: int, parts: Components) -> bool:
@@ -359,8 +464,14 @@ def _is_out_of_patience(patience: int, parts: Components) -> bool:
     return 0 < patience <= len(parts.failures)
 
 
-def _is_last_step(cfg: GRPOConfig, parts: Components) -> bool:
-    return parts.state.step == cfg.steps or is_out_of_time(cfg, parts)
+def _is_last_step(cfg: Config, parts: Components) -> bool:
+    is_done = parts.state.step == cfg.algorithm.steps or has_stopped_improving(cfg, parts)
+    return is_done or is_out_of_time(cfg.algorithm, parts)
+
+
+def has_stopped_improving(cfg: Config, parts: Components) -> bool:
+    """Whether the last evaluate.patience evaluations were no better than one before. All processes agree."""
+    return 0 < cfg.evaluate.patience <= count_evaluations_since_best(parts.evaluations)
 
 
 def is_out_of_time(cfg: GRPOConfig, parts: Components) -> bool:
@@ -374,26 +485,38 @@ def is_out_of_time(cfg: GRPOConfig, parts: Components) -> bool:
 def _is_evaluation_due(cfg: Config, parts: Components) -> bool:
     """Whether the policy is evaluated after this step."""
     every = cfg.evaluate.every
-    return every > 0 and (parts.state.step % every == 0 or _is_last_step(cfg.algorithm, parts))
+    return every > 0 and (parts.state.step % every == 0 or _is_last_step(cfg, parts))
 
 
-def _is_evaluation_missing(cfg: Config, run_dir: Path, parts: Components) -> bool:
+def _is_evaluation_missing(cfg: Config, parts: Components) -> bool:
     """Whether the last step is due for evaluation but was not evaluated, because the run was stopped or killed."""
-    is_logged = parts.runtime.is_main and parts.state.step in read_evaluations(run_dir)
-    return _is_evaluation_due(cfg, parts) and not parts.runtime.any_rank(is_logged)
+    return _is_evaluation_due(cfg, parts) and parts.state.step not in parts.evaluations
+
+
+def _watch_logged_steps(run_dir: Path, parts: Components) -> WarningSignWatcher:
+    """Return a watcher that has seen the steps and evaluations before a resume, whose signs are printed already."""
+    signs = WarningSignWatcher()
+    for row in read_records(run_dir / "metrics.jsonl"):
+        signs.observe_step(row["step"], row)
+    for step, evaluation in parts.evaluations.items():
+        signs.observe_evaluation(step, evaluation)
+    return signs
 
 
 def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
     """Return the evaluation of the policy, and the graded samples."""
+    start = perf_counter()
     parts.sampler.sync(parts.policy, parts.state.step)
     task, prompts, sampling = parts.test_task, parts.test_prompts, make_evaluation_sampling(cfg)
     k, progress = cfg.evaluate.k, make_progress(cfg.algorithm, parts.state.step)
     evaluation, groups, _ = evaluate(cfg.task_name, task, prompts, parts.sampler, sampling, k, parts.runtime, progress)
+    parts.evaluation_seconds = perf_counter() - start
     return evaluation, groups
 
 
-def _evaluate_before_training(cfg: Config, parts: Components) -> Evaluation | None:
-    """Evaluate the policy before step 1, and show one exchange and the predicted share of zero-variance groups.
+def _evaluate_before_training(cfg: Config, parts: Components, prompt_tokens: int) -> Evaluation | None:
+    """Evaluate the policy before step 1, and show one exchange, the predicted share of zero-variance groups, and how
+    long the run will take.
 
     Raise NotBegunError if no reward applies, or all fail.
     """
@@ -402,14 +525,20 @@ def _evaluate_before_training(cfg: Config, parts: Components) -> Evaluation | No
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
     sampling, progress = make_training_sampling(cfg), make_progress(cfg.algorithm, 0)
     is_same_sampling = replace(make_evaluation_sampling(cfg), n=sampling.n) == sampling
+    start, sampling_seconds = perf_counter(), 0.0
     if not groups or len(groups[0].completions) < sampling.n or not is_same_sampling:
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling, progress))
+        sampling_seconds = perf_counter() - start
     refuse_useless_rewards(groups)
     if parts.runtime.is_main:
         with guard_display("the first completion"):
             show_first_completion(parts.policy, groups[0])
             show_signal(groups, cfg, parts.policy.eos_ids)
+            look = FirstLook(groups, len(parts.test_prompts), parts.evaluation_seconds, sampling_seconds)
+            model = describe_loaded_model(parts.policy, prompt_tokens)
+            text = describe_time_after_first_look(cfg, model, look, parts.runtime.world_size)
+            print(f"time      {text}", flush=True)
     return evaluation
 
 
@@ -440,6 +569,7 @@ def start_run_dir(run_dir: Path, cfg: Config, step: int, resume_changes: Setting
         check_free_run_dir(run_dir)
     if step == 0:
         remove_logs(run_dir)
+    remove_later_best_model(run_dir, step)
     settings, facts = dump_settings(cfg), collect_provenance()
     if resume_changes is not None:
         facts = add_resume_record(run_dir, step, resume_changes, facts)
@@ -483,6 +613,19 @@ def print_results(run_dir: Path, stopped_step: int, resume_hint: str) -> None:
             rich.print(make_comparison_table(evaluations[0], evaluations[-1]))
     for label, name in {**outputs, "metrics": "metrics.jsonl"}.items():
         print(escape_controls(f"{label:8} {run_dir / name}"))
+    with guard_display("the best model"):
+        _print_best_model(run_dir)
+
+
+def _print_best_model(run_dir: Path) -> None:
+    """Print the best evaluation and where its model is; recommend that model if the last one is worse."""
+    evaluations = read_evaluations(run_dir)
+    if best := describe_best_model(run_dir):
+        print(escape_controls(f"{'best':8} {best}"))
+    if fall := find_accuracy_fall(evaluations):
+        step = int(fall.values["best_step"])
+        kept = run_dir / BEST_MODEL_DIR if step and read_best_model_step(run_dir) == step else "the best one"
+        print_notes(f"{run_dir / 'model'} is worse than the best, by more than chance: use {kept}")
 
 
 def collect_provenance() -> Record:

@@ -25,6 +25,7 @@ from pellucid.reporting.report import flatten_config
 from pellucid.reporting.run_files import (
     Record,
     get_checkpoint_step,
+    has_stopped_improving,
     is_run_finished,
     list_checkpoints,
     read_config,
@@ -168,6 +169,9 @@ def describe_finished_run(run_dir: Path, resume_changes: SettingChanges, steps: 
     # The steps after the newest checkpoint can be taken again.
     if not is_last_model or any(get_checkpoint_step(path) < done for path in list_checkpoints(run_dir)[-1:]):
         return ""
+    if done < steps and has_stopped_improving(run_dir):
+        more = format_option("evaluate.patience", 0)
+        return f"{run_dir} is finished after step {done}: its evaluations found no new best; {more} would go on"
     reason = "nothing is left to do" if done >= steps else "its minutes are used up"
     more = format_option("algorithm.steps", 2 * steps)
     return f"{run_dir} is finished after step {done}: {reason}; {more} would take more steps"
@@ -202,7 +206,8 @@ def remove_logs(run_dir: Path) -> None:
 
 
 CHANGEABLE_SETTINGS = (
-    *("algorithm.steps", "algorithm.minutes", "algorithm.micro_batch", "evaluate.every"),
+    *("algorithm.steps", "algorithm.minutes", "algorithm.micro_batch"),
+    *("evaluate.every", "evaluate.patience"),
     *("policy.device", "policy.reference", "policy.dtype", "policy.save_dtype", "policy.engine"),
     *("policy.deterministic", "policy.gradient_checkpointing"),
     *("sampler.rows", "sampler.cache_gb", "sampler.urls", "sampler.timeout"),

@@ -1,0 +1,73 @@
+"""Supervised training on GSM8K's own solutions, to compare with what a reward teaches: the same loss without a reward.
+
+    python benchmarks/gsm8k_supervised.py --run runs/supervised --tokens 900000
+    python benchmarks/gsm8k.py --run runs/supervised
+
+The model, its adapter and the optimizer are those of recipes/gsm8k_laptop.toml; settings may follow. The loss is the
+mean negative log-likelihood of the solutions' tokens, which is the objective `reinforce` with an advantage of 1. The
+learning rate is constant, since desired_kl speaks of answers that the policy sampled. The second command evaluates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from gsm8k import RECIPE, list_data_flags
+
+from pellucid.algorithm.batch import Batch, collate
+from pellucid.algorithm.grpo import update_policy
+from pellucid.config import build_config, parse_setting_flags, read_settings, resolve_config
+from pellucid.policy.policy import Policy
+from pellucid.training.build import build_components, resolve_machine_settings
+from pellucid.types import Completion, Group, Prompt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=Path("runs/supervised"))
+    parser.add_argument("--tokens", type=int, default=900_000, help="how many tokens of solutions are trained on")
+    parser.add_argument("--solutions", type=int, default=64, help="per optimizer step")
+    options, overrides = parser.parse_known_args()
+    flags = [
+        *map(str, list_data_flags()),
+        "--optimizer.desired_kl",
+        "0",
+        "--algorithm.objective",
+        "reinforce",
+        *overrides,
+    ]
+    settings = build_config(read_settings(RECIPE), str(RECIPE), parse_setting_flags(flags))
+    cfg = resolve_config(resolve_machine_settings(settings))
+    parts = build_components(cfg)
+    trained, step, start = 0, 0, time.monotonic()
+    while trained < options.tokens:
+        batch = collate(
+            [make_gold_group(parts.policy, prompt) for prompt in parts.task.sample(step, options.solutions)]
+        )
+        trained, step = trained + int(batch.action_mask.sum()), step + 1
+        metrics = update_policy(parts.policy, give_equal_advantages(batch), parts.runtime, cfg.algorithm)
+        print(
+            f"step {step}  {trained:,} tokens  loss {metrics['loss']:.3f}  {time.monotonic() - start:.0f} s", flush=True
+        )
+    parts.policy.save(options.run / "model", dtype=torch.bfloat16)
+
+
+def give_equal_advantages(batch: Batch) -> Batch:
+    return replace(batch, advantages=batch.action_mask.float())
+
+
+def make_gold_group(policy: Policy, prompt: Prompt) -> Group:
+    """Return a prompt with its solution as the only answer; the final number is in a box, as the prompt asks."""
+    solution, _, number = prompt.columns["answer"].partition("\n#### ")
+    text = f"{re.sub('<<.*?>>', '', solution)}\nThe answer is \\boxed{{{number}}}."
+    ids = (*policy.tokenizer.encode(text, add_special_tokens=False), policy.eos_ids[0])
+    return Group(prompt, policy.encode(prompt), (Completion(ids, (0.0,) * len(ids), text, True),))
+
+
+if __name__ == "__main__":
+    main()

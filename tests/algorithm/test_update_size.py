@@ -1,0 +1,132 @@
+"""How far an update moved the policy, and the learning rate that follows it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from conftest import CountDigits, OneProcessRuntime, make_policy
+from pellucid.algorithm.batch import collate
+from pellucid.algorithm.grpo import train
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.algorithm.update_size import UpdateProbe, choose_probe_rows, compute_update_kl
+from pellucid.distributed.runtime import Runtime
+from pellucid.rollout.native import NativeSampler
+from pellucid.types import Sampling
+
+SAMPLING = Sampling(max_tokens=6)
+
+
+def make_batch(rows):
+    groups = NativeSampler(policy=make_policy()).generate(CountDigits().sample(0, 1), Sampling(rows, 6, seed="0/0"))
+    return collate(groups)
+
+
+def test_it_is_the_kl_of_two_distributions_where_tokens_occur_as_often_as_they_are_probable():
+    """Every token of the old distribution (1/2, 1/4, 1/4) by its count among four."""
+    old, new = torch.tensor([0.5, 0.5, 0.25, 0.25]), torch.tensor([0.2, 0.2, 0.7, 0.1])
+    batch = make_batch(4)
+    mask = torch.zeros_like(batch.action_mask)
+    mask[:2, :2] = mask[3] = True  # the last row does not count
+    probe = UpdateProbe(
+        replace(batch, action_mask=mask), torch.full(mask.shape, math.nan), torch.tensor([True, True, True, False])
+    )
+    probe.logprobs[:2, :2] = old.log().view(2, 2)
+    logprobs = torch.full(mask.shape, math.nan)
+    logprobs[:2, :2] = new.log().view(2, 2)
+    exact = 0.5 * math.log(0.5 / 0.2) + 0.25 * math.log(0.25 / 0.7) + 0.25 * math.log(0.25 / 0.1)
+    assert compute_update_kl(probe, logprobs, OneProcessRuntime()) == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_step_is_measured_by_the_scores_of_its_tokens_before_and_after():
+    policy = make_policy()
+    cfg = GRPOConfig(steps=1, prompts_per_step=6, group_size=4)
+    before = {name: p.clone() for name, p in policy.weights().items()}
+    [step] = train(CountDigits(), NativeSampler(), policy, OneProcessRuntime(policy, lr=5.0), cfg, sampling=SAMPLING)
+    after = make_policy()
+    for name, p in after.weights().items():
+        p.data.copy_(policy.weights()[name])
+        policy.weights()[name].data.copy_(before[name])
+    terms = []
+    for row in (0, 16):  # two of 24
+        group, i = step.groups[row // 4], row % 4
+        context, ids = group.prompt_ids, group.completions[i].token_ids
+        x = torch.tensor([[*context, *ids]])
+        old, new = (
+            model.model(x).logits[0].log_softmax(-1)[len(context) - 1 : -1].gather(1, torch.tensor(ids)[:, None])
+            for model in (policy, after)
+        )
+        terms.append((new - old).exp() - 1 - (new - old))
+    assert step.metrics["update/kl"] == pytest.approx(float(torch.cat(terms).mean().detach()), rel=1e-4)
+    assert step.metrics["update/kl"] > 1e-4
+
+
+def test_a_step_that_changes_nothing_has_moved_nothing():
+    policy = make_policy(dtype=torch.bfloat16)
+    cfg = GRPOConfig(steps=1, group_size=4)
+    [step] = train(CountDigits(), NativeSampler(), policy, OneProcessRuntime(policy), cfg, sampling=SAMPLING)
+    assert step.metrics["update/kl"] == 0
+
+
+class OneOfTwo(OneProcessRuntime):
+    """The share of one of two processes."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def shard(self, items):
+        return items[self.rank :: 2]
+
+
+def choose(group_size, own_prompts, runtime, prompts, most=0):
+    """The global indices of the completions that count, by what their first token says; and of those that do not."""
+    batch = make_batch(own_prompts * group_size)
+    own = runtime.shard(range(prompts))
+    labels = [own[row // group_size] * group_size + row % group_size for row in range(len(batch))]
+    batch = replace(batch, response_ids=torch.tensor(labels)[:, None].expand_as(batch.response_ids))
+    rows, counted = choose_probe_rows(batch, prompts, group_size, runtime, most)
+    labels = rows.response_ids[:, 0].tolist()
+    return [x for x, c in zip(labels, counted, strict=True) if c], [
+        x for x, c in zip(labels, counted, strict=True) if not c
+    ]
+
+
+def test_one_completion_of_sixteen_is_scored_however_many_processes_share_them():
+    assert choose(8, 5, OneProcessRuntime(), 5) == ([0, 16, 32], [])
+    assert choose(8, 5, OneProcessRuntime(), 5, most=2) == ([0, 16], [])
+    assert choose(8, 3, OneOfTwo(0), 5) == ([0, 16, 32], [])
+    assert choose(8, 2, OneOfTwo(1), 5) == ([], [8])
+    assert choose(24, 2, OneOfTwo(0), 3) == ([0, 16, 48, 64], [])
+    assert choose(24, 1, OneOfTwo(1), 3) == ([32], [])
+
+
+def test_the_learning_rate_follows_the_target():
+    cfg = AdamWConfig(desired_kl=1e-3, warmup=3)
+    assert cfg.adapt_lr_factor(1.0, 2.1e-3, 1) == pytest.approx(1 / 1.5), "in the warmup, too"
+    assert cfg.adapt_lr_factor(1.0, 1.9e-3, 9) == cfg.adapt_lr_factor(1.0, 0.6e-3, 9) == 1.0
+    assert [cfg.adapt_lr_factor(1.0, 0.4e-3, update) for update in (2, 3)] == [1.0, 1.5]
+    assert [cfg.adapt_lr_factor(0.8, kl, 9) for kl in (0.0, math.nan)] == [0.8, 0.8]
+    assert cfg.adapt_lr_factor(1.0, math.inf, 9) == pytest.approx(1 / 1.5)
+    assert (cfg.adapt_lr_factor(0.01, 1.0, 9), cfg.adapt_lr_factor(100.0, 1e-9, 9)) == (0.01, 100.0)
+    assert AdamWConfig().adapt_lr_factor(1.0, 1.0, 9) == 1.0
+    with pytest.raises(ValueError, match='schedule = "constant"'):
+        AdamWConfig(desired_kl=1e-3, schedule="cosine")
+
+
+@pytest.mark.slow
+def test_a_run_holds_its_target_from_a_rate_that_is_too_high_and_from_one_that_is_too_low():
+    last = {}
+    for lr in (0.005, 3e-5):
+        policy = make_policy()
+        cfg = GRPOConfig(steps=30, prompts_per_step=8, group_size=4)
+        runtime = Runtime(policy, AdamWConfig(lr=lr, desired_kl=1e-3), total_updates=30)
+        steps = list(train(CountDigits(), NativeSampler(), policy, runtime, cfg, sampling=SAMPLING))
+        rates = [step.metrics["lr"] for step in steps]
+        assert {round(max(x, y) / min(x, y), 6) for x, y in pairwise(rates)} == {1.0, 1.5}
+        last[lr] = sorted(step.metrics["update/kl"] for step in steps[-7:])[3]
+    assert all(3e-4 < kl < 3e-3 for kl in last.values()), last

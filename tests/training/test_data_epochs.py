@@ -1,0 +1,55 @@
+"""`algorithm.data_epochs`: passes over the rows of a data set, from which the number of steps follows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from conftest import records
+from runs import train
+
+SMALL = (
+    *("--algorithm.group-size", "2", "--sampler.max-tokens", "2", "--evaluate.every", "0", "--checkpoint.every", "0"),
+    *("--algorithm.prompts-per-step", "4"),
+)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Ten rows to train on."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(10)))
+    return path
+
+
+def settings_of(run):
+    return json.loads((run / "config.json").read_text())["algorithm"]
+
+
+@pytest.mark.parametrize(("epochs", "asked"), [("2", {2}), ("1.2", {1, 2})])
+def test_a_run_asks_each_row_so_often(epochs, asked, recipe, rows, tmp_path):
+    """Twenty prompts are five steps of four, twelve are three."""
+    run = tmp_path / "run"
+    data = ["--task.name", "dataset", "--task.data", str(rows), "--task.test-share", "0"]
+    assert train(recipe, "--run", run, *SMALL, *data, "--algorithm.data-epochs", epochs) == 0
+    steps = {"2": 5, "1.2": 3}[epochs]
+    assert len(records(run / "metrics.jsonl")) == settings_of(run)["steps"] == steps
+    assert settings_of(run)["data_epochs"] == 0, "a resume keeps the number of steps"
+    counts = Counter(rollout["prompt"] for rollout in records(run / "rollouts.jsonl"))
+    assert len(counts) == 10
+    assert {count // 2 for count in counts.values()} == asked
+
+
+def test_of_a_curriculum_an_epoch_is_its_pool(recipe, rows, tmp_path):
+    run = tmp_path / "run"
+    curriculum = ["--task.name", "curriculum", "--task.pool", "8", "--task.task.name", "dataset"]
+    data = ["--task.task.data", str(rows), "--task.task.test-share", "0"]
+    assert train(recipe, "--run", run, *SMALL, *curriculum, *data, "--algorithm.data-epochs", "1") == 0
+    assert settings_of(run)["steps"] == 2
+
+
+def test_a_task_that_makes_up_its_questions_has_no_epochs(recipe, tmp_path, capsys):
+    assert train(recipe, "--run", tmp_path / "run", *SMALL, "--algorithm.data-epochs", "1") == 2
+    assert "algorithm.steps" in capsys.readouterr().err
