@@ -223,9 +223,8 @@ def test_every_right_combination_learns_to_sort(deltas, loss, epochs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["inverted", "inverted, clipped"])
-def test_the_ratio_upside_down_unlearns(loss):
-    _, steps = sorting.train(options("--epochs", 20), "centered", loss)
+def test_the_ratio_upside_down_unlearns():
+    _, steps = sorting.train(options("--epochs", 20), "centered", "inverted")
     assert sorting.sampled(steps) < 0.5 * sorting.sampled(steps[:3])
 
 

@@ -28,7 +28,8 @@ from pellucid.training import checkpoint, run, token_recorder
 from runs import same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
-SETTINGS = ["--checkpoint.every", 2, "--evaluate.every", 3]
+# A full disk at the best model costs that alone: tests/training/test_best_model.py.
+SETTINGS = ["--checkpoint.every", 2, "--checkpoint.no-keep-best", "--evaluate.every", 3]
 
 
 @pytest.fixture(scope="module")

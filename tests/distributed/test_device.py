@@ -247,7 +247,7 @@ def same_numbers(recipe, settings, device, folder, monkeypatch):
 def test_a_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_model, questions, tmp_path, monkeypatch):
     """One that refuses what any refuses: float64, and what does not repeat itself."""
     settings = {"policy.model": small_model} | SMALL | OWN.get(recipe.stem, {})
-    if recipe.stem in ("gsm8k", "gsm8k_dataset", "study_bench"):
+    if recipe.stem in ("gsm8k", "gsm8k_dataset", "gsm8k_laptop", "study_bench"):
         task = "task.task.task" if recipe.stem == "study_bench" else "task"
         settings |= {f"{task}.data": questions, f"{task}.test_data": ""}
     recipe = with_task(recipe, tmp_path)

@@ -38,7 +38,8 @@ MEASURED_STEP = 3
 """The step after which measured steps replace the estimate."""
 REACHED_SHARE = 0.7
 """The share of the speed of one large product that sampling and update reach, as measured (docs/fast.md)."""
-_GPU_PRODUCT_SIZE = 4096
+_GPU_PRODUCT_SIZE, _GPU_PRODUCT_SECONDS = 2048, 0.02
+_COPIES = 48
 _COPIED_BYTES, _COPIED_PIECE_BYTES = 2**26, 2**22
 _DISK_BYTES_PER_SECOND = 5e8
 _OPTIMIZER_BYTES = 32
@@ -93,15 +94,29 @@ def measure_speed(dtype: torch.dtype, device: torch.device) -> Speed:
             torch.set_num_threads(threads)
         flops = threads * 1e12 * hardware.measure_matmul_tflops(dtype)
     else:
-        x = torch.ones(_GPU_PRODUCT_SIZE, _GPU_PRODUCT_SIZE, dtype=dtype, device=device)
-        flops = 2 * _GPU_PRODUCT_SIZE**3 / _measure_fastest(lambda: torch.mm(x, x), calls=8)
+        flops = _measure_gpu_flops(dtype, device)
     return Speed(flops, 2 * size / copying)
 
 
-def _measure_fastest(compute: Callable[[], torch.Tensor], calls: int = 48) -> float:
-    """Return the seconds of the fastest of a few calls; reading an element waits for the device."""
+def _measure_gpu_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the operations per second of products in a row, as many as take a few hundredths of a second."""
+    x = torch.ones(_GPU_PRODUCT_SIZE, _GPU_PRODUCT_SIZE, dtype=dtype, device=device)
+    torch.mm(x, x)[0, 0].item()  # loads the kernel; reading an element waits for the device
+    count, seconds = 1, 0.0
+    while seconds < _GPU_PRODUCT_SECONDS:
+        start, count = time.perf_counter(), 2 * count
+        product = x
+        for _ in range(count):
+            product = torch.mm(x, x)
+        product[0, 0].item()
+        seconds = time.perf_counter() - start
+    return count * 2 * _GPU_PRODUCT_SIZE**3 / seconds
+
+
+def _measure_fastest(compute: Callable[[], torch.Tensor]) -> float:
+    """Return the seconds of the fastest of a few calls."""
     seconds = []
-    for _ in range(calls):
+    for _ in range(_COPIES):
         start = time.perf_counter()
         compute().flatten()[0].item()
         seconds.append(time.perf_counter() - start)
