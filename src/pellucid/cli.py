@@ -416,7 +416,7 @@ class EvalCommand:
         if source:
             _check_recipe_trust(source, self.settings)
         cfg = config.load_config(source, self.settings)
-        model = run_files.find_model(self.model)[1]
+        model = run_files.locate_trained_model(self.model)
         if run_dir and run_files.has_merged_adapter(run_dir):
             if "dtype" not in config.parse_setting_flags(self.settings).get("policy", {}):
                 cfg = replace(cfg, policy=replace(cfg.policy, dtype="float32"))

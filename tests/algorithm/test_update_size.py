@@ -73,36 +73,49 @@ def test_a_step_that_changes_nothing_has_moved_nothing():
 
 
 class OneOfTwo(OneProcessRuntime):
-    """The share of one of two processes."""
+    """The share of one of two processes in a step of `prompts` prompts."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, prompts):
         super().__init__()
-        self.rank = rank
+        self.rank, self.prompts = rank, prompts
 
     def shard(self, items):
         return items[self.rank :: 2]
 
+    def sum(self, x):
+        return torch.full_like(x, self.prompts)
 
-def choose(group_size, own_prompts, runtime, prompts, most=0):
-    """The global indices of the completions that count, by what their first token says; and of those that do not."""
-    batch = make_batch(own_prompts * group_size)
+
+def choose(group_size, prompts, runtime, most=0, replayed=0):
+    """The completions that count, by their numbers in the step; and those that do not."""
     own = runtime.shard(range(prompts))
-    labels = [own[row // group_size] * group_size + row % group_size for row in range(len(batch))]
-    batch = replace(batch, response_ids=torch.tensor(labels)[:, None].expand_as(batch.response_ids))
-    rows, counted = choose_probe_rows(batch, prompts, group_size, runtime, most)
-    labels = rows.response_ids[:, 0].tolist()
-    return [x for x, c in zip(labels, counted, strict=True) if c], [
-        x for x, c in zip(labels, counted, strict=True) if not c
-    ]
+    batch = make_batch(len(own) * group_size + replayed)
+    rows = torch.arange(len(batch))
+    is_new = rows < len(batch) - replayed
+    labels = [own[row // group_size] * group_size + row % group_size for row in range(len(batch) - replayed)]
+    labels = torch.tensor([*labels, *[-1] * replayed])
+    batch = replace(
+        batch,
+        prompt_indices=rows // group_size,
+        response_ids=labels[:, None].expand_as(batch.response_ids),
+        step_row_indices=rows.where(is_new, -1),
+    )
+    chosen, counted = choose_probe_rows(batch, group_size, runtime, most)
+    labels = chosen.response_ids[:, 0]
+    return labels[counted].tolist(), labels[~counted].tolist()
 
 
 def test_one_completion_of_sixteen_is_scored_however_many_processes_share_them():
-    assert choose(8, 5, OneProcessRuntime(), 5) == ([0, 16, 32], [])
-    assert choose(8, 5, OneProcessRuntime(), 5, most=2) == ([0, 16], [])
-    assert choose(8, 3, OneOfTwo(0), 5) == ([0, 16, 32], [])
-    assert choose(8, 2, OneOfTwo(1), 5) == ([], [8])
-    assert choose(24, 2, OneOfTwo(0), 3) == ([0, 16, 48, 64], [])
-    assert choose(24, 1, OneOfTwo(1), 3) == ([32], [])
+    assert choose(8, 5, OneProcessRuntime()) == ([0, 16, 32], [])
+    assert choose(8, 5, OneProcessRuntime(), most=2) == ([0, 16], [])
+    assert choose(8, 5, OneOfTwo(0, 5)) == ([0, 16, 32], [])
+    assert choose(8, 4, OneOfTwo(1, 4)) == ([], [8])
+    assert choose(24, 3, OneOfTwo(0, 3)) == ([0, 16, 48, 64], [])
+    assert choose(24, 3, OneOfTwo(1, 3)) == ([32], [])
+
+
+def test_replayed_completions_are_not_scored():
+    assert choose(8, 4, OneProcessRuntime(), replayed=16) == ([0, 16], [])
 
 
 def test_the_learning_rate_follows_the_target():

@@ -28,8 +28,7 @@ from pellucid.training import checkpoint, run, token_recorder
 from runs import same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
-# A full disk at the best model costs that alone: tests/training/test_best_model.py.
-SETTINGS = ["--checkpoint.every", 2, "--checkpoint.no-keep-best", "--evaluate.every", 3]
+SETTINGS = ["--checkpoint.every", 2, "--evaluate.every", 3]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ WRITES = {
     **{f"file {n} of a checkpoint": (checkpoint, "save_file", 4 + n, no_room) for n in range(1, 5)},
     "state.json": (Path, "write_text", 4, no_room),
     "SHA256SUMS": (Path, "write_text", 5, no_room),
-    "model": (Policy, "save", 1, no_room),
+    "model": (Policy, "save", 2, no_room),  # the first saves the best model
 }
 SHOWN = {
     "tensorboard": (loggers.TensorBoardLogger, "log", 4, no_room),

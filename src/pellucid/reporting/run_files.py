@@ -43,13 +43,10 @@ def find_run_of_model(name: str) -> Path | None:
     return find_run_dir(name) or (find_run_dir(str(path.parent)) if is_of_run else None)
 
 
-def find_model(name: str) -> tuple[Path | None, str]:
-    """Return the run that a model belongs to, and the folder of the model: `model/` for the path of a run itself.
-
-    None, and the name unchanged, for a model of no run. Raise UserError if a run has no model yet.
-    """
+def locate_trained_model(name: str) -> str:
+    """Return the folder of the model of a run; any other name unchanged. Raise UserError if a run has no model yet."""
     run_dir = find_run_dir(name)
-    return find_run_of_model(name), str(get_model_dir(run_dir)) if run_dir else name
+    return str(get_model_dir(run_dir)) if run_dir else name
 
 
 def read_best_model_step(run_dir: Path) -> int | None:

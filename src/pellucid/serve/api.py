@@ -318,7 +318,7 @@ def serve_model(options: ServeCommand, listening: socket.socket) -> None:
 def load_served_model(options: ServeCommand) -> ServedModel:
     """Load the policy to serve. A run also provides its task with held-out questions, and algorithm settings."""
     hardware.keep_freed_memory()
-    run, model = run_files.find_model(options.model)
+    run, model = run_files.find_run_of_model(options.model), run_files.locate_trained_model(options.model)
     settings = _load_run_config(run) if run else None
     policy = _load_served_policy(options, model, run, settings)
     hosts = (name.strip() for name in options.allowed_hosts.split(","))

@@ -56,7 +56,7 @@ _STAGES = {"generate": "sampling", "reward": "rewards", "score": "scoring", "upd
 
 
 class Speed(NamedTuple):
-    """What a device reaches."""
+    """The speeds that a device reaches."""
 
     flops: float
     """Operations of a large matrix product per second."""
@@ -70,10 +70,11 @@ class Speed(NamedTuple):
 
 @cache
 def measure_speed(dtype: torch.dtype, device: torch.device) -> Speed:
-    """Measure the speeds of a device once, which takes below a second.
+    """Measure the speeds of a device once, which takes less than a second.
 
-    Of a CPU they are those of an idle machine: pieces so short that other programs seldom interrupt them, products on
-    one thread, times the number of threads, since threads that wait for one another are interrupted more often.
+    On a CPU the aim is the speed of an idle machine. Each measured piece is so short that other programs seldom
+    interrupt it. Products run on one thread, and the result is multiplied by the number of threads, because threads
+    that wait for one another are interrupted more often.
     """
     is_cpu, threads = device.type == "cpu", torch.get_num_threads()
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -99,7 +100,7 @@ def measure_speed(dtype: torch.dtype, device: torch.device) -> Speed:
 
 
 def _measure_gpu_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the operations per second of products in a row, as many as take a few hundredths of a second."""
+    """Return the operations per second of a series of products that takes at least _GPU_PRODUCT_SECONDS."""
     x = torch.ones(_GPU_PRODUCT_SIZE, _GPU_PRODUCT_SIZE, dtype=dtype, device=device)
     torch.mm(x, x)[0, 0].item()  # loads the kernel; reading an element waits for the device
     count, seconds = 1, 0.0
@@ -145,7 +146,7 @@ class Tokens(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """What a model computes and reads for a token."""
+    """The operations and bytes that a token costs in a model."""
 
     layers: float
     """Operations of the weights of all layers."""
@@ -270,7 +271,7 @@ class TimeModel:
         trained = Tokens(*(a.epochs * a.max_staleness * live * n for n in tokens))
         micro_batch_tokens = memory.count_backward_rows(self.cfg, self.processes) * lengths.completion
         recomputed = trained.head * max(0.0, 1 - work.saved_logits / micro_batch_tokens)
-        scored, updated = probe, probe + work.count_forward(trained)
+        scored, updated = 0.0, 2 * probe + work.count_forward(trained)
         updated += work.count_backward(trained, recomputed, self.cfg.policy.gradient_checkpointing)
         if a.is_off_policy or (a.kl_coef and not is_kl_in_loss) or a.entropy_share < 1:
             scored += forward
