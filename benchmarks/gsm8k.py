@@ -5,8 +5,8 @@
 
 It trains by recipes/gsm8k_laptop.toml on questions of GSM8K's training file; settings may follow. The test file is
 asked before and after: all questions greedily, and 8 samples of each of the first 200. `--evaluate.n 16` asks 16
-questions everywhere. What is there already is not done again, and a run that was interrupted is resumed, so the command
-can be repeated. Runs beside each other share the figures before training.
+questions everywhere. The command can be repeated: it skips finished parts and resumes an interrupted run. Runs in one
+folder share the figures before training.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def test_the_model_of_the_best_evaluation_is_kept_and_named(recipe, tmp_path, ca
     assert not list(run_dir.glob("*.partial")) + list(run_dir.glob("*.replaced"))
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_only_as_good_replaces_nothing_and_the_first_model_is_not_kept(
     recipe, tmp_path, graded, capsys
 ):
@@ -86,6 +87,7 @@ def test_an_evaluation_that_is_only_as_good_replaces_nothing_and_the_first_model
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
+@pytest.mark.slow
 def test_a_sign_is_printed_once_also_where_the_run_is_resumed_and_the_page_has_it(
     recipe, tmp_path, monkeypatch, graded, capsys
 ):
@@ -175,6 +177,7 @@ CASES = [(death, every, "falls") for death in DEATHS for every in (2, 3)] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("death", "every", "accuracy"), mostly_slow(CASES, every=len(CASES)))
 def test_a_run_killed_anywhere_keeps_the_same_best_model(recipe, tmp_path, monkeypatch, graded, death, every, accuracy):
     graded(RISES_AND_FALLS if accuracy == "falls" else {0: 4, 2: 10, 4: 18, 6: 19})
@@ -226,6 +229,7 @@ def test_a_full_disk_costs_the_best_model_alone(recipe, tmp_path, monkeypatch, g
     assert "best     step 4, greedy accuracy 0.90 [0.70, 0.97]: its model was not kept" in printed
 
 
+@pytest.mark.slow
 def test_evaluations_without_a_new_best_end_a_run_as_its_last_step_does(recipe, tmp_path, graded, capsys):
     graded({0: 4, 2: 10, 4: 10, 6: 3, 8: 19, 10: 1})
     whole, run_dir = tmp_path / "whole", tmp_path / "run"

@@ -181,7 +181,7 @@ class ModelWork(NamedTuple):
 
 
 def describe_work(model: memory.ModelFacts, cfg: Config) -> ModelWork:
-    """Return what a model computes for a token. Of a model with experts, all of them are counted."""
+    """Return the work of a model per token. A model with experts is counted as if a token used all of them."""
     config, dtype_bytes = model.config.get_text_config(), 4 if cfg.policy.dtype == "float32" else 2
     vocabulary, width = getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0)
     head = vocabulary * width
@@ -299,14 +299,14 @@ class RunTimes(NamedTuple):
     """Seconds of what a run repeats."""
 
     stages: Mapping[str, float]
-    """Of a step, by stage."""
+    """The stages of a step, by name."""
     step: float
     evaluation: float
     checkpoint: float
 
 
 class Remaining(NamedTuple):
-    """What a run has still to do."""
+    """The steps, evaluations and checkpoints that are left."""
 
     steps: int
     evaluations: int
@@ -391,7 +391,7 @@ def describe_planned_time(cfg: Config, model: memory.ModelFacts, processes: int 
 
 
 class FirstLook(NamedTuple):
-    """What was measured before step 1."""
+    """The measurements before step 1."""
 
     groups: Sequence[Group]
     """Graded samples."""
