@@ -94,7 +94,7 @@ def test_the_plan_is_what_layers_keep_and_no_less_than_the_peak(case, gpu):
     runs = {(layers, tokens): measure(gpu, layers, tokens, **settings) for layers in (1, 3) for tokens in (SHORT, LONG)}
 
     def subtract(i):
-        """Measure by more layers and more tokens, which leaves out what depends on one of them alone, such as weights."""
+        """Compare by layers and tokens, which leaves out what depends on one of them alone, such as weights."""
         (few, many), (deep_few, deep_many) = ([runs[layers, n][i] for n in (SHORT, LONG)] for layers in (1, 3))
         return deep_many - deep_few - (many - few)
 
