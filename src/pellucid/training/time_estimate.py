@@ -39,8 +39,8 @@ MEASURED_STEP = 3
 REACHED_SHARE = 0.7
 """The share of the speed of one large product that sampling and update reach, as measured (docs/fast.md)."""
 _GPU_PRODUCT_SIZE, _GPU_PRODUCT_SECONDS = 2048, 0.02
-_COPIES = 48
-_COPIED_BYTES, _COPIED_PIECE_BYTES = 2**26, 2**22
+_COPIES = 16
+_COPIED_BYTES, _COPIED_PIECE_BYTES = 2**25, 2**22
 _DISK_BYTES_PER_SECOND = 5e8
 _OPTIMIZER_BYTES = 32
 """Bytes that an optimizer step reads and writes per parameter: master, gradient and two moments in fp32, in and out."""
