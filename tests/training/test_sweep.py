@@ -8,6 +8,7 @@ compute; combinations on the embedded model.
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import shutil
 from pathlib import Path
@@ -65,6 +66,7 @@ WITH: dict[str, dict[str, Any]] = {
     "algorithm.aggregate": {"algorithm.max_length": 8},
     "algorithm.clip_difficulty": {},
     "algorithm.clip_difficulty_low": {},
+    "algorithm.data_epochs": {"task.name": "dataset", "task.data": "ROWS", "task.test_share": 0},
     "algorithm.constant_length": {"algorithm.aggregate": "constant"},
     "algorithm.clip_cap": {"algorithm.objective": "dcpo"},
     "algorithm.correction_cap": {"algorithm.correction": "token"},
@@ -101,6 +103,8 @@ WITH: dict[str, dict[str, Any]] = {
     },
 }
 """What a setting needs to have an effect."""
+ROWS = "".join(json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(40))
+"""The data set that the word ROWS above stands for: a tenth of it is two steps of two prompts."""
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}="
     "{% if enable_thinking is defined and not enable_thinking %}?{% endif %}{% endif %}"
@@ -168,15 +172,16 @@ def outcome(tmp_path, monkeypatch, capsys):
     """Runs `pellucid train` with settings; returns "trained" or the line with which they were refused."""
     loaded, load = [], AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
+    files = {"TEMPLATE": tmp_path / "template.jinja", "ROWS": tmp_path / "rows.jsonl"}
+    files["TEMPLATE"].write_text(TEMPLATE)
+    files["ROWS"].write_text(ROWS)
     task = f"{Path(__file__).parents[1]}/digits_task.py:Digits"
 
     def train(model, settings):
         folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
         flags = words({"task.name": task, "policy.model": model, **BASE, **settings})
-        flags = [str(template) if word == "TEMPLATE" else word for word in flags]
+        flags = [str(files.get(word, word)) for word in flags]
         loaded.clear()
         if any(name.startswith("runtime.") for name in settings):  # a process group belongs to a process of its own
             done = ran("-m", "pellucid", "train", "--run", folder, *flags)
