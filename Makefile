@@ -8,7 +8,7 @@ MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/alg
     advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 
 .PHONY: setup train check mathematics test test-all test-lowest network lint mutants roofline seeds vllm llama deepspeed bench \
-    trl-search accuracy growth figures notebook systems gsm8k clean
+    trl-search accuracy growth pictures figures notebook systems gsm8k docs clean
 
 setup: .venv/ready
 
@@ -50,7 +50,7 @@ test-all: setup
 # today's TRL. torch brings gigabytes of CUDA there.
 test-lowest: .venv-lowest/ready
 	$(subst $(BIN),.venv-lowest/bin,$(PYTEST)) -m "not slow" -p no:cacheprovider \
-	    $(patsubst %,--ignore tests/test_%.py,structure docs notebook wheel bench gpu_benchmark trl_hints examples systems) $(ARGS)
+	    $(patsubst %,--ignore tests/test_%.py,structure docs notebook wheel bench gpu_benchmark trl_hints examples systems) --ignore tests/docs $(ARGS)
 
 .venv-lowest/ready: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv .venv-lowest
@@ -128,7 +128,10 @@ accuracy: setup
 	$(BIN)/python benchmarks/accuracy.py $(ARGS)
 
 growth: setup
-	$(BIN)/python benchmarks/growth.py --picture docs/growth.svg $(ARGS)
+	$(BIN)/python benchmarks/growth.py --picture docs/pictures/growth.svg $(ARGS)
+
+pictures: setup
+	$(BIN)/python benchmarks/pictures.py $(ARGS)
 
 # All figures of benchmarks/README.md that need a quiet machine, in a day; the search first, since others have what it finds.
 figures: setup
@@ -144,5 +147,18 @@ notebook: setup
 systems: setup
 	$(BIN)/python benchmarks/systems.py $(ARGS)
 
+# The documentation as a site that works from file://. It needs neither torch nor the package.
+docs: .venv-docs/ready
+	.venv-docs/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir .venv-docs/doctrees docs site $(ARGS)
+	@echo "open site/index.html"
+
+.venv-docs/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	    print(*project['optional-dependencies']['docs'], sep='\n')" > .venv-docs/requirements.txt
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --requirement .venv-docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-lowest .venv-vllm .venv-llama .venv-deepspeed
+	rm -rf .venv .venv-lowest .venv-vllm .venv-llama .venv-deepspeed .venv-docs site

@@ -1,7 +1,7 @@
 """A step on many GPUs, on paper: what is computed, read and moved, and how long it takes. `python benchmarks/cost.py`.
 
-Nothing is measured here but what a token costs that every process gathers. `docs/scale.md` says what the figures mean,
-and where they end.
+Nothing is measured here but what a token costs that every process gathers. `docs/how-to/several-gpus.md` says what
+the figures mean, and where they end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every family of models that transformers has as a causal one: trained, evaluated, saved and served, or refused.
 
-    python benchmarks/families.py --output docs/models.md
+    python benchmarks/families.py --output docs/reference/models.md
     python benchmarks/families.py --only mamba lfm2
 
 Each is a tiny random checkpoint. Exit status 1 where one of them ended in a traceback.
@@ -56,15 +56,21 @@ k = 1
 """
 HEADING = """# Models
 
-What became of a tiny random checkpoint of each family: `python benchmarks/families.py --output docs/models.md`, with
-transformers {version}. Three steps with whole weights, an evaluation before and behind them, the model saved, and asked
-by way of the service's engine. *Gap* is the largest distance in nats between the log-prob that a token was drawn with
-and the one that it is scored by, in fp32.
+Which families of transformers can be trained, evaluated and served here. To try your model before you train it:
 
-Whatever transformers computes is tried before it is sampled from: rows beside one another are compared with a whole
-reading of each (`models/hf_decode.py`). If `sampler.name` cannot sample from a model, the other one does, and a line
-says so. What cannot be trained is refused in one line, and where the configuration shows it before weights are loaded.
-Code of a checkpoint's own runs where `policy.trust_remote_code` is set, and is computed by transformers.
+```sh
+pellucid eval smollm2-135m --show 1 --evaluate.n 2 --evaluate.k 0
+```
+
+`python benchmarks/families.py --output docs/reference/models.md` makes this page, with transformers {version}. A tiny
+random checkpoint of each family takes three steps, is evaluated before and after, saved, and asked through the engine
+of `pellucid serve`. *Gap* is the largest distance between the log-prob of a token in the sampler and in the scorer, in
+nats, in float32.
+
+Models outside of our own decoder are computed by transformers, and checked before they are sampled from: rows in a
+batch are compared with each row alone. If `sampler.name` cannot sample from a model, the other sampler does, and a line
+says so. A model that cannot be trained is refused in one line. Code in a checkpoint's own folder runs only with
+`policy.trust_remote_code`.
 
 | family | computed by | sampler | three steps | gap | served |
 |---|---|---|---|--:|---|

@@ -1,6 +1,6 @@
 """How the time of a step grows with prompts, group size and completion length, beside what the machine needs at least.
 
-    python benchmarks/growth.py --picture docs/growth.svg
+    python benchmarks/growth.py --picture docs/pictures/growth.svg
 
 At the limit is what roofline.py says: each part at the speed of one large product, or of one large read.
 """

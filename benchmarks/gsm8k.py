@@ -5,8 +5,8 @@
 
 It trains by recipes/gsm8k_laptop.toml on questions of GSM8K's training file; settings may follow. The test file is
 asked before and after: all questions greedily, and 8 samples of each of the first 200. `--evaluate.n 16` asks 16
-questions everywhere. The command can be repeated: it skips finished parts and resumes an interrupted run. Runs in one
-folder share the figures before training.
+questions everywhere. The command can be repeated: it skips finished parts, resumes an interrupted run, and refuses a
+finished run with other settings. Runs in one folder share the figures before training.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pellucid.config import read_settings
+from pellucid.config import load_config, read_settings, resolve_config
 from pellucid.reporting.run_files import list_checkpoints
 from pellucid.study.bootstrap import estimate_interval
 from pellucid.training.evaluate import compute_pass_at_k, estimate_share
+from pellucid.training.run_dir import dump_settings
 from pellucid.types import Estimate
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,9 @@ SAMPLES = 8
 EVALUATION_TOKENS = 512
 """The longest answer in an evaluation, more than in training, so that learning to be brief alone gains little."""
 
+CHOSEN = ("policy.device", "policy.dtype", "policy.revision", "algorithm.micro_batch", "sampler.rows")
+"""Settings that a run may choose by itself, and that do not change what is learned."""
+
 Answer = dict[str, Any]
 
 
@@ -43,6 +47,11 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/gsm8k"))
     options, overrides = parser.parse_known_args()
     run, n = options.run, read_flag(overrides, "--evaluate.n")
+    if changed := list_other_settings(run, overrides):
+        sys.exit(
+            f"{run} is a finished run with other settings ({', '.join(changed)}): give the new one a folder of its own,"
+            " --run runs/NAME, or remove this one"
+        )
     model = read_flag(overrides, "--policy.model") or read_settings(RECIPE)["policy"]["model"]
     before = run.parent / f"{Path(model).name}-before{f'-{n}' if n else ''}"
     answers = [evaluate_test_questions(model, before, n)]
@@ -50,6 +59,21 @@ def main() -> None:
     best = run / "model-best"
     answers.append(evaluate_test_questions(str(best if best.is_dir() else run / "model"), run / "test", n))
     print(make_table(answers[0], answers[1]))
+
+
+def list_other_settings(run: Path, overrides: Sequence[str]) -> list[str]:
+    """Return what a finished run was trained or evaluated with in place of what is asked for; empty if nothing is."""
+    if not (run / "model").is_dir() or not (run / "config.json").exists():
+        return []
+    recorded = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    flags = [*map(str, list_data_flags()), *overrides]
+    asked = dump_settings(resolve_config(load_config(RECIPE, flags)))
+    return [
+        f"{section}.{key} = {recorded[section][key]}, not {value}"
+        for section in ("policy", "task", "sampler", "algorithm", "optimizer", "evaluate")
+        for key, value in asked[section].items()
+        if f"{section}.{key}" not in CHOSEN and recorded[section].get(key, value) != value
+    ]
 
 
 def read_flag(flags: Sequence[str], name: str) -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/memory_plan.py                      all cases; the largest needs 18 GB
     python benchmarks/memory_plan.py --cases 135m 135m-lora
-    python benchmarks/memory_plan.py --cards              what fits on which card, planned: the table of docs/gpu.md
+    python benchmarks/memory_plan.py --cards              what fits on which card, planned: docs/how-to/memory.md
 
 A peak is the largest resident size of a process from step 1 on, on a GPU the largest number of bytes that torch has
 allocated. No completion ends before its last token, since an answer of random weights ends at random, hardly ever.

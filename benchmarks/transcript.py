@@ -1,112 +1,131 @@
-"""Print docs/command-line.md: what every command says of itself, and how mistakes are answered.
+"""Print the pages of docs/reference that the commands themselves write: what they say, and how they answer mistakes.
 
-python benchmarks/transcript.py > docs/command-line.md
+python benchmarks/transcript.py commands > docs/reference/commands.md
+python benchmarks/transcript.py errors > docs/reference/errors.md
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 import tempfile
+import tomllib
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from pellucid import cli
 from pellucid.cli import COMMANDS
 
-WIDTH = "100"
-HEAD = """# The command line
+WIDTH = "88"
+COMMANDS_HEAD = """# Commands
 
-Printed by `python benchmarks/transcript.py`; a test compares this page with what the commands say.
+This page lists the commands of `pellucid` and their options, printed by
+`python benchmarks/transcript.py commands`. Start with:
 
-Settings are given as `--section.key VALUE`, with hyphens or underscores: `--algorithm.group-size 16`. A truth value may
-stand alone (`--policy.deterministic`, `--policy.no-deterministic`) or with `True` or `False`; a list is words
-(`--task.operators + -`), rewards are their names (`--task.rewards numeric rewards.py:brevity`), and what stands inside
-is reached by dots (`--task.rewards.0.weight 0.5`, `--policy.template-kwargs.enable_thinking False`). `--task.name`
-chooses the task. The command line wins over the recipe, the recipe over the defaults, and all of it is checked in one
-place: a mistake is one line, says whose it is, and nothing has been written.
+```sh
+pellucid train recipes/arithmetic.toml
+```
 
-`pellucid COMMAND --help` shows the options and the settings that people change, `--help-all` has every setting; both
-with the values of the recipe and the settings that stand before it: `pellucid train gsm8k --help-all`.
-`pellucid train RECIPE --dry-run` prints all settings as a recipe, the numbers that follow from them, an estimate of the
-time of the run ([fast.md](fast.md#how-long-a-run-takes)), and a prompt as the model reads it. `pellucid completion
-bash` (zsh, fish, tcsh) prints what makes a shell complete all this: `source <(pellucid completion bash)`.
+## Settings on the command line
+
+Every [setting](settings.md) is an option of `train`, `eval`, `prefixes` and `doctor`: `--section.key VALUE`, with
+hyphens or underscores.
+
+| value | how to write it |
+|---|---|
+| a number or a text | `--algorithm.group-size 16` |
+| true or false | `--policy.deterministic`, `--policy.no-deterministic`, or the words `True` and `False` |
+| a list | `--task.operators + -` |
+| rewards | their names: `--task.rewards numeric rewards.py:brevity` |
+| one entry of a list | its number: `--task.rewards.0.weight 0.5` |
+| one entry of a table | its name: `--policy.template-kwargs.enable_thinking False` |
+| the task | `--task.name countdown` |
+
+The command line wins over the recipe, and the recipe over the defaults. All settings are checked before anything is
+written. A [mistake](errors.md) is one line, and exit status 2.
+
+* `pellucid COMMAND --help` shows the options and the common settings; `--help-all` shows every setting. Both show the
+  values of the recipe that you name: `pellucid train gsm8k --help-all`.
+* `pellucid train RECIPE --dry-run` prints all settings, the numbers that follow from them, an estimate of the time of
+  the run, and a prompt as the model reads it.
+* `pellucid completion bash` (zsh, fish, tcsh) prints a script that completes commands and settings:
+  `source <(pellucid completion bash)`.
+
+## Exit status
+
+| status | meaning |
+|--:|---|
+| 0 | Done. |
+| 2 | A mistake that you can correct: one line says what and where. |
+| 1 | A fault of the package, or a process of the run that was lost. |
+| 130 | You pressed Ctrl-C twice. What was saved is kept. |
 """
-MISTAKES = """
-trian recipe.toml
-train --ruin here
-train --steps 30
-train --run
-train recipe.toml another.toml
-train recpie.toml
-train arithmatic
-train recipe.toml --algorithm.group-sise 8
-train recipe.toml --algoritm.steps 3
-train recipe.toml --algorithm.steps
-train recipe.toml --algorithm.steps 3 4
-train recipe.toml --algorithm.steps many
-train recipe.toml --algorithm.steps 0
-train recipe.toml --optimizer.lr nan
-train recipe.toml --policy.dtype float8
-train recipe.toml --algorithm.objective ppo_clp
-train recipe.toml --task.name countdwn
-train recipe.toml --task.data questions.jsonl
-train recipe.toml --task.rewards numerc
-train recipe.toml --task.rewards reward.py:wanted
-train recipe.toml --policy.model smollm2-153m
-train recipe.toml --policy.model ./models/mine
-train --resume runs/mine
-train --resume runs/mine recipe.toml
-eval
-eval smollm2-135m --show many
-eval smollm2-135m --output answers.csv
-serve
-serve stpo
-serve smollm2-135m --port http
-serve smollm2-135m --algorithm.steps 3
-compare
-compare runs/mine
-look
-look runs/mine
-show runs/mine --step last
-study stduy.toml
-push runs/mine me/mine
-list rewrads
-init .
-doctor --paln recipe.toml
-completion nosh
+ERRORS_HEAD = """# Errors
+
+Find the message that you got, and what helps. An error is one line that starts with `pellucid:`; in Python it is a
+`pellucid.UserError`, the last line of the traceback. Some lines end with the page that helps, such as
+`(docs/how-to/rewards.md)`.
+
+This page is printed by `python benchmarks/transcript.py errors`, from the messages themselves.
 """
 
 
 def main() -> None:
     os.environ |= {"COLUMNS": WIDTH, "HF_HUB_OFFLINE": "1"}
-    print(HEAD)
-    print("## What every command says of itself\n")
-    for words in ("--help", *(f"{command} --help" for command in COMMANDS)):
-        shown(words)
-    print("## Mistakes\n\nIn a folder that `pellucid init .` has filled. Each ends with exit status 2.\n")
+    {"commands": print_commands, "errors": print_errors}[sys.argv[1]]()
+
+
+def print_commands() -> None:
+    print(COMMANDS_HEAD)
+    show("pellucid", "--help")
+    for command in COMMANDS:
+        show(f"pellucid {command}", f"{command} --help")
+
+
+def show(heading: str, words: str) -> None:
+    """Print what a command says of itself, without settings: they have a page of their own."""
+    rows = [row.rstrip() for row in capture(words).strip().splitlines()]
+    settings = next((i for i, row in enumerate(rows) if row.strip() == "policy options"), None)
+    text = "\n".join(rows[:settings]).rstrip()
+    print(f"## {heading}\n\n```text\n{text}\n```\n")
+    if settings is not None:
+        print("It also takes every [setting](settings.md).\n")
+
+
+def print_errors() -> None:
+    print(ERRORS_HEAD)
+    causes = tomllib.loads(Path(__file__).with_name("errors.toml").read_text(encoding="utf-8"))["cause"]
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        said("init .")
-        told = [f"$ pellucid {words}\n{said(words).strip()}" for words in MISTAKES.strip().splitlines()]
-        left = {path.name for path in Path().iterdir()} - {"__pycache__"}  # of the rewards, where Python keeps it
+        capture("init .")
+        for cause in causes:
+            print_cause(cause)
+        left = {path.name for path in Path().iterdir()} - {"__pycache__"}  # Python makes it for the rewards
         assert left == {"data.jsonl", "recipe.toml", "rewards.py"}, left
-    print("```\n" + "\n".join(told) + "\n```")
 
 
-def shown(words: str) -> None:
-    text = "\n".join(row.rstrip() for row in said(words).strip().splitlines())
-    print(f"```\n$ pellucid {words}\n{text}\n```\n")
+def print_cause(cause: dict[str, Any]) -> None:
+    print(f"## {cause['title']}\n\n{cause['help'].strip()}\n")
+    if commands := cause.get("commands", ""):
+        shown = [f"$ pellucid {words}\n{capture(words).strip()}" for words in commands.strip().splitlines()]
+        print("```console\n" + "\n".join(shown) + "\n```\n")
+    if messages := cause.get("messages", []):
+        print("| message | what to do |\n|---|---|")
+        for message, advice in messages:
+            print(f"| `{message}` | {advice} |")
+        print()
 
 
-def said(words: str) -> str:
+def capture(words: str) -> str:
     """Return what a command prints, on either stream."""
-    heard = StringIO()
+    printed = StringIO()
     try:
-        with redirect_stdout(heard), redirect_stderr(heard):
+        with redirect_stdout(printed), redirect_stderr(printed):
             cli.main(shlex.split(words))
     except SystemExit:
-        return heard.getvalue()
+        return printed.getvalue()
     raise AssertionError(words)
 
 

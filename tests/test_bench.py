@@ -18,10 +18,12 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
 
 from conftest import OneProcessRuntime, character_tokenizer, make_policy, tiny_llama_of
+from pellucid import config
 from pellucid.policy.policy import Policy
 from pellucid.rollout.native import NativeSampler
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.training.evaluate import make_greedy_sampling
+from pellucid.training.run_dir import dump_settings
 from pellucid.types import Sampling
 
 BENCHMARKS = Path("benchmarks").absolute()
@@ -443,3 +445,17 @@ def test_three_axes_and_their_limits_are_on_one_plot(of):
     ] * 3
     assert growth.join_charts(growth.charts(rows)).count("<svg class") == 3
     assert "| 128 | 6.00 | 2.00 | 1.00 | 2.00 | 3.00 | 1.0 |" in growth.table("tokens", rows["tokens"])
+
+
+# ---------------------------------------------------------------- GSM8K
+
+
+def test_a_finished_run_with_other_settings_is_not_taken_for_the_one_that_is_asked_for(of, tmp_path):
+    gsm8k = of("gsm8k")
+    trial = ["--algorithm.steps", "2", "--algorithm.micro_batch", "4"]
+    asked = config.load_config(gsm8k.RECIPE, [*map(str, gsm8k.list_data_flags()), *trial])
+    (tmp_path / "config.json").write_text(json.dumps(dump_settings(config.resolve_config(asked))))
+    assert gsm8k.list_other_settings(tmp_path, []) == []  # not finished: it is resumed
+    (tmp_path / "model").mkdir()
+    assert gsm8k.list_other_settings(tmp_path, ["--algorithm.steps", "2"]) == []
+    assert gsm8k.list_other_settings(tmp_path, []) == ["algorithm.steps = 2, not 60"]

@@ -11,11 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from pellucid.config import load_config
-from pellucid.types import Completion
-
 SOURCES = sorted(Path("src").rglob("*.py"))
-README = Path("README.md").read_text()
 
 
 def test_no_merge_has_left_its_marks():
@@ -60,39 +56,8 @@ def possessive(pattern):
     return re.search(r"\)[?*+]\+", pattern)
 
 
-def test_the_loop_in_the_readme_is_the_loop_in_the_source():
-    source = Path("src/pellucid/algorithm/grpo.py").read_text()
-    start = source.index("    sampler.sync(policy, state.step)\n    for step in range")
-    loop = source[start : source.index("\n\n\n", start)]
-    shown = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    dedented = "\n".join(line.removeprefix("    ") for line in loop.splitlines()) + "\n"
-    assert dedented in shown
-
-
 def test_train_and_update_fit_a_screen():
     source = Path("src/pellucid/algorithm/grpo.py").read_text()
     for name in ("train", "update_policy"):
         body = re.search(rf"\ndef {name}\(.*?(?=\n\n\n)", source, re.DOTALL)
         assert len(body[0].splitlines()) < 45
-
-
-def test_the_task_in_the_readme_works(tmp_path):
-    """Fifteen lines that a newcomer copies: they must load, sample and grade."""
-    [code] = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class" in block]
-    (tmp_path / "haiku_task.py").write_text(code)
-    cls = re.search(r"class (\w+)", code)[1]
-    recipe = tmp_path / "own.toml"
-    recipe.write_text(f'[task]\nname = "{tmp_path}/haiku_task.py:{cls}"\n')
-    task = load_config(recipe).task
-    prompts = task.sample(0, 3)
-    assert prompts == task.sample(0, 3)
-    assert task.reward(prompts[0], Completion((1,), (0.0,), prompts[0].answer, True)).is_correct
-    assert not task.reward(prompts[0], Completion((1,), (0.0,), "", True)).is_correct
-
-
-def test_every_file_that_the_readme_names_exists():
-    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    for path in re.findall(r"\]\((?!http|#)([^)]+)\)", prose):
-        assert Path(path).exists(), path
-    for recipe in re.findall(r"recipes/[\w/]+\.toml", README):
-        assert Path(recipe).exists(), recipe

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,57 @@ def test_the_defaults_of_the_systems():
     assert (trainer.optimizer.lr, trainer.sampler.max_tokens, trainer.algorithm.seed) == (5e-6, 1024, 42)
     assert (by_hand.algorithm.group_size, by_hand.algorithm.epochs, by_hand.algorithm.kl_coef) == (4, 2, 0.05)
     assert (by_hand.optimizer.lr, by_hand.sampler.max_tokens, by_hand.policy.reference) == (2e-6, 48, "cpu")
+
+
+def test_the_defaults_of_the_study_bench_and_of_sorting(monkeypatch):
+    bench = config.load_config(Path("recipes/study_bench.toml"))
+    assert (bench.algorithm.prompts_per_step, bench.algorithm.group_size, bench.algorithm.kl_coef) == (32, 8, 0.01)
+    assert (bench.algorithm.clip_low, bench.algorithm.clip_high) == (0.3, 0.3)
+    assert (bench.algorithm.similarity_temperature, bench.algorithm.similarity_layer) == (1.0, 9)
+    assert (bench.optimizer.lr, bench.sampler.temperature, bench.sampler.max_tokens) == (1e-5, 0.9, 1024)
+    spec = importlib.util.spec_from_file_location("sorting_defaults", "examples/sorting_from_scratch.py")
+    sorting = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sorting_defaults", sorting)
+    spec.loader.exec_module(sorting)
+    usual = sorting.parsed([])
+    assert (usual.epochs, usual.inner, usual.responses, usual.clip) == (100, 10, 10, 0.01)
+    assert (usual.kl, usual.reference) == (0.0, 10)
+    assert set(sorting.DELTAS) == {"raw", "centered", "normalised", "max"}
+    assert {"naive", "unclipped", "clipped"} <= set(sorting.LOSSES)
+
+
+CONFORMANCE = Path("docs/contributing/conformance.md")
+FORMS = {"as described", "by a setting", "different", "absent"}
+
+
+def test_every_item_of_the_systems_has_its_row_and_what_shows_it():
+    """A row names test functions, with their file if others have that name, or commands: all of them exist."""
+    rows = [line.strip("| ").split(" | ") for line in CONFORMANCE.read_text().splitlines() if re.match(r"\| \d", line)]
+    assert [int(n) for row in rows for n in row[0].split(", ")] == list(range(1, 79))
+    sources = {path: path.read_text() for path in Path("tests").rglob("test_*.py")}
+    for number, _, _, form, shown in rows:
+        assert form.split(";")[0] in FORMS, number
+        named = re.findall(r"`([^`]+)`", shown)
+        assert named, number
+        for name in named:
+            if name.startswith(("make ", "pellucid ", "python ")):
+                check_command(name)
+                continue
+            file, _, function = name.rpartition("::")
+            defined = [path for path, text in sources.items() if f"def {function}(" in text]
+            found = [path for path in defined if not file or path == Path("tests") / file]
+            assert len(found) == 1, f"row {number}: {name} is defined in {defined}"
+
+
+def check_command(line):
+    """A target of the Makefile, or a subcommand with files that exist."""
+    program, *words = line.split()
+    if program == "make":
+        assert re.search(rf"^{words[0]}:", Path("Makefile").read_text(), re.MULTILINE), line
+    if program == "pellucid":
+        assert f"pellucid {words[0]}" in Path("docs/reference/commands.md").read_text(), line
+    for word in words:
+        assert not word.startswith(("recipes/", "examples/", "benchmarks/")) or Path(word).exists(), line
 
 
 EASY = '''

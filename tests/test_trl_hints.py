@@ -93,12 +93,32 @@ def test_what_a_hint_names_is_a_setting_and_a_reason_comes_with_an_alternative()
         "tools": 'task "environment" with tools',
         "environment_factory": 'task "environment" with environment "file.py:Class"',
         "optim": "the optimizer is AdamW on fp32 weights",
-        "warmup_ratio": "warmup = warmup_ratio * steps",
+        "warmup_ratio": "warmup = warmup_ratio * steps * epochs * minibatches, since it counts optimizer steps",
+        "eval_steps": "eval_steps is evaluate_every * epochs * minibatches",
+        "save_steps": "save_steps is checkpoint_every * epochs * minibatches",
+        "loss_type": '"constant" for "dr_grpo" (in TRL, too, scale_rewards is separate: advantage)',
+        "scale_rewards": '"centered" for "none" or False',
+        "eval_dataset": "test_data: files, a split of the Hub data set or, in Python, rows",
         "reward_funcs": "TRL's reward_funcs is here reward",
     }.items(),
 )
 def test_what_is_said_of_a_name_of_trl_is_in_keywords(name, said):
     assert said in refused(group_settings_by_section, {name: 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("advantage", False, "or 'gdpo' (got False); scale_rewards=False of TRL is advantage = \"centered\""),
+        ("aggregate", "dr_grpo", 'loss_type="dr_grpo" of TRL is aggregate = "constant"'),
+        ("aggregate", "tokne", "'sequence' or 'constant' (got 'tokne')"),
+    ],
+)
+def test_a_value_of_trl_is_told_ours(setting, value, said):
+    told = refused(config.build_config, {"algorithm": {setting: value}}, "here")
+    assert told.endswith(said) or f"{said}, and" in told
+    assert told.startswith(f"here: algorithm.{setting}: Input should be '")
+    assert told.count("'sequence'") == (setting == "aggregate")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +140,8 @@ def test_a_name_of_trl_is_told_ours(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--num-generations", "4"])
     said = (
-        "train has no option --num-generations; TRL's num_generations is here --algorithm.group-size (docs/library.md)"
+        "train has no option --num-generations; TRL's num_generations is here --algorithm.group-size"
+        " (docs/how-to/from-trl.md)"
     )
     assert said in capsys.readouterr().err
     assert explain_trl_name("group_size") == ""
@@ -130,8 +151,8 @@ def test_all_unknown_names_are_told_at_once(tmp_path):
     said = refused(group_settings_by_section, {"stpes": 3, "lr": 1.0, "num_generations": 4, "bateau": 1}, None)
     assert said == (
         "pellucid.train has no setting stpes; did you mean steps? pellucid.train has no setting num_generations; TRL's"
-        " num_generations is here group_size (docs/library.md). pellucid.train has no setting bateau; docs/library.md"
-        " says how settings are named"
+        " num_generations is here group_size (docs/how-to/from-trl.md). pellucid.train has no setting bateau;"
+        " docs/reference/python.md says how settings are named"
     )
     said = refused(cli.parse_command_line, ["train", "--rnu", "a", "--reusme", "b"])
     assert (

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
@@ -31,12 +31,19 @@ from pellucid.reporting.run_files import read_evaluations, read_records
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks import TASKS, dataset
 from pellucid.tasks.data_files import has_column, load_rows
-from pellucid.tasks.dataset import BadRow, Dataset, format_bad_rows, get_held_out_source, make_prompt
+from pellucid.tasks.dataset import (
+    BadRow,
+    Dataset,
+    check_held_out_share,
+    format_bad_rows,
+    get_held_out_source,
+    make_prompt,
+)
 from pellucid.tasks.given import make_task_class
 from pellucid.tasks.prefixed import load_prefixes
 from pellucid.tasks.wrappers import get_innermost_task, is_local_class, is_task_wrapper
 from pellucid.training import run_dir
-from pellucid.training.run_dir import DATA_FILE, FUNCTION_SETTINGS, SettingChanges
+from pellucid.training.run_dir import FUNCTION_SETTINGS, ROW_FILES, SettingChanges
 from pellucid.trl_hints import explain_trl_name
 from pellucid.types import Evaluation, UserError, has_batch_rewards
 from pellucid.utils import files, plugins, text
@@ -60,6 +67,7 @@ def train(
     *,
     model: str | Path | None = None,
     data: Any = None,
+    test_data: Any = None,
     reward: RewardLike | None = None,
     task: Any = None,
     recipe: str | Path | None = None,
@@ -69,11 +77,13 @@ def train(
 ) -> Run:
     """Prepare a run, which takes its steps while you iterate over it.
 
-    Nothing is loaded, and no folder is made, before the first step. docs/library.md describes every argument.
+    Nothing is loaded, and no folder is made, before the first step. docs/reference/python.md describes every argument.
 
     Args:
         model: A folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or "smollm2-135m".
         data: A list of dicts, a datasets.Dataset or a pandas DataFrame; or file names, a pattern or a Hub id.
+        test_data: Held-out rows, in the same forms; or a split of the Hub data set. None holds out `test_share` of
+            `data`.
         reward: A function with TRL's signature, the name of a term, "file.py:function", a pair of one of these and its
             weight such as (brevity, 0.2), a RewardTerm, or a list of them. Without it, the last number of a completion
             is compared with the answer in the data.
@@ -94,13 +104,21 @@ def train(
     if files.is_working_directory_gone():
         raise UserError(files.WORKING_DIRECTORY_GONE)
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UserError('a reward process imports this script: put `if __name__ == "__main__":` around pellucid.train')
+        raise UserError(
+            'a reward process imports this script: put `if __name__ == "__main__":` around pellucid.train',
+            page="reference/python",
+        )
     if resume and (recipe or run):
         raise UserError("resume= continues with the settings of that run: leave out recipe= and run=")
     plugins.forget_edited_modules()
     file = config.find_recipe(str(recipe)) if recipe else None
     folder = Path(resume or run or _make_run_path(file)).expanduser()
-    objects, rows = ObjectRegistry(), make_in_memory_rows(data)
+    objects, given = ObjectRegistry(), {"data": data, "test_data": test_data}
+    rows = {name: made for name in given if (made := make_in_memory_rows(given[name], name))}
+    sources = {
+        name: os.path.abspath(folder / ROW_FILES[name]) if name in rows else _format_data_names(value)
+        for name, value in given.items()
+    }
     with write_options_as_keywords(), provide_objects(objects):
         if run_dir.is_first_process():
             (run_dir.check_resumable_run_dir if resume else _check_unused_folder)(folder)
@@ -113,7 +131,8 @@ def train(
         section = _build_task_section(
             values.get("task", {}),
             None if task is None else convert_task_to_section(task, objects),
-            os.path.abspath(folder / DATA_FILE) if rows else _format_data_names(data),
+            sources["data"],
+            sources["test_data"],
             None if reward is None else _make_reward_terms(reward, objects),
         )
         keywords = group_settings_by_section(settings, config.find_named_task_class(section, ["task"])[1])
@@ -130,34 +149,40 @@ def train(
             run_dir.check_begun_run_dir(folder, cfg)
             if any(read_records(folder / "metrics.jsonl")):
                 _check_same_rows(rows, folder)
-        if data is not None and rows is None and isinstance(innermost := get_innermost_task(cfg.task), Dataset):
-            _check_named_data(innermost)
-    prepare = None
-    if rows and not (resume and _has_same_rows(rows, folder)):
-        prepare = partial(rows.write_file, folder / DATA_FILE)
-    return Run(cfg, folder, resume_changes, objects, prepare)
+        if isinstance(innermost := get_innermost_task(cfg.task), Dataset):
+            if cfg.evaluate.every:
+                check_held_out_share(innermost)
+            if given["data"] is not None or given["test_data"] is not None:
+                _check_named_data(innermost, rows)
+    unwritten = {name: made for name, made in rows.items() if not (resume and _has_same_rows(name, made, folder))}
+    return Run(cfg, folder, resume_changes, objects, partial(_write_rows, unwritten, folder) if unwritten else None)
 
 
 def _build_run_config(
-    values: SettingsTable, section: SettingsTable, keywords: SettingsTable, rows: InMemoryRows | None
+    values: SettingsTable, section: SettingsTable, keywords: SettingsTable, rows: Mapping[str, InMemoryRows]
 ) -> Config:
     """Merge the sections of a recipe, the section of the task and keywords into the settings of a run."""
     section = {**section, **keywords.get("task", {})}
-    if rows:
+    if "data" in rows:
         innermost = _get_innermost_section(section)
-        innermost.update(_find_column_settings(rows, innermost))
+        innermost.update(_find_column_settings(rows["data"], innermost))
     merged = {**values, "task": section}
     for name, keys in keywords.items():
         if name != "task" and isinstance(base := values.get(name, {}), Mapping):  # build_config refuses others
-            merged[name] = {**base, **keys}
+            merged[name] = config.merge_algorithm(base, keys) if name == "algorithm" else {**base, **keys}
     cfg = config.build_config(merged, _SETTINGS_SOURCE)
-    if rows and isinstance(task := get_innermost_task(cfg.task), Dataset):
-        rows.check_prompts(task)
+    if isinstance(task := get_innermost_task(cfg.task), Dataset):
+        for made in rows.values():
+            made.check_prompts(task)
     return cfg
 
 
 def _build_task_section(
-    base: Any, task: dict[str, Any] | None, data: str | list[str] | None, rewards: list[Any] | None
+    base: Any,
+    task: dict[str, Any] | None,
+    data: str | list[str] | None,
+    test_data: str | list[str] | None,
+    rewards: list[Any] | None,
 ) -> dict[str, Any]:
     """Build the section of the task: arguments of `train` override the section `base` of a recipe."""
     if not isinstance(base, Mapping):
@@ -166,16 +191,20 @@ def _build_task_section(
     if task is not None:
         section = _merge_task_sections(section, task)
     stated = {key: value for key, value in {"data": data, "rewards": rewards}.items() if value is not None}
-    if not stated:
+    if not stated and test_data is None:
         return section
     innermost = _get_innermost_section(section)  # it has the data and the rewards
-    if innermost.get("name") != "dataset":
+    if stated and innermost.get("name") != "dataset":
         if task is not None or data is None:
             argument = "reward" if data is None else "data"
             raise UserError(f'{argument}= needs task "dataset", which data= selects: leave out {argument}= or task=')
         innermost.clear()
         innermost["name"] = "dataset"
     innermost.update(stated)
+    if test_data is not None:
+        if "test_data" not in config.get_field_types(config.find_named_task_class(innermost, ["task"])[1]):
+            raise UserError("test_data= needs a task that reads data: give data=, too")
+        innermost["test_data"] = test_data
     return section
 
 
@@ -213,23 +242,31 @@ def _format_model_argument(model: str | Path) -> str:
     raise UserError(f"model is a {kind}: give its folder or Hub id; model.save_pretrained(folder) writes one")
 
 
-def _check_same_rows(rows: InMemoryRows | None, folder: Path) -> None:
+def _check_same_rows(rows: Mapping[str, InMemoryRows], folder: Path) -> None:
     """Raise UserError if a run would resume with other rows, unless bad rows stopped it."""
-    if rows and not _has_same_rows(rows, folder) and not (folder / run_dir.BAD_DATA_FILE).is_file():
-        raise UserError(f"data differs from {folder / DATA_FILE}, the data of this run: leave out data=, or start anew")
+    for name, made in rows.items():
+        if not _has_same_rows(name, made, folder) and not (folder / run_dir.BAD_DATA_FILE).is_file():
+            file = folder / ROW_FILES[name]
+            raise UserError(f"{name} differs from {file}, the data of this run: leave out {name}=, or start anew")
 
 
-def _has_same_rows(rows: InMemoryRows, folder: Path) -> bool:
-    """Return whether a run folder holds these rows."""
-    path = folder / DATA_FILE
+def _has_same_rows(name: str, rows: InMemoryRows, folder: Path) -> bool:
+    """Return whether a run folder holds these rows of the argument `name`."""
+    path = folder / ROW_FILES[name]
     return path.is_file() and files.compute_file_digest(path) == rows.digest
+
+
+def _write_rows(rows: Mapping[str, InMemoryRows], folder: Path) -> None:
+    for name, made in rows.items():
+        made.write_file(folder / ROW_FILES[name])
 
 
 def _check_unused_folder(folder: Path) -> None:
     """Raise UserError if no run can begin in the folder, or if its rows would overwrite a file."""
     run_dir.check_new_run_dir(folder)
-    if (folder / DATA_FILE).exists() and not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds {DATA_FILE}, not a run: choose another folder with run=")
+    for name in ROW_FILES.values():
+        if (folder / name).exists() and not (folder / "config.json").is_file():
+            raise UserError(f"{folder} holds {name}, not a run: choose another folder with run=")
 
 
 def _make_run_path(recipe: Path | None) -> Path:
@@ -574,11 +611,11 @@ _ANSWER_COLUMNS = ("answer", "solution")
 
 
 class InMemoryRows:
-    """Rows in memory, which are written to data.jsonl in the folder of the run."""
+    """Rows of the argument `name` in memory, which are written to a file in the folder of the run."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.first_row = rows[0]
-        self.json_lines = [encode_row(number, row) for number, row in enumerate(rows, start=1)]
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        self.first_row, self.name = rows[0], name
+        self.json_lines = [encode_row(number, row, name) for number, row in enumerate(rows, start=1)]
 
     @property
     def digest(self) -> str:
@@ -591,7 +628,7 @@ class InMemoryRows:
         """Raise UserError if any row makes no prompt; for a task that skips bad rows, only if no row makes one."""
         bad: list[BadRow] = []
         for number, line in enumerate(self.json_lines, start=1):
-            where = f"data, row {number}"
+            where = f"{self.name}, row {number}"
             try:
                 make_prompt(task, where, json.loads(line))
             except UserError as error:
@@ -600,39 +637,47 @@ class InMemoryRows:
             raise UserError(format_bad_rows(bad))
 
 
-def make_in_memory_rows(data: Any) -> InMemoryRows | None:
-    """Return the rows in `data`; None if it is None, or names files or a data set."""
+def make_in_memory_rows(data: Any, argument: str = "data") -> InMemoryRows | None:
+    """Return the rows in the value of an argument; None if it is None, or names files or a data set."""
     if data is None or _format_data_names(data) is not None:
         return None
     module = type(data).__module__.partition(".")[0]
     if module == "pandas" and not hasattr(data, "columns"):
         kind = type(data).__name__
-        raise UserError(f"data is a pandas {kind}, which is one column: give a DataFrame, data.to_frame()")
+        raise UserError(f"{argument} is a pandas {kind}, which is one column: give a DataFrame, {argument}.to_frame()")
     if module == "pandas" and hasattr(data, "to_dict"):
         rows = data.to_dict("records")
     elif module == "datasets" and isinstance(data, Mapping):
-        raise UserError(f'data holds the splits {", ".join(data)}: give one, data["{next(iter(data))}"]')
+        split = "test" if argument == "test_data" and "test" in data else next(iter(data))
+        raise UserError(f'{argument} holds the splits {", ".join(data)}: give one, {argument}["{split}"]')
     elif module == "datasets" and hasattr(data, "__len__"):
         rows = [dict(row) for row in data]
     elif isinstance(data, list | tuple):
         rows = data
     else:
-        raise UserError(f"data is of type {type(data).__name__}: {_ACCEPTED_DATA_HINT}")
+        raise UserError(f"{argument} is of type {type(data).__name__}: {_ACCEPTED_DATA_HINT}")
     if not len(rows):
-        raise UserError(f"data is empty: {_ACCEPTED_DATA_HINT}")
+        raise UserError(f"{argument} is empty: {_ACCEPTED_DATA_HINT}")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise UserError(f"data, row {number}, is of type {type(row).__name__}, where a dict of columns is needed")
+            kind = type(row).__name__
+            raise UserError(f"{argument}, row {number}, is of type {kind}, where a dict of columns is needed")
         for name in row:
             if not isinstance(name, str):
-                raise UserError(f"data, row {number}, has a column {name!r}: the names of columns must be strings")
-    return InMemoryRows(rows)
+                raise UserError(
+                    f"{argument}, row {number}, has a column {name!r}: the names of columns must be strings"
+                )
+    return InMemoryRows(rows, argument)
 
 
-def _check_named_data(task: Dataset) -> None:
-    """Raise UserError if the data that a task names cannot be read, or its first row makes no prompt."""
-    make_prompt(task, *load_rows(task.data, task.subset, "train")[0])
-    if task.test_data:
+def _check_named_data(task: Dataset, rows: Container[str]) -> None:
+    """Raise UserError if data that a task names cannot be read, or its first row makes no prompt.
+
+    `rows` are the arguments whose rows are in memory, and in no file yet.
+    """
+    if "data" not in rows:
+        make_prompt(task, *load_rows(task.data, task.subset, "train")[0])
+    if task.test_data and "test_data" not in rows:
         source, split = get_held_out_source(task)
         make_prompt(task, *load_rows(source, task.subset, split)[0])
 
@@ -659,7 +704,7 @@ def infer_columns(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[st
     return found
 
 
-def encode_row(number: int, row: Mapping[str, Any]) -> str:
+def encode_row(number: int, row: Mapping[str, Any], argument: str = "data") -> str:
     """Return a row as a line of JSON. Raises UserError, which names the column, if a value has no JSON form."""
     values: dict[str, Any] = {}
     for column, value in row.items():
@@ -667,7 +712,7 @@ def encode_row(number: int, row: Mapping[str, Any]) -> str:
             values[column] = _convert_to_json_value(value)
             json.dumps(values[column], ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f'data, row {number}: column "{column}" cannot be kept as JSON: {error}') from error
+            raise UserError(f'{argument}, row {number}: column "{column}" cannot be kept as JSON: {error}') from error
     return json.dumps(values, ensure_ascii=False) + "\n"
 
 
@@ -744,7 +789,7 @@ def find_section_and_key(name: str, known: Mapping[str, list[str]]) -> tuple[str
     hint = (
         explain_trl_name(name, partial(_format_keyword, known))
         or did_you_mean(name, names).replace('"', "")
-        or "; docs/library.md says how settings are named"
+        or "; docs/reference/python.md says how settings are named"
     )
     raise UserError(f"pellucid.train has no setting {name}{hint}")
 

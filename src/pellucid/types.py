@@ -308,7 +308,13 @@ class Evaluation:
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. One line says what is wrong, where, and what is right. Exit status 2."""
+    """A mistake that the user can correct. One line says what is wrong, where, and what is right. Exit status 2.
+
+    `page` names the page of docs/ that helps, such as "how-to/rewards"; the line ends with it.
+    """
+
+    def __init__(self, message: str = "", *, page: str = "") -> None:
+        super().__init__(f"{message} (docs/{page}.md)" if page else message)
 
 
 class DataError(UserError):

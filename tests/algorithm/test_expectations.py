@@ -1,4 +1,4 @@
-"""Expected gradients, exact: every group that a small policy can draw is summed over (docs/kl.md)."""
+"""Expected gradients, exact: every group that a small policy can draw is summed over (docs/explanation/kl.md)."""
 
 from __future__ import annotations
 

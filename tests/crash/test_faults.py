@@ -1,4 +1,4 @@
-"""Faults, each injected for real: docs/reliability.md has a row for each."""
+"""Faults, each injected for real: docs/contributing/tests.md has a row for each."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_are_the_same_file(kind, tmp_path):
-    lines, path = make_in_memory_rows(KINDS[kind](ROWS)), tmp_path / "data.jsonl"
+    lines, path = make_in_memory_rows(KINDS[kind](ROWS), "test_data"), tmp_path / "data.jsonl"
     lines.write_file(path)
     assert [row for _, row in load_rows(str(path), "", "train")] == ROWS
     assert lines.digest == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -79,6 +79,12 @@ def test_what_is_no_data_is_told(told):
         make_in_memory_rows(MISTAKES[told])
     assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_of_a_data_set_with_splits_the_one_to_hold_out_is_named():
+    with pytest.raises(UserError) as error:
+        make_in_memory_rows(MISTAKES['data holds the splits train, test: give one, data["train"]'], "test_data")
+    assert str(error.value) == 'test_data holds the splits train, test: give one, test_data["test"]'
 
 
 CHAT = [{"role": "user", "content": "hi"}]

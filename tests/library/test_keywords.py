@@ -16,6 +16,7 @@ from pellucid.config import SECTIONS
 from pellucid.tasks import TASKS, load_task_class
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import UserError
+from pellucid.utils.text import format_option, write_options_as_keywords
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,16 @@ def test_every_setting_has_a_name_of_its_own(task):
         assert {f.name for f in dataclasses.fields(cls)} - set(known["task"]) <= set(COMMON_TASK_FIELDS)
 
 
+def test_every_option_that_messages_name_has_the_keyword_that_leads_to_it():
+    sources = "".join(path.read_text() for path in Path("src/pellucid").rglob("*.py"))
+    named = set(re.findall(r"format_(?:option|setting)\(f?[\"']([a-z_]+\.[a-z_]+)[\"']", sources))
+    assert {"evaluate.every", "evaluate.patience", "algorithm.steps"} <= named
+    known = list_section_keys(Dataset)
+    with write_options_as_keywords():
+        for name in named - {"policy.model"}:
+            assert find_section_and_key(format_option(name).removesuffix("="), known) == tuple(name.split("."))
+
+
 MISTAKES = {
     "every": "every is a setting of evaluate and checkpoint: use evaluate_every or checkpoint_every",
     "top_k": "top_k is a setting of sampler and evaluate: use sampler_top_k or evaluate_top_k",
@@ -72,7 +83,8 @@ MISTAKES = {
     "group_sise": "pellucid.train has no setting group_sise; did you mean group_size?",
     "evaluate_evry": "pellucid.train has no setting evaluate_evry; did you mean evaluate_every?",
     "questoin": "pellucid.train has no setting questoin; did you mean question?",
-    "zzz": "pellucid.train has no setting zzz; docs/library.md says how settings are named",
+    "level": "pellucid.train has no setting level; docs/reference/python.md says how settings are named",
+    "zzz": "pellucid.train has no setting zzz; docs/reference/python.md says how settings are named",
 }
 
 
@@ -90,11 +102,10 @@ def test_keywords_become_a_recipe():
 
 
 def test_every_keyword_of_the_document_is_one():
-    """`name=` in it is a parameter of train or of the algorithm alone, or leads to a setting."""
-    text = re.sub(r"^```.*?^```", "", Path("docs/library.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    theirs = re.compile(r"^\| [^|]*`[^|]*\|", re.MULTILINE)
-    table = text.partition("## Coming from TRL")[2]
-    ours = text.replace(table, theirs.sub("|", table))
+    """`name=` in it is a parameter of train or of the algorithm alone, or leads to a setting; in that for TRL, too."""
+    pages = [Path(f"docs/{name}.md").read_text() for name in ("reference/python", "how-to/from-trl")]
+    texts = [re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL) for page in pages]
+    ours = texts[0] + re.sub(r"^\| [^|]*`[^|]*\|", "|", texts[1], flags=re.MULTILINE)
     named = set(re.findall(r"\b([a-z_]+)=", " ".join(re.findall(r"`[^`]*`", ours))))
     functions = (train, group_advantages, policy_loss)
     parameters = {name for function in functions for name in inspect.signature(function).parameters}

@@ -434,6 +434,40 @@ def test_rows_in_memory_are_a_file_of_the_run(small, capsys):
     assert train("--resume", mine.folder, "--algorithm.steps", 4) == 0
 
 
+@pytest.mark.slow
+def test_held_out_rows_in_memory_are_a_file_of_the_run_too(small, tmp_path):
+    """They are asked, and none of them is trained on; a resume needs them no more, and refuses others."""
+    test = ROWS[:5]
+    settings = {**small, "evaluate_every": 2, "n": 0, "k": 0}
+    mine = pellucid.train(data=ROWS, test_data=pandas.DataFrame(test), reward="numeric", **settings)
+    for _ in mine:
+        break
+    section = json.loads((mine.folder / "config.json").read_text())["task"]
+    assert section["test_data"] == str(mine.folder / "test_data.jsonl")
+    assert records(mine.folder / "test_data.jsonl") == test
+    with pytest.raises(UserError, match=r"test_data differs from .*test_data\.jsonl, .*: leave out test_data="):
+        pellucid.train(resume=mine.folder, data=ROWS, test_data=ROWS[:4], reward="numeric")
+    again = pellucid.train(resume=mine.folder, data=ROWS, test_data=test, reward="numeric", steps=4)
+    assert next(iter(again)).step == 2
+    assert pellucid.train(resume=mine.folder, steps=5).finish().finished
+    assert mine.evaluations[0].n == 5
+    asked = {row["prompt"] for row in records(mine.folder / "rollouts.jsonl")}
+    assert asked and not asked & {row["question"] for row in test}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    named = {**settings, "run": tmp_path / "named", "steps": 1}
+    assert pellucid.train(data=tmp_path / "train.jsonl", test_data=test, **named).finish().evaluations[0].n == 5
+
+
+def test_a_run_that_cannot_begin_leaves_no_held_out_rows(small):
+    small["run"].mkdir()
+    with pytest.raises(UserError, match="there is no such file or folder"):
+        pellucid.train(data=ROWS, test_data=ROWS[:5], reward=digits, **{**small, "model": "./no-such-model"}).finish()
+    assert not list(small["run"].glob("*.jsonl"))
+    (small["run"] / "test_data.jsonl").write_text("mine")
+    with pytest.raises(UserError, match=r"holds test_data\.jsonl, not a run"):
+        pellucid.train(data=ROWS, reward=digits, **small)
+
+
 def test_a_function_stays_here(small, capsys):
     """The command and others are told so; who has it goes on."""
     for _ in pellucid.train(data=ROWS, reward=digits, **small):
@@ -442,8 +476,8 @@ def test_a_function_stays_here(small, capsys):
     said = capsys.readouterr()
     assert f'pellucid.train(resume="{folder}"), with the functions and tasks that were given to it' in said.out
     line = (
-        '"here:digits" is an object that was given to pellucid.train: pass it again, or put it into a file and'
-        ' name "path/to/file.py:digits"'
+        "this run's reward `digits` is a Python function, which commands cannot load: go on with the run in Python,"
+        ' pellucid.train(resume="RUN", reward=...)'
     )
     assert train("--resume", folder) == 2
     assert capsys.readouterr().err == f"pellucid: {line}\n"
@@ -451,12 +485,11 @@ def test_a_function_stays_here(small, capsys):
         pellucid_cli("eval", folder)
     assert ended.value.code == 2
     assert line in capsys.readouterr().err
-    with pytest.raises(UserError) as told:
-        pellucid.train(resume=folder)
-    assert str(told.value) == line
-    with pytest.raises(UserError) as told:
-        pellucid.train(resume=folder, reward=brevity)
-    assert str(told.value) == line
+    again = "this run's reward `digits` is a Python function: pass it again, reward=..."
+    for arguments, line in ({}, again), ({"reward": brevity}, f"{again}; now there is `brevity`"):
+        with pytest.raises(UserError) as told:
+            pellucid.train(resume=folder, **arguments)
+        assert str(told.value) == line
     edited = types.FunctionType(brevity.__code__, globals(), "digits")
     with pytest.raises(UserError, match=r'was trained with task\.rewards\.0\.name = .*, or .* with model=".*model"'):
         pellucid.train(resume=folder, reward=edited)
@@ -797,7 +830,8 @@ def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, t
         assert done.returncode == 0, done.stderr
     else:
         assert 'a reward process imports this script: put `if __name__ == "__main__":` around' in done.stderr
-        assert 'a script that trains needs `if __name__ == "__main__":` around it' in done.stderr
+        told = "UserError: the reward process cannot start: its process ended (exit status 1); a script that trains"
+        assert f'{told} needs `if __name__ == "__main__":` around it (docs/reference/python.md)' in done.stderr
         assert len(list((tmp_path / "runs").iterdir())) == 1, "none of the reward process"
 
 
@@ -854,6 +888,16 @@ def mistakes():
             "bateau": 1,
         },
         "data, row 2, is of type int": {"data": [{"question": "?"}, 3], "reward": digits},
+        'test_data, row 1: no column "answer"': {"data": ROWS, "test_data": [{"question": "1+1="}]},
+        "test.csv: there is no such file": {"data": ROWS, "test_data": "test.csv"},
+        "test_data= needs a task that reads data: give data=, too": {"test_data": ROWS},
+        "test_share=0 holds no row out for evaluations: set evaluate_every=0, a test_share above 0, or test_data": {
+            **data,
+            "test_share": 0,
+        },
+        "steps= and data_epochs= both say how long a run is: leave one out": {**data, "steps": 3, "data_epochs": 2},
+        "optimizer.warmup: Input should be a valid integer, got a number with a fractional part (got 0.1); it counts"
+        " optimizer steps: a share of the run is warmup_ratio * steps * epochs * minibatches": {**data, "warmup": 0.1},
         "no reward and no gold answers: give reward=": {"data": [{"question": "1"}, {"question": "2"}]},
         'data, row 1: no column "answer"': {"data": [{"question": "1"}, {"question": "2"}], "reward": "numeric"},
         'data, row 2: the answer "two" holds no number': {
@@ -973,4 +1017,4 @@ def test_a_run_whose_rewards_are_not_here_is_served_without_them(small, capsys):
     mine = pellucid.train(data=ROWS, reward=digits, **small).finish()
     served = api.load_served_model(command.ServeCommand((str(mine.folder),)))
     assert served.task is None
-    assert '! "here:digits" is an object' in capsys.readouterr().out
+    assert "! this run's reward `digits` is a Python function, which" in capsys.readouterr().out

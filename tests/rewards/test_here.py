@@ -103,8 +103,8 @@ def test_what_was_given_grades_where_it_was_given_and_nowhere_else(tmp_path):
             assert task.reward(prompt, right).parts["twice"] == 7.0, "defined anew"
         assert is_process_bound(task)
     message = (
-        '"here:twice" is an object that was given to pellucid.train: pass it again, or put it into a file'
-        ' and name "path/to/file.py:twice"'
+        "this run's reward `twice` is a Python function, which commands cannot load: go on with the run in Python,"
+        ' pellucid.train(resume="RUN", reward=...)'
     )
     with pytest.raises(UserError) as told:
         rows(tmp_path, "here:twice")

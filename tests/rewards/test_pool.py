@@ -633,7 +633,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script.write_text(
         textwrap.dedent(PARENT).format(ending="", timeout=0.5).replace('if __name__ == "__main__"', "if True")
     )
-    error = "the reward process cannot load task Probe: its process ended (exit status 1); a script that trains needs"
+    error = "the reward process cannot start: its process ended (exit status 1); a script that trains needs"
     assert f"{error} `if __name__" in output_of(script)
 
 

@@ -71,7 +71,8 @@ def test_a_bad_row_is_named_before_a_model_is_loaded(kind, split, tmp_path, mode
     monkeypatch.setattr(run, "build_components", lambda *_: pytest.fail("a model would be loaded"))
     assert train(recipe, "--run", tmp_path / "run") == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line == f"pellucid: {tmp_path}/{split}.jsonl, line 13: {reason}; fix it, or set task.skip_bad_rows = true"
+    advice = "fix it, or set task.skip_bad_rows = true (docs/how-to/data.md)"
+    assert line == f"pellucid: {tmp_path}/{split}.jsonl, line 13: {reason}; {advice}"
     assert not (tmp_path / "run").exists()
 
 
@@ -81,7 +82,7 @@ def test_all_bad_rows_are_told_at_once_and_the_count_of_more(tmp_path, model, ca
     [line] = capsys.readouterr().err.splitlines()
     places = [f"train.jsonl, line {i}: " for i in (5, 6, 7, 8, 11)]
     assert [line.index(place) for place in places] == sorted(line.index(place) for place in places)
-    assert line.endswith("; and 2 more bad rows; fix them, or set task.skip_bad_rows = true")
+    assert line.endswith("; and 2 more bad rows; fix them, or set task.skip_bad_rows = true (docs/how-to/data.md)")
 
 
 def test_one_reason_for_many_rows_is_said_once(tmp_path, model, capsys):

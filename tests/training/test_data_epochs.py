@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 
 from conftest import records
+from pellucid.config import load_config
+from pellucid.types import UserError
 from runs import train
 
 SMALL = (
@@ -53,3 +55,18 @@ def test_of_a_curriculum_an_epoch_is_its_pool(recipe, rows, tmp_path):
 def test_a_task_that_makes_up_its_questions_has_no_epochs(recipe, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "run", *SMALL, "--algorithm.data-epochs", "1") == 2
     assert "algorithm.steps" in capsys.readouterr().err
+
+
+def test_the_length_of_a_run_is_stated_once(tmp_path):
+    """Of a recipe that states epochs, a later statement of steps takes their place; neither wins where both are."""
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[algorithm]\ndata_epochs = 2\n")
+    cfg = load_config(recipe, ["--algorithm.steps", "3"])
+    assert (cfg.algorithm.steps, cfg.algorithm.data_epochs) == (3, 0.0)
+    recipe.write_text("[algorithm]\nsteps = 60\n")
+    assert load_config(recipe, ["--algorithm.data-epochs", "2"]).algorithm.data_epochs == 2
+    assert load_config(recipe, ["--algorithm.steps", "3", "--algorithm.data-epochs", "0"]).algorithm.steps == 3
+    with pytest.raises(UserError) as told:
+        load_config(recipe, ["--algorithm.steps", "3", "--algorithm.data-epochs", "2"])
+    said = "--algorithm.steps and --algorithm.data_epochs both say how long a run is: leave one out"
+    assert str(told.value) == said

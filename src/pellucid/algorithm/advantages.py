@@ -203,7 +203,8 @@ def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
     A cell is a quantile bucket of the lengths in one group. The mean and std of a cell of n completions have the weight
     n / (n + length_shrinkage), and those of the group have the rest. A cell of fewer than length_min_cell completions
-    has weight 0. Comparing only within cells would give no credit for choosing a better length (docs/sharp-edges.md).
+    has weight 0. Comparing only within cells would give no credit for choosing a better length
+    (docs/explanation/sharp-edges.md).
     """
     is_shorter = grades.lengths[:, None, :] < grades.lengths[:, :, None]  # [P, G, G]
     buckets = is_shorter.sum(-1) * cfg.length_buckets // grades.lengths.shape[-1]

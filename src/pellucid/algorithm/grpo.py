@@ -3,7 +3,8 @@
 This is the algorithm of DeepSeekMath (arXiv 2402.03300, section 4.1) and of its variants. A variant is a choice on four
 axes of pure functions: how a completion compares with its siblings (advantages.py), what is maximized for a token and
 how tokens add up (objectives.py), how the policy is kept close to a reference (kl.py), and how rewards and tokens are
-adjusted beforehand (shaping.py). The loop is the same for all. docs/variants.md lists papers with their settings.
+adjusted beforehand (shaping.py). The loop is the same for all. docs/reference/variants.md lists papers with their
+settings.
 
 Three things are left out on purpose: a value network, since the mean of the group is the baseline; token-level rewards,
 since a completion has one reward; and models, process groups and files, which are accessed through the protocols in

@@ -1,4 +1,7 @@
-"""KL(policy, reference): estimators, the penalty in the reward, and the coefficient. docs/kl.md has the gradients."""
+"""KL(policy, reference): estimators, the penalty in the reward, and the coefficient.
+
+docs/explanation/kl.md has the gradients.
+"""
 
 from __future__ import annotations
 

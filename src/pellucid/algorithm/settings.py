@@ -68,7 +68,8 @@ class GRPOConfig:
     """Generate-update cycles."""
     data_epochs: float = 0.0
     """If above 0, the passes over the rows of the data set (TRL's num_train_epochs): a run sets steps = data_epochs *
-    rows / prompts_per_step, rounded up, before its first step, and records that number in place of this one."""
+    rows / prompts_per_step, rounded up, before its first step, and records that number in place of this one. In a recipe
+    it wins over steps; steps on the command line or in Python wins over a recipe."""
     minutes: float = 0.0
     """Training ends after the step in which this time is used up, not counting evaluations; 0 means no limit."""
     prompts_per_step: int = 4
@@ -109,6 +110,7 @@ class GRPOConfig:
     objective: ObjectiveName | str = "ppo_clip"
     """The objective to maximize; or your own, "path/to/file.py:function"."""
     clip_low: float = 0.2
+    """How far the ratio may fall below 1; see clip_high."""
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. gmpo clips its logarithm to [-clip_low, clip_high]. dcpo
     widens the bounds for rare tokens. cispo has the upper bound only. reinforce, importance_weighted and sapo do not
@@ -135,6 +137,7 @@ class GRPOConfig:
     does not limit sampling."""
 
     kl: KLEstimatorName = "k1"
+    """The estimator of KL(policy, reference)."""
     kl_in: Literal["reward", "raw_reward", "loss"] = "reward"
     """R is the reward, K the KL of a response, and norm the advantage function. reward: the advantage is norm(R) -
     kl_coef * (K - mean K of the siblings). raw_reward: it is norm(R - kl_coef * K). loss: kl_coef times the KL of each
@@ -173,6 +176,7 @@ class GRPOConfig:
     the product over a response, or 0 above correction_cap. geometric: 1, or 0 if the geometric mean over a response
     is outside [1 / correction_cap, correction_cap]."""
     correction_cap: float = 2.0
+    """The bound of the importance weights; see correction."""
 
     seed: int = 0
     """The seed of the samples, and of the task unless task.seed is set."""
@@ -299,8 +303,11 @@ class AdamWConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """The decay rates of the two moments."""
     eps: float = 1e-8
+    """It is added to the root of the second moment."""
     weight_decay: float = 0.0
+    """In each optimizer step the weights shrink by lr * weight_decay of themselves."""
     offload: bool = False
     """Keep fp32 master weights and moments on the CPU; the device holds weights and gradients in the compute dtype."""
 

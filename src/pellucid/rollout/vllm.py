@@ -223,7 +223,8 @@ def check_vllm_installed() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             'sampler.name = "vllm" needs vllm: pip install "pellucid[vllm]" for a GPU, or without one "make vllm" and'
-            " .venv-vllm/bin/pellucid"
+            " .venv-vllm/bin/pellucid",
+            page="how-to/vllm",
         )
 
 

@@ -296,11 +296,13 @@ def check_servers(urls: Sequence[str], timeout: float) -> None:
             SamplerClient(url, min(CONNECT_TIMEOUT_SECONDS, timeout)).get_state()
         except InvalidAnswerError:
             raise UserError(
-                f"sampler.urls: {url} is not a sampler server; {_START_COMMAND.format('PORT')} starts one"
+                f"sampler.urls: {url} is not a sampler server; {_START_COMMAND.format('PORT')} starts one",
+                page="how-to/vllm",
             ) from None
         except ServerLostError as error:
             start = _START_COMMAND.format(urlsplit(url).port or 80)
-            raise UserError(f"sampler.urls: {url} cannot be reached ({error}): start one there with {start}") from None
+            message = f"sampler.urls: {url} cannot be reached ({error}): start one there with {start}"
+            raise UserError(message, page="how-to/vllm") from None
 
 
 def format_servers_notice(urls: Sequence[str]) -> str:

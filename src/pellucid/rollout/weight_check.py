@@ -69,7 +69,8 @@ class WeightCheck:
         if cached:
             raise UserError(
                 f"the sampler reuses {cached} cached tokens of a text that it read with earlier weights: its prefix"
-                f" cache was not cleared; {_OLD_WEIGHTS_HINT}"
+                f" cache was not cleared; {_OLD_WEIGHTS_HINT}",
+                page="how-to/vllm",
             )
         sums = {name: compute_column_sums(weight) for name, weight in pushed.items()}
         for name, weight in pushed.items():
@@ -101,7 +102,8 @@ class WeightCheck:
         if not gap <= limit:  # NaN fails, too
             raise UserError(
                 f"the sampler has old weights, or computes another model: its log-probs of a fixed text are {gap:.2g}"
-                f" nats off the scorer's, where rounding explains {limit:.2g}; {_OLD_WEIGHTS_HINT}"
+                f" nats off the scorer's, where rounding explains {limit:.2g}; {_OLD_WEIGHTS_HINT}",
+                page="how-to/vllm",
             )
         self.first_gap = gap if self.first_gap is None else self.first_gap
 

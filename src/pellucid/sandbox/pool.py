@@ -114,6 +114,10 @@ class WorkerStartError(Exception):
     """A worker has not loaded the user's code; the message says why, in one line."""
 
 
+class WorkerEndedError(WorkerStartError):
+    """The process of a worker ended before it loaded the user's code, as in a script without a main guard."""
+
+
 _MESSAGE_ERRORS = (EOFError, OSError, ValueError, TypeError, KeyError, RecursionError)
 """Errors of reading a message: the pipe is closed, or user code has written into it."""
 
@@ -174,7 +178,7 @@ class Worker:
                     raise WorkerStartError(f"it did not load within {START_TIMEOUT_SECONDS:g} s")
                 self._receive_message()
         except _MESSAGE_ERRORS as error:
-            raise WorkerStartError(
+            raise WorkerEndedError(
                 f"its process ended ({self._describe_exit()}); a script that trains needs"
                 ' `if __name__ == "__main__":` around it'
             ) from error

@@ -38,7 +38,7 @@ def load_task_class(name: str) -> type:
             f'task "{name}" is unknown{did_you_mean(name, TASKS)}; '
             f'the tasks are {", ".join(TASKS)}, or your own as "path/to/file.py:Class"'
         )
-    found = load_object(TASKS.get(name, name))
+    found = load_object(TASKS.get(name, name), "task")
     if not isinstance(found, type):
         raise UserError(f'task "{name}" is a {type(found).__name__}: name a class')
     return found

@@ -37,8 +37,8 @@ class Curriculum(TaskWrapper):
     order = "running" (ours): estimates are updated whenever a question is asked; prompts are drawn from a window of the
     order, since neighbors in difficulty are alike; questions whose group was dead (all rewards equal) when last asked
     rest for some steps, since they teach nothing.
-    order = "described" (of the study bench, see docs/systems.md): questions are sorted once by the first epoch's
-    accuracy and keep that order, dead questions included.
+    order = "described" (of the study bench, see docs/explanation/five-systems.md): questions are sorted once by the
+    first epoch's accuracy and keep that order, dead questions included.
 
     Example: Curriculum(Arithmetic(digits=2), pool=480)
     """

@@ -1,7 +1,7 @@
 """Data rows: mappings from column names to values, read from files in one of the formats in READERS or from the Hub.
 
 Rows of files are copied to a temporary file, and read from it when they are accessed: as dicts they would take five
-times as much memory as they take disk space (docs/lab-book.md).
+times as much memory as they take disk space (docs/contributing/lab-book.md).
 """
 
 from __future__ import annotations

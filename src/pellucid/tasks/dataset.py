@@ -40,7 +40,7 @@ from pellucid.tasks.data_files import (
 )
 from pellucid.tasks.prompts import build_chat
 from pellucid.types import ROUND_STRIDE, Completion, DataError, Message, Progress, Prompt, Reward, UserError
-from pellucid.utils.text import fill_placeholders, find_placeholders
+from pellucid.utils.text import fill_placeholders, find_placeholders, format_setting
 
 _MAX_LISTED_BAD_ROWS = 5
 
@@ -341,14 +341,21 @@ def load_split_prompts(task: Dataset) -> _LazyPrompts:
     chosen = _LazyPrompts(task, scan.prompts.rows, array("q", (i for i in indices if i not in bad)))
     if chosen:
         return chosen
-    if is_test and not test and not task.test_share:
-        raise UserError(
-            f"{format_source(task.data)}: test_share = 0 holds no row out for evaluations: set evaluate.every = 0, a"
-            " test_share above 0, or test_data"
-        )
+    if is_test:
+        check_held_out_share(task)
     left_out = f", without bad rows ({format_bad_rows(list_bad_rows(task))})" if list_bad_rows(task) else ""
     problem = f"no row is left for the {task.split} split{left_out}; add rows or name another test_data"
     raise UserError(f"{format_source(task.data)}: {problem}")
+
+
+def check_held_out_share(task: DatasetTask) -> None:
+    """Raise UserError if a task holds no row out for evaluations."""
+    if not task.test_data and not task.test_share:
+        raise UserError(
+            f"{format_setting('test_share', 0)} holds no row out for evaluations: set"
+            f" {format_setting('evaluate.every', 0)}, a test_share above 0, or test_data",
+            page="how-to/data",
+        )
 
 
 def get_held_out_source(task: Dataset) -> tuple[DataSource, str]:

@@ -56,7 +56,9 @@ class Expected(GeneratedTask):
     """literal: the expected text need only occur in the answer ("14" then contains 4), most full-width punctuation
     counts, and the penalty for length is not limited."""
     hit_reward: float = 1.0
+    """The reward of the expected answer."""
     miss_reward: float = -1.0
+    """The reward of any other answer."""
     length_penalty: float = 0.002
     """The penalty for each character of the answer, once it is normalized for comparison."""
     system: str = "You are a helpful assistant."

@@ -35,9 +35,9 @@ class Gsm8k:
     """Questions with numeric answers; a completion should be `<think>...</think> <answer>...</answer>`.
 
     Grading `strict`: 1 if the last number in the `<answer>` tag, or in a box there, equals the gold answer (1,080 =
-    1080 = 1080.0), else 0. Grading `literal`, as in the GSM8K trainer of docs/systems.md: 1 if the text in the
-    tag is the gold answer, 0.5 if it contains it, 0.01 for any other text, 0 without the tag; "16" then earns 0.5 where
-    6 is right.
+    1080 = 1080.0), else 0. Grading `literal`, as in the GSM8K trainer of docs/explanation/five-systems.md: 1 if the
+    text in the tag is the gold answer, 0.5 if it contains it, 0.01 for any other text, 0 without the tag; "16" then
+    earns 0.5 where 6 is right.
 
     Example: Gsm8k(data="train.jsonl", test_data="test.jsonl", grading="literal")
     """
@@ -93,7 +93,7 @@ class Gsm8k:
         ]
 
     def working(self, prompt: Prompt) -> str:
-        """Return the worked solution of the row as a whole completion, of which `prefixed` gives the first words.
+        """Return the worked solution of the data row as a whole completion; `prefixed` takes its first words.
 
         Empty if the column of the answer holds no solution.
         """

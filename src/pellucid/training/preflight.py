@@ -92,7 +92,8 @@ _MARK_STYLE = "bold cyan"
 _FAILED_WARNING_SHARE = 0.1
 """The share of failed rewards from which the advice is to mend them."""
 _MIN_GPU_ROWS = 16
-"""Below this many rows in a forward pass a GPU waits for the kernels of an update (docs/gpu.md)."""
+"""Below this many rows in a forward pass a GPU waits for the kernels of an update
+(docs/contributing/performance.md)."""
 _OTHER_ARITHMETIC_NOTE = (
     'log-probs of sampler.name = "vllm" differ slightly from those of the update: algorithm.correction = "{}"'
 )
@@ -145,7 +146,8 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> PreflightResult:
         raise UserError(
             f"{run_dir} needs {disk.needed_gb:.1f} GB for the model{best} and {checkpoints}, and {disk.free_gb:.1f} GB"
             f" are free: make room, lower checkpoint.keep_last{leave_out}, or choose another folder with"
-            f" {format_option('run')}"
+            f" {format_option('run')}",
+            page="reference/run-folder",
         )
     if not model or not tokenizer:
         return PreflightResult(cfg, memory.ASSUMED_PROMPT_TOKENS)
@@ -362,11 +364,14 @@ def refuse_useless_rewards(groups: Sequence[Group], is_probe: bool = False) -> N
     """Raise NotBegunError if every reward failed or, unless `is_probe`, if every reward is None."""
     rewards = [reward for group in groups for reward in group.rewards]
     if have_all_failed(groups) and (error := find_first_error(groups)):
-        raise NotBegunError(f"every reward of the first {len(rewards)} samples failed, the first with {error}")
+        raise NotBegunError(
+            f"every reward of the first {len(rewards)} samples failed, the first with {error}", page="how-to/rewards"
+        )
     if rewards and not is_probe and not any(reward.applies for reward in rewards):
         raise NotBegunError(
             f"every reward of the first {format_count(len(rewards), 'sample')} is None: no reward applies to these"
-            " rows, and nothing can be learned from them; return a number, or name a reward for them in task.rewards"
+            " rows, and nothing can be learned from them; return a number, or name a reward for them in task.rewards",
+            page="how-to/rewards",
         )
 
 
@@ -527,7 +532,8 @@ def _check_dataset_prompts(
         mark_bad_rows(key, bad if task.skip_bad_rows or len(splits) > 1 else _filter_by_split(task, key, bad, splits))
     if not task.skip_bad_rows and (bad := list_bad_rows(task)):
         raise DataError(
-            f"{format_bad_rows(bad)}; fix {'it' if len(bad) == 1 else 'them'}, or set task.skip_bad_rows = true"
+            f"{format_bad_rows(bad)}; fix {'it' if len(bad) == 1 else 'them'}, or set task.skip_bad_rows = true",
+            page="how-to/data",
         )
     for split in splits:
         load_split_prompts(replace(task, split=split))

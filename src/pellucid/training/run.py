@@ -226,7 +226,8 @@ class TrainingRun:
         if _is_out_of_patience(self.cfg.reward.patience, parts):
             raise UserError(
                 f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]};"
-                " nothing is lost, and reward.patience sets after how many such steps a run ends"
+                " nothing is lost, and reward.patience sets after how many such steps a run ends",
+                page="how-to/rewards",
             )
 
     def _run_until_data_error(self, parts: Components, log: Logger) -> Iterator[StepResult]:

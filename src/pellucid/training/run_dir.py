@@ -41,8 +41,8 @@ from pellucid.utils.text import format_option
 
 _ANOTHER_FOLDER = "choose another folder with"
 _LOCK_FILE = ".lock"
-DATA_FILE = "data.jsonl"
-"""The rows that `pellucid.train` was given in memory."""
+ROW_FILES = {"data": "data.jsonl", "test_data": "test_data.jsonl"}
+"""The files of rows that `pellucid.train` was given in memory, by its argument."""
 BAD_DATA_FILE = "bad_data.txt"
 """The error in the data that ended the run."""
 _RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -64,7 +64,7 @@ def hold_run_dir(run_dir: Path) -> Iterator[None]:
     new_folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
     with hold_lock(run_dir / _LOCK_FILE, f"trains in {run_dir}"):
-        had_rows = (run_dir / DATA_FILE).exists()
+        had_rows = [name for name in ROW_FILES.values() if (run_dir / name).exists()]
         try:
             yield
         except NotBegunError:
@@ -72,8 +72,9 @@ def hold_run_dir(run_dir: Path) -> Iterator[None]:
                 clear_run_dir(run_dir)
             raise
         finally:
-            if not had_rows and not (run_dir / "config.json").exists():
-                (run_dir / DATA_FILE).unlink(missing_ok=True)
+            if not (run_dir / "config.json").exists():
+                for name in {*ROW_FILES.values()} - {*had_rows}:
+                    (run_dir / name).unlink(missing_ok=True)
             if new_folders and set(os.listdir(run_dir)) <= {_LOCK_FILE}:
                 with suppress(OSError):  # Windows keeps open files, and the parents may have other content by now
                     (run_dir / _LOCK_FILE).unlink()
@@ -99,7 +100,7 @@ def list_foreign_files(run_dir: Path) -> list[str]:
     """Return the names of visible files that do not belong to a run; empty if the folder has a config.json."""
     if (run_dir / "config.json").is_file() or not run_dir.is_dir():
         return []
-    own_names = ("config.json.partial", DATA_FILE)
+    own_names = ("config.json.partial", *ROW_FILES.values())
     return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name not in own_names)
 
 
@@ -256,7 +257,8 @@ def find_resume_changes(run_dir: Path, cfg: Config) -> SettingChanges:
             when = "" if (run_dir / "model").is_dir() else "when it is finished, "
             raise UserError(
                 f"{run_dir} was trained with {key} = {old}, now {new}: resume it with the old value, or {when}start"
-                f" a new run from its model with {format_option('policy.model', run_dir / 'model')}"
+                f" a new run from its model with {format_option('policy.model', run_dir / 'model')}",
+                page="how-to/resume-and-share",
             )
     return changed
 

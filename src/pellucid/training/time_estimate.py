@@ -37,7 +37,8 @@ from pellucid.utils import hardware
 MEASURED_STEP = 3
 """The step after which measured steps replace the estimate."""
 REACHED_SHARE = 0.7
-"""The share of the speed of one large product that sampling and update reach, as measured (docs/fast.md)."""
+"""The share of the speed of one large product that sampling and update reach, as measured
+(docs/contributing/performance.md)."""
 _GPU_PRODUCT_SIZE, _GPU_PRODUCT_SECONDS = 2048, 0.02
 _COPIES = 16
 _COPIED_BYTES, _COPIED_PIECE_BYTES = 2**25, 2**22

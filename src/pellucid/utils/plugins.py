@@ -21,7 +21,7 @@ from urllib.request import getproxies
 
 from pellucid.types import MissingFileError, UserError
 from pellucid.utils.endpoint import try_connection
-from pellucid.utils.text import format_one_line, print_notes
+from pellucid.utils.text import format_one_line, is_caller_python, print_notes
 
 # ---------------------------------------------------------------- objects by name
 
@@ -47,20 +47,18 @@ def provide_objects(objects: Mapping[str, Any]) -> Iterator[None]:
         _in_process_objects.reset(token)
 
 
-def load_object(spec: str) -> Any:
+def load_object(spec: str, kind: str = "object") -> Any:
     """Load an object, or raise UserError.
 
     Args:
         spec: "module:Name", "path/to/file.py:Name", or "here:Name" for an object that was given to `pellucid.train`.
+        kind: What the object is, in an error message: the keyword of `pellucid.train` that takes it.
     """
     source, _, name = spec.rpartition(":")
     if spec.startswith(IN_PROCESS_PREFIX):
         objects = _in_process_objects.get({})
         if spec not in objects:
-            raise ObjectNotInProcessError(
-                f'"{spec}" is an object that was given to pellucid.train: pass it again, or put it into a file'
-                f' and name "path/to/file.py:{name}"'
-            )
+            raise ObjectNotInProcessError(_describe_missing_object(kind, name, objects))
         return objects[spec]
     if not name or not (source.endswith(".py") or all(part.isidentifier() for part in source.split("."))):
         raise UserError(f'"{spec}" names no object: write "path/to/file.py:Name" or "module:Name"')
@@ -71,10 +69,20 @@ def load_object(spec: str) -> Any:
     return getattr(module, name)
 
 
+def _describe_missing_object(kind: str, name: str, objects: Iterable[str]) -> str:
+    """Describe an object of a run that this process does not have; `objects` are the names of those that it has."""
+    noun, found = "object" if kind in ("task", "object") else "function", f"this run's {kind} `{name}`"
+    if not is_caller_python():
+        call = f'pellucid.train(resume="RUN", {kind}=...)'
+        return f"{found} is a Python {noun}, which commands cannot load: go on with the run in Python, {call}"
+    others = ", ".join(f"`{each.removeprefix(IN_PROCESS_PREFIX)}`" for each in objects)
+    return f"{found} is a Python {noun}: pass it again, {kind}=..." + (f"; now there is {others}" if others else "")
+
+
 def load_function(spec: str, kind: str) -> Callable[..., Any]:
     """Load a function, or raise a UserError that names its `kind`. Objects from files are cached."""
     # The same "here:" name may stand for another object in the next call.
-    loaded = load_object(spec) if spec.startswith(IN_PROCESS_PREFIX) else _load_object_cached(spec)
+    loaded = load_object(spec, kind) if spec.startswith(IN_PROCESS_PREFIX) else _load_object_cached(spec)
     if not callable(loaded):
         raise UserError(f'{kind} "{spec}" is a {type(loaded).__name__}: name a function')
     return loaded
@@ -164,9 +172,13 @@ def join_mistakes(mistakes: Iterable[str]) -> str:
     return " ".join(mistake if mistake.endswith("?") else f"{mistake}." for mistake in mistakes).removesuffix(".")
 
 
+_MIN_SIMILARITY = 0.61
+"""At difflib's 0.6, "every" would be similar to "level"."""
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a hint at a similar name: did_you_mean("numric", ["numeric", "exact"]) == '; did you mean "numeric"?'"""
-    close = get_close_matches(name, list(names), n=1)
+    close = get_close_matches(name, list(names), n=1, cutoff=_MIN_SIMILARITY)
     return f'; did you mean "{close[0]}"?' if close else ""
 
 

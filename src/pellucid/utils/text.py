@@ -117,12 +117,32 @@ def write_options_as_keywords() -> Iterator[None]:
         _caller_is_python.reset(token)
 
 
+def is_caller_python() -> bool:
+    """Whether the message is for a caller of `pellucid.train`."""
+    return _caller_is_python.get()
+
+
 def format_option(name: str, value: Path | str | int | None = None) -> str:
     """Return an option as the caller writes it: `--policy.model DIR`, or `model="DIR"` for a caller from Python."""
-    if not _caller_is_python.get():
+    if not is_caller_python():
         return f"--{name}" if value is None else f"--{name} {value}"
     quoted = f'"{value}"' if isinstance(value, Path | str) else "" if value is None else str(value)
-    return f"{name.rpartition('.')[2]}={quoted}"
+    return f"{_format_keyword(name)}={quoted}"
+
+
+def format_setting(name: str, value: int) -> str:
+    """Return a setting with a value: `evaluate.every = 0`, or `evaluate_every=0` for a caller from Python."""
+    return format_option(name, value) if is_caller_python() else f"{name} = {value}"
+
+
+_SHARED_KEYS = ("every", "patience")
+"""Keys of several sections, so that their keywords name the section."""
+
+
+def _format_keyword(name: str) -> str:
+    """Return the keyword of an option."""
+    key = name.rpartition(".")[2]
+    return name.replace(".", "_") if key in _SHARED_KEYS else key
 
 
 # ---------------------------------------------------------------- placeholders
