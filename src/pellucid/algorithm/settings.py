@@ -68,8 +68,8 @@ class GRPOConfig:
     """Generate-update cycles."""
     data_epochs: float = 0.0
     """If above 0, the passes over the rows of the data set (TRL's num_train_epochs): a run sets steps = data_epochs *
-    rows / prompts_per_step, rounded up, before its first step, and records that number in place of this one. In a recipe
-    it wins over steps; steps on the command line or in Python wins over a recipe."""
+    rows / prompts_per_step, rounded up, before its first step, and records that number in place of this one. In a
+    recipe it wins over steps; steps on the command line or in Python wins over a recipe."""
     minutes: float = 0.0
     """Training ends after the step in which this time is used up, not counting evaluations; 0 means no limit."""
     prompts_per_step: int = 4
