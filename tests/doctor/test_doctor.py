@@ -50,7 +50,7 @@ def test_an_extra_that_is_missing_is_named_with_its_command(machine, capsys):
 
 def test_every_extra_of_the_package_is_looked_for():
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert doctor.EXTRAS.keys() == extras.keys() - {"all", "dev"}
+    assert doctor.EXTRAS.keys() == extras.keys() - {"all", "docs", "dev"}
     for extra, modules in doctor.EXTRAS.items():
         wanted = [requirement.partition(">")[0].replace("-", "_") for requirement in extras[extra]]
         assert modules == wanted
