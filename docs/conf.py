@@ -20,6 +20,7 @@ from typing import Any
 
 from docutils import nodes
 from markdown_it import MarkdownIt
+from mdit_py_plugins.anchors import anchors_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import JsonLexer, TextLexer, get_lexer_for_filename
@@ -191,7 +192,7 @@ def _highlight_block(_: Any, tokens: Any, index: int, *__: Any) -> str:
 
 def _render(app: Sphinx, path: str, copies: set[str]) -> str:
     """The HTML of a Markdown file of the clone. A link to what the site does not have leads to the page itself."""
-    parser = MarkdownIt("commonmark").enable("table")
+    parser = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=4)
     parser.add_render_rule("fence", _highlight_block)
     tokens = parser.parse((ROOT / path).read_text(encoding="utf-8"))
     for token in [child for each in tokens for child in each.children or []]:
