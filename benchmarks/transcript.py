@@ -61,7 +61,7 @@ written. A [mistake](errors.md) is one line, and exit status 2.
 | 0 | Done. |
 | 2 | A mistake that you can correct: one line says what and where. |
 | 1 | A fault of the package, or a process of the run that was lost. |
-| 130 | You pressed Ctrl-C twice. What was saved is kept. |
+| 130 | You pressed Ctrl-C twice. Everything saved is kept. |
 """
 ERRORS_HEAD = """# Errors
 

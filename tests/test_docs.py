@@ -1,4 +1,4 @@
-"""What the documentation names exists: links, commands, settings, tests, metrics, recipes, files."""
+"""The documentation only names things that exist: links, commands, settings, tests, metrics, recipes, files."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def site(tmp_path_factory):
 
 
 class Links(HTMLParser):
-    """What a page loads, and where it leads."""
+    """The files that a page loads, and the targets of its links."""
 
     def __init__(self, html):
         super().__init__()

@@ -58,7 +58,7 @@ def test_a_task_that_makes_up_its_questions_has_no_epochs(recipe, tmp_path, caps
 
 
 def test_the_length_of_a_run_is_stated_once(tmp_path):
-    """Of a recipe that states epochs, a later statement of steps takes their place; neither wins where both are."""
+    """Steps given later replace the epochs of a recipe; both at once are refused."""
     recipe = tmp_path / "r.toml"
     recipe.write_text("[algorithm]\ndata_epochs = 2\n")
     cfg = load_config(recipe, ["--algorithm.steps", "3"])
