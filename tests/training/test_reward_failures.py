@@ -74,7 +74,7 @@ def test_rewards_that_all_hang_are_found_by_a_few(recipe, tmp_path, capsys, eval
     command = of(recipe, "Broken", "--run", tmp_path / "run", *settings)
     assert train(*command, "--task.how", "hang", "--reward.timeout", 0.2) == 2
     assert (
-        "pellucid: every reward of the first 8 samples failed, the first with no reward within 0.2 s\n"
+        "pellucid: every reward of the first 8 samples failed, the first with no reward within 0.2 s (docs/how-to/rewards.md)\n"
         in capsys.readouterr().err
     )
 
