@@ -9,6 +9,7 @@ import pytest
 
 from conftest import records
 from pellucid import cli, config
+from pellucid.tasks.dataset import clear_dataset_caches
 from pellucid.types import Completion, UserError, with_split
 from runs import train
 
@@ -21,6 +22,7 @@ def begun(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setattr(sys, "path", [*sys.path])
+        clear_dataset_caches()  # other tests have other files of the same relative name
         yield config.load_config(Path("recipe.toml"))
         del sys.modules["rewards"]  # other tests have others of this name
 
