@@ -73,10 +73,8 @@ def test_rewards_that_all_hang_are_found_by_a_few(recipe, tmp_path, capsys, eval
     settings = ["--evaluate.every", evaluated, "--evaluate.n", 40, "--algorithm.prompts-per-step", 40]
     command = of(recipe, "Broken", "--run", tmp_path / "run", *settings)
     assert train(*command, "--task.how", "hang", "--reward.timeout", 0.2) == 2
-    assert (
-        "pellucid: every reward of the first 8 samples failed, the first with no reward within 0.2 s (docs/how-to/rewards.md)\n"
-        in capsys.readouterr().err
-    )
+    line = "pellucid: every reward of the first 8 samples failed, the first with no reward within 0.2 s"
+    assert f"{line} (docs/how-to/rewards.md)\n" in capsys.readouterr().err
 
 
 def test_an_evaluation_in_which_every_reward_fails_ends_in_one_line(recipe, model_dir, capsys):
