@@ -1,6 +1,6 @@
 """The site: `make docs` builds it into site/, which works from file://, offline, and asks nobody for anything.
 
-Pages are plain Markdown. What a page on GitHub has no need of is made here:
+Pages are plain Markdown. This file adds the parts that GitHub has no need of:
 
 * The menu: every list item of an index.md that starts with a link is an entry, in that order.
 * Links out of docs/, as to src/ or recipes/: the site has a highlighted copy of every file that is linked.

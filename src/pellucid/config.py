@@ -216,7 +216,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """`[log]`: what is written besides metrics.jsonl and evals.jsonl."""
+    """`[log]`: the files and services beside metrics.jsonl and evals.jsonl."""
 
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""

@@ -62,7 +62,7 @@ class JudgeSettings:
     model: str = ""
     """The name by which the endpoint knows the model that judges."""
     rubric: str = ""
-    """What makes an answer good, and in what form the judge is to answer: {rubric} in the template."""
+    """The properties of a good answer, and the form of the judge's answer: {rubric} in the template."""
     template: str = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\n{rubric}"
     """The message to the judge, with {prompt}, {completion}, {answer} (the gold answer), {rubric}, and {column} for any
     column of the row; {{...}} is {...}. A conversation is inserted as text, each message after its role."""

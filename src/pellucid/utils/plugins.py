@@ -52,7 +52,7 @@ def load_object(spec: str, kind: str = "object") -> Any:
 
     Args:
         spec: "module:Name", "path/to/file.py:Name", or "here:Name" for an object that was given to `pellucid.train`.
-        kind: What the object is, in an error message: the keyword of `pellucid.train` that takes it.
+        kind: The keyword of `pellucid.train` that takes the object, for an error message.
     """
     source, _, name = spec.rpartition(":")
     if spec.startswith(IN_PROCESS_PREFIX):
