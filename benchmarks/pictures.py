@@ -357,8 +357,10 @@ def draw_servers(_run: Path) -> str:
         arrow(560, 458, 690, 458), text(625, 450, "model", "s mid"),
         text(24, 518, "Sampler servers speak HTTP, with the secret in PELLUCID_SAMPLER_TOKEN and without encryption:"
              " use a private network.", "s"),
+        text(24, 538, "Each rank sends its prompts to the sampler servers, and only the first sends weights; between"
+             " GPUs they go over NCCL.", "s"),
     ]  # fmt: skip
-    return document(894, 538, "The processes of a run and the servers it may use", parts)
+    return document(894, 562, "The processes of a run and the servers it may use", parts)
 
 
 PICTURES: dict[str, Callable[[Path], str]] = {

@@ -243,6 +243,9 @@ class OneProcessRuntime:
     def __init__(self, policy: Policy | None = None, lr: float = 0.0) -> None:
         self.policy, self.lr, self.gradients = policy, lr, {}
 
+    def for_thread(self):
+        return self
+
     def shard(self, items):
         return items
 

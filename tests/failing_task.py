@@ -37,7 +37,7 @@ class Judged(Digits):
 
 
 def unknown(reward):
-    return rewrad  # noqa: F821
+    return undefined_name  # noqa: F821
 
 
 def seldom(reward):

@@ -18,7 +18,7 @@ from conftest import EOS, VOCAB, character_tokenizer
 from forked import Forked
 from pellucid.algorithm.batch import collate
 from pellucid.policy.policy import Policy
-from pellucid.rollout.vllm import EngineAnswer
+from pellucid.rollout.vllm import LORA_A_SUFFIX, LORA_B_SUFFIX, EngineAnswer, is_adapter_weight
 from pellucid.rollout.vllm_client import SamplerClient, ServerLostError
 from pellucid.rollout.weight_check import to_matrix
 from pellucid.serve import middleware
@@ -63,6 +63,7 @@ class Plain:
     """Samples a token of each row at a time, by the seed of the row."""
 
     max_length, block_size = 512, 8
+    receiver = None
 
     def __init__(self, model, pause=0.0):
         self.model = LlamaForCausalLM(LlamaConfig(**model.config)).to(getattr(torch, model.dtype)).eval()
@@ -108,12 +109,43 @@ class Plain:
                 ended.append(EngineAnswer(key, tokens, logprobs))
         return ended
 
+    def abort(self, keys):
+        for key in keys:
+            del self.unfinished[key], self.rows[key]
+
     def abort_all(self):
         self.unfinished.clear()
         self.rows.clear()
 
     def close(self):
         pass
+
+
+class Beside(Plain):
+    """Keeps its base and an adapter, and samples by their sum."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.form, self.base, self.adapter = model.adapter, {}, {}
+        self.came = []
+        """Whether a base came, push by push."""
+
+    def push(self, weights):
+        adapter = {name: x for name, x in weights.items() if is_adapter_weight(name)}
+        base = {name: x for name, x in weights.items() if name not in adapter}
+        self.came.append(bool(base))
+        self.base, self.adapter = base or self.base, adapter
+        added = {
+            f"{layer}.weight": adapter[layer + LORA_B_SUFFIX] @ adapter[layer + LORA_A_SUFFIX]
+            for layer in (self.form.layers if self.form else {})
+        }
+        super().push({name: x + added.get(name, 0) for name, x in self.base.items()})
+
+    def read_columns(self, name, at):
+        if is_adapter_weight(name):
+            return [self.adapter[name][:, at]]
+        held = self.base[name]
+        return [held[:, at] if held.dim() > 1 else held[:, None]]
 
 
 @contextmanager
@@ -177,5 +209,5 @@ def served(held, secret="", port=0):
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[2]))  # whose products are rounded as there
     with open_listening_socket([*sys.argv, "127.0.0.1"][3], int(sys.argv[1])) as free:
-        held = EngineHost(lambda model: Plain(model, pause=0.02))
+        held = EngineHost(lambda model: Beside(model) if model.adapter else Plain(model, pause=0.02))
         middleware.make_server(make_sampler_app(held, ("localhost",), "")).run(sockets=[free])

@@ -78,7 +78,8 @@ def request(url, body=None, raw=None, headers=(), seconds=30):
         with urllib.request.urlopen(asked, timeout=seconds) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        with error:
+            return error.code, json.load(error)
 
 
 def post(url, body, raw=None):

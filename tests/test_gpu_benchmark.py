@@ -29,6 +29,7 @@ FINDINGS = {
     "batching": [*["work contender seconds tokens"] * 2, "work contender peak_gb"],
     "trl": [*["work contender seconds reward generate update"] * 2, "work contender peak_gb"],
     "lora": [*["work contender seconds generate update reward"] * 2, "work contender peak_gb"],
+    "push": [*["way server seconds gb"] * 2, "way left_out"],
     "accuracy": [*["work contender seconds step mean greedy"] * 2, "work contender peak_gb"],
 }
 """The first keys of the findings of each kind of row; how many steps and tests there are is not counted."""

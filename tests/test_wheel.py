@@ -1,4 +1,4 @@
-"""The built wheel, unpacked outside of the clone: it is whole, and works where nothing else of this repository is."""
+"""The wheel and the sdist, outside of the clone: they are whole, and work where nothing else of this repository is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -44,11 +45,23 @@ PathFinder.find_spec = staticmethod(lambda name, *of: None if name.partition("."
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def built(tmp_path_factory):
+    """The folder that `make dist` fills."""
     pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-build-isolation", "--wheel-dir", folder, BESIDE.parent)
-    [file] = folder.glob("*.whl")
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=BESIDE.parent, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    [file] = built.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def sdist(built):
+    [file] = built.glob("*.tar.gz")
     return file
 
 
@@ -87,6 +100,35 @@ def test_it_has_all_that_is_read_at_run_time_and_no_more(wheel):
     about = {name for name in names if name.startswith("pellucid-")}
     assert names == own | shipped | shapes | about
     assert {name.partition(".dist-info/")[2] for name in about} >= {"licenses/LICENSE", "entry_points.txt"}
+
+
+@pytest.mark.slow
+def test_the_sdist_has_what_the_wheel_is_built_from_and_no_more(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    beside = {name for name in names if not name.startswith(("src/pellucid/", "recipes/"))}
+    build = {".gitignore", "PKG-INFO", "pyproject.toml"}
+    assert beside == build | {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
+    assert not [name for name in names if name.startswith(("recipes/launch", "recipes/data")) or "__pycache__" in name]
+    assert sdist.stat().st_size < 3e6
+
+
+@pytest.mark.slow
+def test_a_wheel_built_from_the_sdist_is_the_wheel_built_from_the_clone(wheel, sdist, tmp_path):
+    pip("wheel", "--no-build-isolation", "--wheel-dir", tmp_path, sdist)
+    assert contents(tmp_path / wheel.name) == contents(wheel)
+
+
+def contents(archive):
+    with zipfile.ZipFile(archive) as files:
+        return {name: files.read(name) for name in files.namelist()}
+
+
+@pytest.mark.slow
+def test_its_command_finds_the_recipes_that_it_brings(installed, tmp_path):
+    command = [sys.executable, installed / "bin" / "pellucid", "list", "recipes"]
+    printed = subprocess.run(command, cwd=tmp_path, env=only(installed), capture_output=True, text=True, check=True)
+    assert all(name in printed.stdout for name in config.describe_recipes())
 
 
 @pytest.mark.slow

@@ -126,9 +126,9 @@ class PolicyConfig:
 class SamplerConfig:
     """`[sampler]`: how completions are sampled."""
 
-    name: Literal["native", "hf", "vllm"] = "native"
-    """native: our decoder. hf: transformers, slow. vllm: vLLM in this process or, with urls, on other machines; its
-    log-probs differ slightly, so algorithm.correction defaults to "token"."""
+    name: Literal["native", "hf", "vllm", "sglang"] = "native"
+    """native: our decoder. hf: transformers, slow. vllm: vLLM in this process or, with urls, on other machines. sglang:
+    SGLang servers at urls. The log-probs of both differ slightly, so algorithm.correction defaults to "token"."""
     temperature: float = 1.0
     """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: PositiveInt = 64
@@ -147,14 +147,14 @@ class SamplerConfig:
     """Sample from tokens at least this many times as likely as the likeliest; train on the truncated policy; 0 is
     off."""
     ahead: Literal[0, 1] = 0
-    """With 1 and vllm, the next step is sampled while this one is trained, from weights one step old."""
+    """With 1 and vllm or sglang, the next step is sampled while this one is trained, from weights one step old."""
     cache_gb: PositiveFloat = 4.0
     """Memory of the keys and values of vLLM, in GB."""
     adapter: Literal["merged", "request"] = "merged"
     """How vLLM is given a LoRA adapter: merged into its base, as whole weights; request: the base once and then the
     adapter alone, which it adds to each product. If vLLM cannot do that for an adapter, it is merged."""
     urls: tuple[str, ...] = ()
-    """Addresses of servers that sample by vLLM in place of this process; `pellucid sampler` starts one, with its own
+    """Addresses of servers that sample in place of this process; for vLLM `pellucid sampler` starts one, with its own
     rows and cache_gb. Example: http://gpu2:8001"""
     timeout: PositiveFloat = 120.0
     """Seconds without an answer after which a server counts as hung and its rows go to others."""
@@ -166,10 +166,17 @@ class SamplerConfig:
             )
         for url in self.urls:
             _check_server_url(url)
-        if self.urls and self.name != "vllm":
-            raise ValueError(f'urls are for name = "vllm", not "{self.name}"')
+        if self.urls and not self.uses_engine:
+            raise ValueError(f'urls are for name = "vllm" and "sglang", not "{self.name}"')
+        if self.name == "sglang" and not self.urls:
+            raise ValueError('name = "sglang" needs urls, the addresses of SGLang servers')
         if self.adapter != "merged" and self.name != "vllm":
             raise ValueError(f'adapter = "{self.adapter}" is for name = "vllm", not "{self.name}"')
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether an inference engine with weights of its own samples."""
+        return self.name in ("vllm", "sglang")
 
 
 @dataclass(frozen=True)
@@ -324,7 +331,7 @@ def build_config(values: SettingsTable, source: str, overrides: SettingsTable | 
     if mistakes:
         unknown = [mistake for mistake in mistakes if mistake.is_unknown_key]
         raise UserError(join_mistakes(each.describe(source, overrides) for each in unknown or mistakes[:1]))
-    if sections["sampler"].name == "vllm" and "correction" not in merged.get("algorithm", {}):
+    if sections["sampler"].uses_engine and "correction" not in merged.get("algorithm", {}):
         sections["algorithm"] = replace(sections["algorithm"], correction="token")  # a stated "none" is respected
     task, names = sections.pop("task")
     return Config(**sections, task=task, task_names=names)

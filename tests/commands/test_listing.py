@@ -24,7 +24,7 @@ THERE = {
     "objectives": list(get_args(ObjectiveName)),
     "aggregates": list(objectives.AGGREGATES),
     "kl": list(get_args(KLEstimatorName)),
-    "samplers": ["native", "hf", "vllm"],
+    "samplers": ["native", "hf", "vllm", "sglang"],
     "recipes": list(config.describe_recipes()),
 }
 

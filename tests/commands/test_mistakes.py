@@ -132,7 +132,8 @@ def worked(tmp_path_factory, model_dir):
 
 
 def write_files(folder: Path) -> None:
-    dataset = '[task]\nname = "dataset"\ndata = "{}.jsonl"\nanswer = "{}"\n[[task.rewards]]\nname = "{}"\n'
+    model = (folder / "recipe.toml").read_text().partition("[task]")[0]
+    dataset = model + '[task]\nname = "dataset"\ndata = "{}.jsonl"\nanswer = "{}"\n[[task.rewards]]\nname = "{}"\n'
     texts = {
         "questions.jsonl": '{"question": "1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer": "3"}\n',
         "empty.jsonl": "",
@@ -142,8 +143,7 @@ def write_files(folder: Path) -> None:
         "reward.toml": dataset.format("questions", "answer", "numerc"),
         "missing.toml": dataset.format("questons", "answer", "numeric"),
         "empty.toml": dataset.format("empty", "answer", "numeric"),
-        "graded.toml": (folder / "recipe.toml").read_text().partition("[task]")[0]
-        + dataset.format("questions", "answer", "numeric"),
+        "graded.toml": dataset.format("questions", "answer", "numeric"),
         "takes_little.py": "def reward(completions):\n    return [0.0 for _ in completions]\n",
         "broken.py": "print(undefined_name)\n",
         "column.toml": dataset.format("questions", "anwser", "numeric"),

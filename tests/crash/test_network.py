@@ -72,6 +72,24 @@ def on_both(folder, *arguments):
             process.wait()
 
 
+@contextmanager
+def ranks_in(name, told, *arguments):
+    """Two processes of one run on the same host; they write to files beside each other."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(2):
+        env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "pellucid", *map(str, arguments)]
+        with told.with_name(f"{told.name}-{rank}").open("w") as output:
+            processes.append(subprocess.Popen(command, env={**env, "PYTHONUNBUFFERED": "1"}, stdout=output))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def errors_of(folder, rank):
     return complaint((folder / f"errors-{rank}").read_text())
 
@@ -122,6 +140,42 @@ def test_servers_behind_a_cable_that_is_cut_in_the_middle_of_a_run_cost_time_alo
     print(*(line for line in told.splitlines() if line.startswith("! http") or "no sampler" in line), sep="\n")
     assert says in told
     assert "is back with the current weights" in told
+    same_run(whole, cut)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("engine", "ahead"), [("ddp", 0), ("fsdp2", 0), ("fsdp2", 1)])
+@pytest.mark.parametrize(
+    ("homes", "says"),
+    [
+        (("pellucid-1", "pellucid-1"), "no sampler server answers"),
+        (("pellucid-0", "pellucid-1"), "rows go to the others"),
+    ],
+)
+def test_servers_behind_a_cut_cable_cost_several_ranks_time_alone(homes, says, engine, ahead, recipe, hosts, tmp_path):
+    """Rank 0, which pushes, and the other sample from them; both go on when the cable is back."""
+    servers = [(name, HOSTS[name], 8001 + i) for i, name in enumerate(homes)]
+    settings = ["--algorithm.steps", 60, "--evaluate.every", 0, "--sampler.name", "vllm", "--sampler.timeout", 2]
+    settings += ["--runtime.engine", engine, "--runtime.timeout", PATIENCE, "--sampler.ahead", ahead]
+    settings += ["--sampler.urls", *(f"http://{host}:{port}" for _, host, port in servers)]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    with ExitStack() as started:
+        for name, host, port in servers:
+            started.enter_context(in_host(name, sampler_process.__file__, port, 1, host))
+        time.sleep(20)  # they import torch
+        with ranks_in("pellucid-0", tmp_path / "told-whole", "train", recipe, "--run", whole, *settings) as run:
+            assert [rank.wait(timeout=300) for rank in run] == [0, 0]
+        with ranks_in("pellucid-0", tmp_path / "told-cut", "train", recipe, "--run", cut, *settings) as run:
+            until(lambda: steps_of(cut) >= 3, *run)
+            cable("down")
+            time.sleep(15)
+            cable("up")
+            assert [rank.wait(timeout=300) for rank in run] == [0, 0]
+    told = [(tmp_path / f"told-cut-{rank}").read_text() for rank in range(2)]
+    lines = [line for text in told for line in text.splitlines() if "http://" in line and line.startswith("! ")]
+    print(*lines, sep="\n")
+    assert any(says in text for text in told)
+    assert "is back with the current weights" in told[0]
     same_run(whole, cut)
 
 

@@ -6,8 +6,11 @@ Those of one host start every process; of the others, launchers and runs are for
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from runs import weights
 LAUNCH = Path("recipes/launch").resolve()
 SHORT = ["--algorithm.steps", "2", "--evaluate.every", "0", "--algorithm.micro_batch", "3", "--optimizer.eps", "1e-3"]
 """Such an eps keeps AdamW from making whole steps of gradients that are rounding alone."""
+SERVER = Path(__file__).parents[1] / "sampler_process.py"
 TOOLS = {"torchrun": "-m torch.distributed.run", "pellucid": "-m pellucid"}
 SLURM = {
     # So slow that a reader of the first line alone would be gone at the second.
@@ -47,6 +51,16 @@ def quick_tools(tmp_path_factory):
     return tools_of(python(), tmp_path_factory.mktemp("forked"))
 
 
+@pytest.fixture
+def sampling_tools(tmp_path):
+    """The same commands, where `pellucid sampler --port PORT` is a server without vLLM."""
+    folder = tools_of(sys.executable, tmp_path)
+    server = f'exec "{python()}" {SERVER} "$3" 1'
+    train = f'exec "{sys.executable}" -m pellucid "$@"'
+    (folder / "pellucid").write_text(f"#!/usr/bin/env bash\nif [[ $1 == sampler ]]; then {server}; fi\n{train}\n")
+    return folder
+
+
 def started(tools, script, *arguments, **environment):
     return subprocess.Popen(
         [LAUNCH / script, *map(str, arguments)],
@@ -58,8 +72,10 @@ def started(tools, script, *arguments, **environment):
             "PROCESSES": "1",
             **environment,
         },
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -94,3 +110,69 @@ def test_a_node_that_does_not_know_where_it_stands_is_told(tools, environment, c
     status, errors = ended(started(tools, "two_nodes.sh", "recipes/arithmetic.toml", **environment))
     assert status != 0
     assert complaint in errors
+
+
+def pick_free_ports():
+    """Return the first of two ports in a row that nobody uses."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def is_served(port):
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.slow
+def test_a_machine_trains_and_samples(sampling_tools, recipe, tmp_path):
+    """Two processes train, two servers sample, and nothing is left when the run is done."""
+    port, run_dir = pick_free_ports(), tmp_path / "run"
+    settings = [*SHORT, "--run", run_dir, "--runtime.engine", "fsdp2"]
+    ports = {"PROCESSES": "2", "SERVERS": "2", "PORT": str(port)}
+    status, errors = ended(started(sampling_tools, "train_and_sample.sh", recipe, *settings, **ports))
+    assert status == 0, errors
+    assert weights(run_dir)
+    assert not is_served(port)
+    assert not is_served(port + 1)
+
+
+@pytest.mark.slow
+def test_servers_that_do_not_start_end_the_run(sampling_tools, recipe, tmp_path):
+    (sampling_tools / "pellucid").write_text("#!/usr/bin/env bash\necho out of memory >&2\nexit 1\n")
+    ports = {"SERVERS": "1", "PORT": str(pick_free_ports())}
+    status, errors = ended(started(sampling_tools, "train_and_sample.sh", recipe, "--run", tmp_path / "run", **ports))
+    assert status != 0
+    assert "out of memory" in errors
+
+
+@pytest.mark.slow
+def test_slurm_names_its_servers_and_ends_them(sampling_tools):
+    port = pick_free_ports()
+    (sampling_tools / "srun").write_text('#!/usr/bin/env bash\nexec "$@"\n')
+    job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_GPUS_ON_NODE": "2", "PORT": str(port)}
+    (sampling_tools / "scontrol").write_text("#!/usr/bin/env bash\necho localhost\n")
+    servers = started(sampling_tools, "slurm_servers.sh", **job, PELLUCID_SAMPLER_TOKEN="secret")
+    assert servers.stdout.readline() == f"--sampler.urls http://localhost:{port} http://localhost:{port + 1}\n"
+    while not (is_served(port) and is_served(port + 1)):
+        assert servers.poll() is None
+        time.sleep(0.1)
+    os.killpg(servers.pid, signal.SIGTERM)
+    servers.wait(timeout=60)
+    servers.stdout.close()
+    servers.stderr.close()
+    while is_served(port) or is_served(port + 1):  # srun's command ends after the script
+        time.sleep(0.1)
+
+
+def test_servers_of_slurm_need_a_secret(sampling_tools, monkeypatch):
+    monkeypatch.delenv("PELLUCID_SAMPLER_TOKEN", raising=False)
+    status, errors = ended(started(sampling_tools, "slurm_servers.sh", SLURM_JOB_NODELIST="localhost"))
+    assert status != 0
+    assert "PELLUCID_SAMPLER_TOKEN" in errors

@@ -56,6 +56,39 @@ main()
 """
 
 
+BESIDE = """
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from conftest import make_policy
+from pellucid.distributed.runtime import Runtime
+from pellucid.algorithm.settings import AdamWConfig
+
+
+def main():
+    runtime = Runtime(make_policy(), AdamWConfig(), total_updates=1)
+    beside = runtime.for_thread()
+    exchanges = [
+        lambda: runtime.gather([f"here {runtime.rank}"]) + runtime.sum(torch.ones(1)).tolist(),
+        lambda: beside.gather([f"beside {runtime.rank}"]) + beside.sum(torch.full((1,), 10.0)).tolist(),
+    ]
+    order = [0, 1] if runtime.rank else [1, 0]  # each begins with another
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(exchanges[order[0]])
+        time.sleep(0.5)
+        second = exchanges[order[1]]()
+    Path(sys.argv[1], str(runtime.rank)).write_text(json.dumps(dict(zip(order, [first.result(), second]))))
+
+
+main()
+"""
+
+
 def launch(*arguments):
     in_two_processes("-m", "pellucid", "train", *map(str, arguments))
 
@@ -68,6 +101,16 @@ def test_a_sum_leaves_its_terms_alone_and_what_is_shared_out_comes_together_agai
     for rank in (0, 1):
         found = json.loads((tmp_path / str(rank)).read_text())
         assert found == {"sum": [3.0], "own": [1.0 + rank], "all": list("abcde")}
+
+
+@pytest.mark.slow
+def test_what_a_thread_exchanges_never_mixes_with_what_another_does(tmp_path):
+    """As of rollouts that are drawn ahead, beside an update."""
+    (tmp_path / "beside.py").write_text(BESIDE)
+    in_two_processes(tmp_path / "beside.py", tmp_path)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        assert found == {"0": ["here 0", "here 1", 2.0], "1": ["beside 0", "beside 1", 20.0]}
 
 
 def test_a_store_that_never_answers_is_the_silent_one(monkeypatch):

@@ -204,6 +204,47 @@ def test_stages_of_zero_share_out_more_and_more(folder):
     )
 
 
+def test_while_a_model_is_loaded_a_process_needs_its_shards_or_all_of_it(folder):
+    """fp32, of P bytes over 4, among four processes. Read by shards a policy and its reference are a quarter of 4 P;
+    with ZeRO-3 there are gradients, moments, a bucket and one embedding, too. Else a policy is there with all its 4 P,
+    then beside a quarter of it the whole reference."""
+    model = memory.describe_model(PolicyConfig(str(folder)))
+    p, libraries, embedding = model.parameter_count / 1e9, memory.LIBRARIES_GB, 4 * VOCAB * 32 / 1e9
+
+    def start(runtime, engine="auto", **algorithm):
+        cfg = with_engine(configured(engine=engine, **algorithm), runtime)
+        return memory.estimate_phases(model, cfg, 4)["start"] - libraries
+
+    fsdp2, zero_3 = RuntimeConfig("fsdp2"), RuntimeConfig("deepspeed", zero_stage=3)
+    assert start(fsdp2) == pytest.approx(p)
+    assert start(fsdp2, kl_coef=0.1) == pytest.approx(2 * p)
+    assert start(RuntimeConfig("fsdp2", shards=2)) == pytest.approx(2 * p)
+    assert start(zero_3) == pytest.approx(4 * p + 0.2 + embedding)
+    assert start(zero_3, kl_coef=0.1) == pytest.approx(5 * p + 0.2 + embedding)
+    for runtime, engine in (
+        (RuntimeConfig("deepspeed", zero_stage=2), "auto"),
+        (fsdp2, "transformers"),
+        (zero_3, "transformers"),
+    ):
+        assert start(runtime, engine) == pytest.approx(4 * p)
+        assert start(runtime, engine, kl_coef=0.1) == pytest.approx(5 * p)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "fsdp2 and ZeRO-3 read the model shard by shard. Before ZeRO-2 shards the state, each process loads"),
+        (("--policy.engine", "transformers"), "Before fsdp2, ZeRO-2 or ZeRO-3 shards the state, each process loads"),
+    ],
+)
+def test_the_plan_says_which_engines_load_a_model_whole(words, said, folder, tmp_path, capsys):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{folder}"\n')
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--plan", str(recipe), *words])
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_smaller_pieces_need_less(folder):
     model = memory.describe_model(PolicyConfig(str(folder)))
 
@@ -270,7 +311,7 @@ def test_the_advice_of_an_adapter_leaves_out_offloading(folder, tmp_path, capsys
 
 
 def test_vllm_beside_the_trainer_is_counted(folder, capsys):
-    """Its weights in the dtype of computing, and its cache; by servers nothing, but a copy where it draws ahead."""
+    """Its weights in the dtype of computing, and its cache; by servers nothing, since a copy lies on the disk."""
     model = memory.describe_model(PolicyConfig(str(folder)))
     size = sum(p.numel() for p in tiny_llama().parameters())
     for dtype, wide in (("bfloat16", 2), ("float32", 4)):
@@ -279,7 +320,7 @@ def test_vllm_beside_the_trainer_is_counted(folder, capsys):
         for settings, more in (
             ({"cache_gb": 3.0}, {"vLLM": wide * size / 1e9 + 3.0 + 1.0}),
             ({"urls": ("http://a",)}, {}),
-            ({"urls": ("http://a",), "ahead": 1}, {"pushed weights": wide * size / 1e9}),
+            ({"urls": ("http://a",), "ahead": 1}, {}),
         ):
             cfg = replace(alone, sampler=replace(alone.sampler, name="vllm", **settings))
             found, without = memory.estimate_parts(model, cfg), memory.estimate_parts(model, alone)
@@ -288,18 +329,17 @@ def test_vllm_beside_the_trainer_is_counted(folder, capsys):
             assert with_vllm == pytest.approx(native + sum(more.values()))
     recipe = folder / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{folder}"\n[sampler]\nname = "vllm"\ncache_gb = 2.5\n')
-    for words, says in (
-        ([], "2.5 GB of keys and values (sampler.cache_gb) beside the trainer"),
-        (
-            ["--sampler.urls", "http://a:1"],
-            "Servers sample; each of them needs 0.0 GB of weights and its own --cache-gb",
-        ),
+    served = "Servers sample; each of them needs 0.0 GB of weights and its own --cache-gb"
+    for words, engines, says in (
+        ([], ["ddp"], "2.5 GB of keys and values (sampler.cache_gb) beside the trainer"),
+        (["--sampler.urls", "http://a:1"], ["ddp", "fsdp2", "ZeRO-2", "ZeRO-3"], served),
     ):
         with pytest.raises(SystemExit):
             cli.main(["doctor", "--plan", str(recipe), *words])
         printed = capsys.readouterr().out
-        assert [row.split(" | ")[:2] for row in printed.splitlines() if row.startswith("| 1 |")] == [["| 1", "ddp"]]
-        assert not [row for row in printed.splitlines() if row.startswith("| 2 |")]
+        for devices in (1, 2):
+            rows = [row.split(" | ") for row in printed.splitlines() if row.startswith(f"| {devices} |")]
+            assert [row[1] for row in rows] == engines
         assert says in " ".join(printed.split())
 
 

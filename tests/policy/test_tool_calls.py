@@ -110,7 +110,7 @@ UNREADABLE = {
     "[add(a=1, b=)]": ("", ["not a call: "]),
     "[add(a=b)]": ("", ["not a call: b is not a literal"]),
     "<|python_tag|>print(1)": ("", ["not JSON: print(1)"]),
-    "<tool_call>" + "[" * 100_000: ("", ["not JSON: maximum recursion depth"]),
+    "<tool_call>" + "[" * 100_000: ("", [("not JSON: maximum recursion depth", "not JSON: Stack overflow")]),
 }
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 import torch
@@ -371,7 +371,10 @@ def replies(*arguments, **headers):
 
 BODIES = {
     "nested lists": (replies(200, "[" * 100_000), "the answer is JSON that is nested too deeply"),
-    "nested objects": (replies(200, '{"choices":' * 5_000), "the answer is JSON that is nested too deeply"),
+    "nested objects": (  # which end before they are closed; Python 3.14 sees that first
+        replies(200, '{"choices":' * 9_000),
+        "the answer is (JSON that is nested too deeply|not JSON)",
+    ),
     "nested in its place": (
         replies(200, '{"choices": ' + "[" * 900 + "]" * 900 + "}"),
         "the answer (holds no completion|is JSON that is nested too deeply)",
@@ -431,7 +434,7 @@ def test_tokens_that_no_answer_costs_count_as_none(tokens, service, tmp_path):
 
 def digests(folder):
     """The digests of the requests whose answers were stored."""
-    with sqlite3.connect(folder / "answers.sqlite3") as connection:
+    with closing(sqlite3.connect(folder / "answers.sqlite3")) as connection:
         return [digest for [digest] in connection.execute("SELECT request FROM answers")]
 
 

@@ -425,7 +425,7 @@ def test_a_long_prompt_is_not_waited_for_where_nobody_reads_it():
 def test_a_prompt_that_cannot_be_sent_is_a_failed_reward(sandbox):
     locked = Prompt("train/0/2", "?", columns={"lock": threading.Lock()})
     deep = []
-    for _ in range(5000):
+    for _ in range(100_000):
         deep = [deep]
     for prompt in (locked, Prompt("train/0/3", "?", columns={"deep": deep})):
         assert "cannot be sent to the reward process" in sandbox.reward(prompt, said_by("fine")).error

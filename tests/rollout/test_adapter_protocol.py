@@ -10,49 +10,19 @@ from pellucid.policy.load import add_adapter
 from pellucid.policy.policy import Policy
 from pellucid.rollout import vllm_client
 from pellucid.rollout.vllm import (
-    LORA_A_SUFFIX,
-    LORA_B_SUFFIX,
     AdapterRefusedError,
     VLLMSampler,
     copy_adapter_weights,
     get_adapter_shape,
     get_base_weights,
-    is_adapter_weight,
 )
 from pellucid.rollout.vllm_client import SamplerClient, ServerLostError, ServerPool, serialize_model
 from pellucid.serve.vllm_server import EngineHost
 from pellucid.types import Sampling, UserError
-from sampler_process import Plain, gap_of, served, tiny_policy
+from sampler_process import Beside, gap_of, served, tiny_policy
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 PROMPTS = CountDigits().sample(0, 4)
-
-
-class Beside(Plain):
-    """Keeps its base and an adapter, and samples by their sum."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.form, self.base, self.adapter = model.adapter, {}, {}
-        self.came = []
-        """Whether a base came, push by push."""
-
-    def push(self, weights):
-        adapter = {name: x for name, x in weights.items() if is_adapter_weight(name)}
-        base = {name: x for name, x in weights.items() if name not in adapter}
-        self.came.append(bool(base))
-        self.base, self.adapter = base or self.base, adapter
-        added = {
-            f"{layer}.weight": adapter[layer + LORA_B_SUFFIX] @ adapter[layer + LORA_A_SUFFIX]
-            for layer in (self.form.layers if self.form else {})
-        }
-        super().push({name: x + added.get(name, 0) for name, x in self.base.items()})
-
-    def read_columns(self, name, at):
-        if is_adapter_weight(name):
-            return [self.adapter[name][:, at]]
-        held = self.base[name]
-        return [held[:, at] if held.dim() > 1 else held[:, None]]
 
 
 class Refuses(Beside):
@@ -134,6 +104,7 @@ def test_one_that_comes_back_a_step_ahead_gets_the_adapter_that_the_others_draw_
     held[1].version = ""
     assert sampler.generate(PROMPTS, SAMPLING) == right
     assert held[1].engine.came == [True, True]
+    sampler.close()
 
 
 @pytest.mark.slow

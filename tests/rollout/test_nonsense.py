@@ -97,7 +97,9 @@ def more(path, body):
 def idle():
     """Steps that are taken, and no row ever."""
     steps = itertools.count(0, 20)
-    return lambda path, body: json.dumps({"steps": next(steps), "said": []}).encode() if path == "/step" else body
+    return lambda path, body: (
+        json.dumps({"steps": next(steps), "others": 0, "said": []}).encode() if path == "/step" else body
+    )
 
 
 ROWS = {

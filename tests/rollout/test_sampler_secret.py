@@ -37,7 +37,7 @@ def hosted(monkeypatch, address="127.0.0.1", opened=None):
     """The command's server with a plain engine in the place of vLLM, and its address."""
     servers = []
 
-    def engine(model, *_):
+    def engine(model, *_, receives):
         return Plain(SimpleNamespace(config=model.config, dtype="float32", ends=[EOS]))
 
     def started(app):
@@ -67,7 +67,8 @@ def status_of(url, body=None):
         with urllib.request.urlopen(asked, timeout=10) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
 
 def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monkeypatch, tmp_path, capsys):

@@ -166,6 +166,7 @@ def test_one_that_comes_back_while_the_policy_is_trained_gets_the_weights_that_t
     assert held[1].engine.pushed == 3
     sampler.sync(policy, 4)
     assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts, version=4)
+    sampler.close()
 
 
 @pytest.mark.slow

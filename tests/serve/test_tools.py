@@ -180,7 +180,12 @@ REFUSED = {
         "messages": [{"role": "assistant", "tool_calls": [call(arguments="[1]")]}]
     },
     "arguments: Value error, nested too deeply": {
-        "messages": [{"role": "assistant", "tool_calls": [call(arguments="[" * 50_000)]}]
+        "messages": [{"role": "assistant", "tool_calls": [call(arguments="[" * 100_000)]}]
+    },
+    "Value error, nested too deeply": {
+        "messages": [
+            {"role": "assistant", "tool_calls": [call(arguments='{"a":' * 55_000 + "1" + "}" * 55_000)]},
+        ]
     },
     "only a message of the role assistant has tool_calls": {
         "messages": [{"role": "user", "content": "?", "tool_calls": [call()]}]

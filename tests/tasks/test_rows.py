@@ -19,6 +19,9 @@ from pellucid.tasks.dataset import Dataset
 from pellucid.types import UserError
 
 ROWS = [{"question": 'Say "hi",\nplease: 7', "answer": "7"}, {"question": "2 + 2? \u2028 é", "answer": "4"}]
+DEEP = 50_000 if sys.version_info >= (3, 14) else 8_000 if sys.version_info >= (3, 13) else 900
+"""A depth of lists that json reads and pickle does not write."""
+TOO_DEEP = 100_000
 
 
 def write_jsonl(path):
@@ -83,8 +86,8 @@ def error_of(source, subset="", split="train"):
         ("f.jsonl", b'{"a": 1}\n{"a": 1, "b": "\\ud83d"}', r'f.jsonl, line 2: column "b" holds \ud83d, half of a'),
         ("g.jsonl", b'{"a": [{"b": "x\\uDE00y"}]}', r'g.jsonl, line 1: column "a" holds \ude00, half of a character'),
         ("h.jsonl", b'{"\\udc00": 1}', r"h.jsonl, line 1: column"),
-        ("i.jsonl", b"{}\n" + b'{"a": ' * 5000 + b"1" + b"}" * 5000, "i.jsonl, line 2: lists or objects are nested"),
-        ("j.jsonl", b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "j.jsonl, line 1: lists or objects are nested"),
+        ("i.jsonl", b"{}\n" + b'{"a": ' * TOO_DEEP + b"}" * TOO_DEEP, "i.jsonl, line 2: lists or objects are nested"),
+        ("j.jsonl", b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b"}", "j.jsonl, line 1: lists or objects are nested"),
         ("a.csv", b"", "a.csv: there are no rows"),
         ("b.csv", b"a,b\n", "b.csv: there are no rows"),
         ("c.csv", b"a,b\n1,2\n1,2,3\n", "c.csv, line 3: the number of fields is not 2 as in the header"),
@@ -103,7 +106,7 @@ def error_of(source, subset="", split="train"):
         ("h.json", b'[{"a": 1},', "h.json: not JSON: "),
         ("i.json", b'[\n{"a": "\xff"}]', "i.json, line 2: not UTF-8 text: invalid start byte"),
         ("j.json", b'[\n{"a": "\\ud83d"}]', 'j.json, row 1: column "a" holds'),
-        ("k.json", b'[{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}]", "k.json: lists or objects are nested too deeply"),
+        ("k.json", b'[{"a": ' + b"[" * TOO_DEEP + b"]" * TOO_DEEP + b"}]", "k.json: lists or objects are nested"),
         ("l.json", b'[{"a": ' + b"9" * 5000 + b"}]", "l.json: not JSON"),
         ("a.parquet", b"not parquet", "a.parquet: not Parquet"),
         ("a.txt", b"hello", "a.txt: unknown format; .jsonl, .json, .csv, .tsv, .parquet can be read"),

@@ -15,7 +15,7 @@ from pellucid.types import UserError
 CONTRADICTIONS = {
     "sampler.ahead = 1 needs": ["--sampler.ahead", "1"],
     'policy.dtype = "float16" needs runtime.engine': ["--runtime.engine", "fsdp2", "--policy.dtype", "float16"],
-    'sampler.name = "vllm" is for one process': ["--sampler.name", "vllm", "--runtime.engine", "fsdp2"],
+    'sampler.name = "vllm" in the training processes needs': ["--sampler.name", "vllm", "--runtime.engine", "fsdp2"],
     "its base, which never changes": [
         *("--policy.lora", "2", "--algorithm.kl_coef", "0.1"),
         *("--algorithm.kl_in", "loss", "--algorithm.reference_every", "1"),

@@ -32,7 +32,7 @@ def of(recipe, name, *settings):
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ("name", "NameError: name 'rewrad' is not defined (failing_task.py, line "),
+        ("name", "NameError: name 'undefined_name' is not defined (failing_task.py, line "),
         ("segfault", "the reward ended its process (SIGSEGV)"),
         ("exit", "SystemExit: 3 (failing_task.py, line "),
         ("nan", "the reward is nan"),

@@ -56,8 +56,8 @@ def test_a_step_ahead_is_refused_where_it_cannot_be_right():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--runtime.engine", "fsdp2"], "one process"),
-        (["--runtime.engine", "deepspeed"], "one process"),
+        (["--runtime.engine", "fsdp2"], 'needs runtime.engine = "ddp", not "fsdp2": name servers in sampler.urls'),
+        (["--runtime.engine", "deepspeed"], "name servers in sampler.urls"),
         (["--policy.load-in-4bit", "--policy.lora", "8"], "does not support a 4-bit base"),
         (["--sampler.top-k", "5"], "top_k, top_p and min_p"),
         (["--sampler.min-p", "0.1"], "top_k, top_p and min_p"),
@@ -71,10 +71,11 @@ def test_what_it_cannot_do_is_refused(words, says):
     check_settings(replace(settings_of(*words), sampler=config.load_config(None).sampler))
 
 
-def test_several_processes_are_refused(monkeypatch):
+def test_several_processes_sample_each_with_its_engine_or_with_servers(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="one process"):
-        check_settings(settings_of())
+    check_settings(settings_of())
+    for engine in ("ddp", "fsdp2", "deepspeed"):
+        check_settings(settings_of("--runtime.engine", engine, "--sampler.urls", "http://localhost:1"))
 
 
 def test_a_missing_library_is_found_before_anything_is_loaded(monkeypatch, tmp_path):

@@ -34,13 +34,13 @@ def train_async(
     state: TrainingState | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
 ) -> Iterator[StepResult]:
-    """Train as `grpo.train` does, in one process, with rollouts that are generated one step ahead.
+    """Train as `grpo.train` does, with rollouts that are generated one step ahead.
 
     Between two steps `state.next_rollouts` holds the rollouts of the next one.
     """
     state = state or TrainingState()
     with ThreadPoolExecutor(1) as executor:
-        collector = _AheadCollector(task, sampler, sampling, runtime, state, executor)
+        collector = _AheadCollector(task, sampler, sampling, runtime.for_thread(), state, executor)
         yield from grpo.train(task, sampler, policy, runtime, cfg, reference, state, sampling, collector)
 
 

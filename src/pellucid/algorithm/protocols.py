@@ -59,6 +59,10 @@ class Runtime(Protocol):
         """The number of processes."""
         ...
 
+    def for_thread(self) -> Runtime:
+        """Return a runtime for another thread, whose exchanges do not mix with those of this one."""
+        ...
+
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return this process's part of a list that is the same in all processes. The inverse of `gather`."""
         ...

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.distributed import fsdp2
+from pellucid.distributed.process_group import raise_in_all_processes
 from pellucid.distributed.settings import REDUCE_BUCKET_ELEMENTS
 from pellucid.distributed.torch_engine import Moments
 from pellucid.models.linear import POLICY_MISMATCH, copy_to_cpu, gather_full_tensor
+from pellucid.policy.stored_weights import StoredWeights
 from pellucid.types import UserError
 from pellucid.utils.plugins import import_extra
 
@@ -77,7 +79,10 @@ class ZeroEngine:
         self.mesh: DeviceMesh = fsdp2.make_device_mesh(policy.device, world_size, 0)
         self.deepspeed = _import_deepspeed(policy.device)
         will_round = any(p.dtype != policy.dtype for p in policy.trainable().values())
-        unrounded = {name: copy_to_cpu(p) for name, p in policy.trainable().items()} if will_round else {}
+        stored = policy.stored_weights
+        unrounded = {
+            name: copy_to_cpu(p) for name, p in policy.trainable().items() if will_round and name not in stored
+        }
         external_parameters = policy.list_external_parameters() if stage == 3 else []
         self.deepspeed_config = _build_deepspeed_config(policy.dtype, cfg, stage)
         options = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
@@ -88,8 +93,46 @@ class ZeroEngine:
         self.zero_optimizer = self.module.optimizer
         self.parameters = policy.trainable()
         self.initialize_moments()
-        if unrounded:
+        if will_round and stored:
+            raise_in_all_processes(lambda: self.read_masters(stored, unrounded))
+        elif unrounded:
             self.load_masters(unrounded)
+
+    def partition_placeholders(self, policy: Policy) -> None:
+        """Partition the parameters of a policy one after another, and read this process's shards of placeholders.
+
+        A process has memory for all elements of one parameter at a time. All processes call this together; if one
+        cannot read its shards, all raise its UserError.
+        """
+        stored, policy.stored_weights = policy.stored_weights, StoredWeights()
+        parameters = cast(list[Any], list(policy.model.parameters()))
+        placeholders: dict[Any, str] = {p: name for name, p in policy.model.named_parameters() if name in stored}
+        options = {"dtype": policy.dtype, "device": policy.device}
+        for p in parameters:
+            p.data = torch.empty(p.shape, **options) if p in placeholders else p.data.to(policy.dtype)
+            if p is parameters[0]:
+                self.deepspeed.zero.Init(
+                    module=torch.nn.ParameterList([p]), config_dict_or_path=self.deepspeed_config, dtype=policy.dtype
+                )
+            else:
+                parameters[0].convert_to_zero_parameters(param_list=[p])
+
+        def read() -> None:
+            for p, name in placeholders.items():
+                stored.read_elements(name, self.mesh.get_rank() * p.ds_tensor.numel(), p.ds_tensor)
+
+        raise_in_all_processes(read)
+
+    def read_masters(self, stored: StoredWeights, others: Mapping[str, Tensor]) -> None:
+        """Set the masters of this process to the unrounded weights: those of the files, and other ones by name."""
+        _ShardedParameters(self.parameters.values()).reshard(include_persistent=True)
+        for name, p in self.parameters.items():
+            if name in stored:
+                shard = torch.empty_like(cast(Any, p).ds_tensor, dtype=torch.float32)
+                stored.read_elements(name, self.mesh.get_rank() * shard.numel(), shard)
+                self.deepspeed.utils.safe_set_local_fp32_param(p, shard)
+            else:
+                self.write_local_shard(p, others[name])
 
     def wrap_policy(
         self,
@@ -99,6 +142,8 @@ class ZeroEngine:
     ) -> Any:
         """Replace the module of a policy by a DeepSpeed engine around it, and return the engine."""
         module = policy.module
+        if policy.stored_weights:
+            self.partition_placeholders(policy)
         policy.module, *_ = self.deepspeed.initialize(model=module, optimizer=optimizer, config=self.deepspeed_config)
         for reader, parameters in external_parameters:
             for p in parameters:

@@ -7,13 +7,17 @@ a group of processes, such as those of a machine, and replicates across groups (
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from pellucid.distributed.process_group import raise_in_all_processes
+from pellucid.policy.stored_weights import StoredWeights
 from pellucid.types import UserError
 
 if TYPE_CHECKING:
@@ -38,10 +42,54 @@ def make_device_mesh(device: torch.device, world_size: int, shard_count: int) ->
 
 
 def shard_policy(policy: Policy, mesh: DeviceMesh, offload: bool) -> None:
-    """Shard a policy in place. Each block is gathered alone, and the rest of the module as one unit."""
+    """Shard a policy in place. Each block is gathered alone, and the rest of the module as one unit.
+
+    Placeholders become shards whose rows are read from the files. All processes call this together; if one cannot read
+    its rows, all raise its UserError.
+    """
+    if policy.stored_weights:
+        _move_placeholders_to_meta(policy)
     mixed_precision = MixedPrecisionPolicy(policy.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offloading = CPUOffloadPolicy() if offload and policy.device.type != "cpu" else OffloadPolicy()
     policy.sharded_modules = [
         fully_shard(module, mesh=mesh, mp_policy=mixed_precision, offload_policy=offloading)
         for module in (*policy.blocks(), policy.module)
     ]
+    on_cpu = isinstance(offloading, CPUOffloadPolicy)
+    raise_in_all_processes(lambda: _read_shards(policy, mesh, torch.device("cpu") if on_cpu else policy.device))
+
+
+def _move_placeholders_to_meta(policy: Policy) -> None:
+    """Replace placeholders by parameters on the meta device, which FSDP2 can shard."""
+    on_meta = {
+        p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+        for name, p in policy.model.named_parameters()
+        if name in policy.stored_weights
+    }
+    for module in policy.model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            module._parameters[name] = on_meta.get(p, p)
+
+
+def _read_shards(policy: Policy, mesh: DeviceMesh, device: torch.device) -> None:
+    """Read the rows of this process of each parameter on the meta device. Raise UserError if a file cannot be read."""
+    stored, policy.stored_weights = policy.stored_weights, StoredWeights()
+    names = {p: name for name, p in policy.model.named_parameters() if name in stored}
+    shards = dict[Tensor, nn.Parameter]()
+    for module in policy.model.modules():
+        read = {}
+        for name, p in module.named_parameters(recurse=False):
+            if p in names and p not in shards:  # a tied one is read once
+                shards[p] = _read_shard(names[p], cast(DTensor, p), stored, mesh, device)
+            if p in shards:
+                read[name] = shards[p]
+        if read:
+            module.load_state_dict(read, strict=False, assign=True)  # FSDP2 then takes the new parameters
+
+
+def _read_shard(name: str, p: DTensor, stored: StoredWeights, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
+    shard_mesh = mesh if mesh.ndim == 1 else mesh["shard"]
+    rows = torch.empty(p.to_local().shape, dtype=p.dtype, device=device)
+    stored.read_rows(name, min(len(p), shard_mesh.get_local_rank() * -(-len(p) // shard_mesh.size())), rows)
+    shard = DTensor.from_local(rows, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return nn.Parameter(shard, p.requires_grad)

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from pellucid.types import StrandedError
+from pellucid.types import StrandedError, UserError
 
+T = TypeVar("T")
 ROLL_CALL_TIMEOUT_SECONDS = 5.0
 """The time limit for answering a roll call. Ranks that do not answer are reported as missing."""
 _STORE_RANK = 0
@@ -81,6 +82,27 @@ def broadcast_decision(decide: Callable[[], str], device: torch.device, timeout_
     """Return the decision of the main process in every process, since each would measure different values."""
     state = join_process_group(device, timeout_minutes)
     return broadcast_object_list([decide() if state.is_main_process else ""])[0]
+
+
+def raise_in_all_processes(action: Callable[[], T]) -> T:
+    """Return the result of an action. All processes call this together.
+
+    If the action raises a UserError in one of them, raise it in all, so that none waits for one that has ended.
+    """
+    result: list[T] = []
+    error: UserError | None = None
+    try:
+        result.append(action())
+    except UserError as raised:
+        error = raised
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        messages: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(messages, "" if error is None else str(error))
+        if message := next(filter(None, messages), ""):
+            raise UserError(message) from error
+    if error is not None:
+        raise error
+    return result[0]
 
 
 @contextmanager

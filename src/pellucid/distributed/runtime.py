@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -54,7 +56,24 @@ class Runtime:
             self.engine = ZeroEngine(policy, optimizer, cfg.zero_stage, self.world_size)
         else:
             self.engine = TorchEngine(policy, optimizer, cfg, accelerator, self.any_rank)
+        self.timeout_minutes = cfg.timeout
+        self.group: dist.ProcessGroup | None = None
+        """The process group of exchanges; None is that of the run."""
         set_group_timeouts(cfg.timeout)
+
+    def for_thread(self) -> Runtime:
+        """Return this runtime for another thread: its exchanges never mix with those of this one.
+
+        All processes call this together.
+        """
+        if self.world_size == 1:
+            return self
+        runtime = copy(self)
+        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=self.timeout_minutes))
+        assert isinstance(group, dist.ProcessGroup)
+        runtime.group = group
+        runtime.device = torch.device("cpu")  # gloo exchanges tensors in host memory
+        return runtime
 
     @property
     def is_main(self) -> bool:
@@ -70,7 +89,7 @@ class Runtime:
         if self.world_size == 1:
             return list(items)
         shards: list[list[Any]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(shards, list(items))
+        dist.all_gather_object(shards, list(items), group=self.group)
         return [shard[i] for i in range(max(map(len, shards))) for shard in shards if i < len(shard)]
 
     def sum(self, x: Tensor) -> Tensor:
@@ -78,7 +97,7 @@ class Runtime:
         if self.world_size == 1:
             return x.clone()
         total = x.clone().to(self.device)  # collectives need the device of the process group
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return total.to(x.device)
 
     def any_rank(self, flag: bool) -> bool:

@@ -29,3 +29,8 @@ class RuntimeConfig:
             raise ValueError(f"shards = {self.shards} must not be negative")
         if not self.timeout > 0:
             raise ValueError(f"timeout = {self.timeout} must be positive")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each process holds a part of the weights, and gathers those of a layer while it computes."""
+        return self.engine == "fsdp2" or (self.engine == "deepspeed" and self.zero_stage == 3)

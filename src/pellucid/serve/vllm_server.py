@@ -3,6 +3,8 @@
 A trainer describes its model, pushes weights with a version that it chooses, and reads some back to check them. Then it
 polls: each request may add rows and receives the rows that have finished since the last. Requests for another version
 than the current one are rejected, and every response names the version that it was computed with.
+
+A trainer may consist of several clients. Each gets only its own rows, by the id in its requests.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from pellucid.serve.middleware import (
     is_loopback,
     make_access_check,
 )
+from pellucid.serve.transfer_routes import add_transfer_routes
 from pellucid.utils import hardware
 
 _CLOSE_TIMEOUT_SECONDS = 10.0
@@ -99,7 +102,12 @@ class EngineHost:
         self.engine: Any = None
         self.model_digest = self.version = ""
         self.pending = _PendingWeights("", [])
-        self.finished_rows: list[Any] = []
+        self.finished_rows: dict[str, list[Any]] = {}
+        """The finished rows that have not been sent yet, by client."""
+        self.row_tokens: dict[tuple[str, int], int] = {}
+        """The tokens that each unfinished row may need, by client and number."""
+        self.released_clients: set[str] = set()
+        """The ids under which no more rows are accepted with the present weights."""
         self.steps = 0
         self.step_future: Future[None] | None = None
         self.rows_arrived = threading.Condition()
@@ -150,12 +158,20 @@ class EngineHost:
         """Run work in the engine's thread and return its result. Raises RequestError for another weights version."""
         return self.executor.submit(self._run_at_version, version, work).result()
 
-    def sample_rows(self, version: str, rows: Sequence[SampleRequest]) -> dict[str, Any]:
-        """Add rows, wait briefly, and return all rows that have finished since the last call."""
-        self.run_at_version(version, lambda: self._submit_rows(rows))
+    def rename_version(self, version: str, name: str) -> None:
+        """Give the current weights another version. Raises RequestError if they do not have the first one."""
+        self.run_at_version(version, lambda: self._rename_version(name))
+
+    def sample_rows(self, version: str, client: str, rows: Sequence[SampleRequest]) -> dict[str, Any]:
+        """Add rows, wait briefly, and return all rows of this client that have finished since the last call."""
+        self.run_at_version(version, lambda: self._submit_rows(client, rows))
         with self.rows_arrived:
-            self.rows_arrived.wait_for(lambda: self.finished_rows, POLL_SECONDS)
-        return self.run_at_version(version, self._take_rows)
+            self.rows_arrived.wait_for(lambda: client in self.finished_rows, POLL_SECONDS)
+        return self.run_at_version(version, lambda: self._take_rows(client))
+
+    def release_rows(self, client: str) -> None:
+        """Drop the rows of a client, and reject those that it may still send under this id."""
+        self.executor.submit(self._release_rows, client).result()
 
     def close(self) -> None:
         """Close the engine. Raises TimeoutError if it does not finish its work in time."""
@@ -177,24 +193,31 @@ class EngineHost:
     def _push_weights(self, pending: _PendingWeights) -> None:
         if pending.base_version:
             self._check_version(pending.base_version)
-        self._reset()
         weights: dict[str, Tensor] = {}
         while pending.parts:
             weights |= safetensors.torch.load(pending.parts.pop(0))
-        self._guard_engine(lambda: self.engine.push(weights))
-        self.version = pending.version
+        self.replace_weights(pending.version, lambda: self.engine.push(weights))
+
+    def replace_weights(self, version: str, load: Callable[[], None]) -> None:
+        """Drop all rows, and load the weights of a version into the engine."""
+        self._reset()
+        self._guard_engine(load)
+        self.version = version
 
     def _reset(self) -> None:
         self.version = ""
-        self.finished_rows = []
+        self.released_clients.clear()
         if self.engine:
-            self.engine.abort_all()
+            self._drop_all_rows()
         if self.step_future and self.step_future.done():
             self.step_future = None
 
     def _run_at_version(self, version: str, work: Callable[[], Any]) -> Any:
         self._check_version(version)
         return self._guard_engine(work)
+
+    def _rename_version(self, name: str) -> None:
+        self.version = name
 
     def _check_version(self, version: str) -> None:
         if not version or version != self.version:
@@ -210,13 +233,29 @@ class EngineHost:
 
     def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
         """Score a text. The engine's rows are dropped first, since their results would mix with it."""
-        self.engine.abort_all()
-        self.finished_rows = []
+        self._drop_all_rows()
         return self.engine.score_tokens(ids)
 
-    def _submit_rows(self, rows: Sequence[SampleRequest]) -> None:
+    def _drop_all_rows(self) -> None:
+        self.engine.abort_all()
+        self.finished_rows.clear()
+        self.row_tokens.clear()
+
+    def _release_rows(self, client: str) -> None:
+        self.released_clients.add(client)
+        self.finished_rows.pop(client, None)
+        if keys := [key for key in self.row_tokens if key[0] == client]:
+            self._guard_engine(lambda: self.engine.abort(keys))
+            for key in keys:
+                del self.row_tokens[key]
+
+    def _submit_rows(self, client: str, rows: Sequence[SampleRequest]) -> None:
+        if client in self.released_clients:
+            raise RequestError(409, "this client has released its rows")
         for row in rows:
-            self.engine.add_request(row.number, row.ids, row.max_tokens, row.temperature, row.seed)
+            key = client, row.number
+            self.row_tokens[key] = len(row.ids) + row.max_tokens
+            self.engine.add_request(key, row.ids, row.max_tokens, row.temperature, row.seed)
         if rows and not self.step_future:
             self.step_future = self.executor.submit(self._run_step)
 
@@ -224,15 +263,19 @@ class EngineHost:
         finished = self._guard_engine(self.engine.step) if self.engine and self.engine.unfinished else []
         self.steps += 1
         with self.rows_arrived:
-            self.finished_rows += finished
+            for answer in finished:
+                client, number = answer.key
+                self.finished_rows.setdefault(client, []).append(answer._replace(key=number))
+                self.row_tokens.pop(answer.key)
             self.rows_arrived.notify_all()
         self.step_future = self.executor.submit(self._run_step) if self.engine and self.engine.unfinished else None
 
-    def _take_rows(self) -> dict[str, Any]:
+    def _take_rows(self, client: str) -> dict[str, Any]:
         if self.step_future and self.step_future.done():
             self.step_future.result()  # raises the error that ended the steps
-        finished, self.finished_rows = self.finished_rows, []
-        return {"steps": self.steps, "said": [tuple(row) for row in finished]}
+        finished = self.finished_rows.pop(client, [])
+        others = sum(tokens for (owner, _), tokens in self.row_tokens.items() if owner != client)
+        return {"steps": self.steps, "others": others, "said": [tuple(row) for row in finished]}
 
 
 def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASGIApp:
@@ -251,6 +294,11 @@ def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASG
         await run_in_threadpool(host.receive_weights, version, i, of, await request.body(), onto)
         return {}
 
+    @app.put("/versions/{version}/{name}")
+    def rename(version: str, name: str) -> dict[str, Any]:
+        host.rename_version(version, name)
+        return {}
+
     @app.post("/read")
     def read(version: _VersionHeader, ids: Annotated[list[int], Body(embed=True)]) -> Response:
         logprobs, cached = host.run_at_version(version, lambda: host.score_tokens(ids))
@@ -263,11 +311,17 @@ def make_sampler_app(host: EngineHost, hosts: Sequence[str], secret: str) -> ASG
         columns = host.run_at_version(version, lambda: host.engine.read_columns(name, at))
         return _make_tensor_response(host.version, {str(i): column for i, column in enumerate(columns)})
 
+    @app.post("/release")
+    def release(client: str) -> dict[str, Any]:
+        host.release_rows(client)
+        return {}
+
     @app.post("/step")
-    def step(version: _VersionHeader, rows: Annotated[list[SampleRequest], Body()]) -> Response:
-        answers = host.sample_rows(version, rows)
+    def step(version: _VersionHeader, client: str, rows: Annotated[list[SampleRequest], Body()]) -> Response:
+        answers = host.sample_rows(version, client, rows)
         return JSONResponse(answers, headers={VERSION_HEADER: host.version})
 
+    add_transfer_routes(app, host)
     return GuardMiddleware(app, make_access_check(hosts, secret))
 
 
@@ -287,7 +341,7 @@ def run_sampler_server(listening: socket.socket, rows: int, cache_gb: float, dev
 
     def make_engine(model: ModelDescription) -> VLLMEngine:
         policy = _WeightlessPolicy(model.config, torch_device, model.ends)
-        return VLLMEngine(policy, getattr(torch, model.dtype), rows, cache_gb, model.adapter)
+        return VLLMEngine(policy, getattr(torch, model.dtype), rows, cache_gb, model.adapter, receives=True)
 
     address, port = listening.getsockname()[:2]
     with _announce_secret(address, port) as secret:

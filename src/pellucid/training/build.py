@@ -18,7 +18,7 @@ from pellucid.algorithm.advantages import get_advantage_function
 from pellucid.algorithm.objectives import get_objective_function
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config, PolicyConfig
-from pellucid.distributed.process_group import broadcast_decision
+from pellucid.distributed.process_group import broadcast_decision, raise_in_all_processes
 from pellucid.distributed.runtime import Runtime
 from pellucid.environments.agents import AgentSpec
 from pellucid.environments.pool import create_environments
@@ -29,6 +29,7 @@ from pellucid.rewards.grading import GradedTask, load_graders
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rollout.native import NativeSampler
 from pellucid.rollout.select import choose_sampler
+from pellucid.rollout.sglang import SERVER_CLIENTS
 from pellucid.rollout.vllm import TRUNCATION_ERROR, VLLMSampler
 from pellucid.rollout.vllm_client import ServerPool
 from pellucid.tasks.arithmetic import Arithmetic
@@ -91,7 +92,9 @@ class Components:
     """Limits the size of rewards.log, which rewards and environments write."""
 
     def close(self) -> None:
-        """End the worker processes of rewards and environments."""
+        """End the worker processes of rewards and environments, and the threads of a sampler with servers."""
+        if isinstance(self.sampler, VLLMSampler):
+            self.sampler.close()
         if self.environments:
             self.environments.close()
         if isinstance(self.task, GradedTask):
@@ -117,6 +120,20 @@ def resolve_machine_settings(cfg: Config) -> Config:
     return replace(cfg, policy=replace(p, dtype=dtype.removeprefix("torch."), revision=revision))
 
 
+def convert_gguf_model(cfg: Config) -> None:
+    """Let the main process convert a policy in GGUF, whole, unless that has been done; the other processes wait."""
+    p = cfg.policy
+
+    def convert() -> str:
+        # Loading the model raises an error of this again, in all processes.
+        with suppress(UserError), load.explain_policy_errors(p.model):
+            if load.is_conversion_due(p.model):
+                load.locate_model(p.model)
+        return ""
+
+    broadcast_decision(convert, hardware.pick_device(p.device), cfg.runtime.timeout)
+
+
 def build_components(cfg: Config, log: Path | None = None) -> Components:
     """Build the objects of settings that `check_settings` accepts.
 
@@ -127,27 +144,36 @@ def build_components(cfg: Config, log: Path | None = None) -> Components:
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
     # The task comes first, so its errors are found before a model is loaded.
     task = isolate_task_rewards(with_split(cfg.task, "train"), cfg.reward, log)
-    learner = policy.load_policy(
-        cfg.policy.model,
-        device,
-        dtype,
-        cfg.sampler.temperature,
-        entropy_grad=algorithm.entropy_coef > 0,
-        gradient_checkpointing=cfg.policy.gradient_checkpointing,
-        lora_rank=cfg.policy.lora,
-        lora_alpha=cfg.policy.lora_alpha,
-        lora_targets=cfg.policy.lora_targets,
-        template=make_template(cfg.policy),
-        access=cfg.policy.access,
-        load_in_4bit=cfg.policy.load_in_4bit,
-        engine=cfg.policy.engine,
-        offload_masters=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
+    learner = raise_in_all_processes(
+        lambda: policy.load_policy(
+            cfg.policy.model,
+            device,
+            dtype,
+            cfg.sampler.temperature,
+            entropy_grad=algorithm.entropy_coef > 0,
+            gradient_checkpointing=cfg.policy.gradient_checkpointing,
+            lora_rank=cfg.policy.lora,
+            lora_alpha=cfg.policy.lora_alpha,
+            lora_targets=cfg.policy.lora_targets,
+            template=make_template(cfg.policy),
+            access=cfg.policy.access,
+            load_in_4bit=cfg.policy.load_in_4bit,
+            engine=cfg.policy.engine,
+            offload_masters=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
+            leave_weights_in_files=cfg.runtime.shards_weights,
+        )
     )
+    if is_first_process() and (reason := learner.stored_weights.reason):
+        print_notes(f"{cfg.policy.model} is loaded whole in each process before it is sharded: {reason}")
     environments = make_environments(cfg, learner, log)
     # The sampler is chosen before the engine shards the policy, since this tests the policy's decoder.
     sampler = pick_sampler(cfg, learner, environments)
     total_updates = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total_updates, cfg.runtime)
+    if isinstance(sampler, VLLMSampler):
+        sampler.ranks = runtime
+        if isinstance(sampler.engine, ServerPool):
+            sampler.engine.ranks = runtime
     _check_step_size(algorithm, runtime.world_size)
     # The reference is loaded after the policy is sharded, so that two unsharded models never exist at the same time.
     reference = _load_reference(cfg, learner) if algorithm.kl_coef else None
@@ -222,22 +248,22 @@ def check_settings(cfg: Config) -> None:
 
 def check_sampler(cfg: Config) -> None:
     """Raise UserError for settings that the sampler does not support."""
-    s, by_vllm = cfg.sampler, cfg.sampler.name == "vllm"
-    is_distributed = cfg.runtime.engine in ("fsdp2", "deepspeed") or os.environ.get("WORLD_SIZE", "1") != "1"
+    s, by_engine, name = cfg.sampler, cfg.sampler.uses_engine, f'sampler.name = "{cfg.sampler.name}"'
+    is_sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
     truncations = {(section.top_k, section.top_p, section.min_p) for section in (s, cfg.evaluate)}
     _refuse_conflicts(
         {
-            'sampler.name = "vllm" is for one process that has the whole model: set "native"': by_vllm
-            and is_distributed,
-            'sampler.name = "vllm" does not support a 4-bit base: set "native", or leave out policy.load_in_4bit': (
-                by_vllm and cfg.policy.load_in_4bit
+            f'{name} in the training processes needs runtime.engine = "ddp", not "{cfg.runtime.engine}": name servers'
+            " in sampler.urls, which work with every engine": s.name == "vllm" and is_sharded and not s.urls,
+            f'{name} does not support a 4-bit base: set "native", or leave out policy.load_in_4bit': (
+                by_engine and cfg.policy.load_in_4bit
             ),
             'sampler.adapter = "request" needs a LoRA adapter: give policy.lora, its rank, or leave "request" out': (
-                by_vllm and s.adapter == "request" and not cfg.policy.lora
+                by_engine and s.adapter == "request" and not cfg.policy.lora
             ),
-            TRUNCATION_ERROR: by_vllm and truncations != {(0, 1.0, 0.0)},
+            TRUNCATION_ERROR.format(s.name): by_engine and truncations != {(0, 1.0, 0.0)},
             'sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"': (
-                s.ahead > 0 and not by_vllm
+                s.ahead > 0 and not by_engine
             ),
             'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"': (
                 s.ahead > 0 and cfg.algorithm.correction == "none"
@@ -277,14 +303,17 @@ def _load_reference(cfg: Config, learner: Policy) -> Policy | LoraReference:
     if cfg.policy.lora:
         return LoraReference(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
-    return policy.load_frozen_policy(
-        cfg.policy.model,
-        device,
-        learner.dtype,
-        cfg.sampler.temperature,
-        cfg.policy.engine,
-        access=cfg.policy.access,
-        keep_fp32=not is_reference_cast(cfg),
+    return raise_in_all_processes(
+        lambda: policy.load_frozen_policy(
+            cfg.policy.model,
+            device,
+            learner.dtype,
+            cfg.sampler.temperature,
+            cfg.policy.engine,
+            access=cfg.policy.access,
+            keep_fp32=not is_reference_cast(cfg),
+            leave_weights_in_files=cfg.runtime.shards_weights and device == learner.device,
+        )
     )
 
 
@@ -311,8 +340,8 @@ def make_environments(cfg: Config, learner: Policy, log: Path | None = None) -> 
 def pick_sampler(cfg: Config, learner: Policy, environments: AsyncEnvironments | None) -> Sampler:
     """Return the sampler that the settings name. If it cannot sample this model, return another, and print a note."""
     s, note = cfg.sampler, ""
-    if s.name == "vllm":
-        pool = ServerPool(s.urls, s.timeout, bool(s.ahead)) if s.urls else None
+    if s.uses_engine:
+        pool = ServerPool(s.urls, s.timeout, bool(s.ahead), SERVER_CLIENTS[s.name]) if s.urls else None
         sampler = VLLMSampler(s.rows, s.cache_gb, environments=environments, adapter=s.adapter, engine=pool)
         if s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32:
             note = _MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch."))

@@ -46,6 +46,7 @@ from pellucid.reporting.run_files import (
     read_best_model_step,
 )
 from pellucid.reporting.token_files import delete_tokens, sync_tokens
+from pellucid.rollout.vllm import VLLMSampler
 from pellucid.training.build import Components
 from pellucid.types import Group, UserError, as_stateful_task
 from pellucid.utils import files
@@ -80,6 +81,7 @@ def save_checkpoint(run_dir: Path, cfg: Config, parts: Components) -> None:
     runtime, state, reference = parts.runtime, parts.state, parts.reference
     random_states = runtime.gather([get_random_state()])
     replay, replay_facts = pack_replay(runtime.gather([state.replay_buffer]))
+    ahead = state.next_rollouts and (runtime.gather(state.next_rollouts[0]), state.next_rollouts[1])
     # Each moment has a file of its own, since safetensors holds a whole file in memory while it writes.
     moments = {f"{OPTIMIZER_PREFIX}{moment}": tensors for moment, tensors in runtime.engine.moments().items()}
     tensors = {"policy": runtime.engine.masters(), **moments, **replay}
@@ -98,7 +100,7 @@ def save_checkpoint(run_dir: Path, cfg: Config, parts: Components) -> None:
         "micro_batch": runtime.max_micro_batch_rows,
         "kl_coef": state.kl_coef,
         "task": stateful_task.state() if stateful_task else None,
-        "ahead": AHEAD_GROUPS_TYPE.dump_python(state.next_rollouts, mode="json") if state.next_rollouts else None,
+        "ahead": AHEAD_GROUPS_TYPE.dump_python(ahead, mode="json") if ahead else None,
         **runtime.engine.state(),
     }
     # The logs up to this step must be on disk before the checkpoint is.
@@ -156,7 +158,10 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
     if stateful_task := as_stateful_task(parts.task):
         stateful_task.load_state(facts["task"])
-    state.next_rollouts = AHEAD_GROUPS_TYPE.validate_python(facts["ahead"]) if facts.get("ahead") else None
+    state.next_rollouts = None
+    if facts.get("ahead"):
+        groups, metrics = AHEAD_GROUPS_TYPE.validate_python(facts["ahead"])
+        state.next_rollouts = runtime.shard(groups), metrics
     state.replay_buffer = unpack_replay(tensors, facts["replay"], runtime.rank) if any(facts["replay"]) else []
     if not runtime.is_main:
         return []
@@ -241,7 +246,8 @@ def save_best_model(run_dir: Path, cfg: Config, parts: Components, evaluation: B
     try:
         _write_model(partial_folder, partial_folder / "adapter", cfg, parts, evaluation)
     finally:
-        if parts.runtime.engine.is_lockstep:  # reading the weights has freed those that the sampler reads
+        # Reading the weights has freed those that a sampler without its own copy reads.
+        if parts.runtime.engine.is_lockstep and not isinstance(parts.sampler, VLLMSampler):
             parts.policy.reshard()
             parts.policy.gather()
 

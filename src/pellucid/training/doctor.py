@@ -146,18 +146,17 @@ def print_memory_plan(cfg: Config) -> int:
         f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M"
         f" trained, computed in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
-    in_4bit, by_vllm = cfg.policy.load_in_4bit, cfg.sampler.name == "vllm"
+    in_4bit = cfg.policy.load_in_4bit
     parts = memory.estimate_parts(model, cfg)
     heads = ["devices", "engine", *parts, "peak", *([] if in_4bit else ["with offload"])]
     print(_format_table_row(heads), _format_table_row(["---"] * len(heads)), sep="\n")
-    # Only ddp trains on a 4-bit base, and vLLM is for one process.
-    for name, changes in list(ENGINE_SETTINGS.items())[: 1 if in_4bit or by_vllm else None]:
+    for name, changes in list(ENGINE_SETTINGS.items())[: None if _can_shard(cfg) else 1]:
         with_engine = replace(cfg, runtime=replace(cfg.runtime, **changes))
         variants = [
             with_engine,
             *([] if in_4bit else [memory.change_settings(with_engine, {"optimizer.offload": True})]),
         ]
-        for devices in _PLANNED_DEVICE_COUNTS[: 1 if by_vllm else None]:
+        for devices in _PLANNED_DEVICE_COUNTS:
             parts = memory.estimate_parts(model, with_engine, devices).values()
             prefix = "at least " if None in parts else ""
             peaks = [f"{prefix}{memory.estimate_peak(model, settings, devices):.1f}" for settings in variants]
@@ -168,7 +167,7 @@ def print_memory_plan(cfg: Config) -> int:
         print(f"\nThe part of {model.config.model_type}'s memory that depends on its layers is unknown ({reason}).")
     print(
         "\nThe engine column is runtime.engine; ZeRO-2 and ZeRO-3 are deepspeed with that runtime.zero_stage; offload"
-        " is optimizer.offload.\nA model is loaded whole in fp32 before it is sharded, so the peak is at least that."
+        f" is optimizer.offload.\n{memory.describe_loading(model, cfg)}"
         " The parts do not add up to the peak, because they do not all exist at the same time."
         f" {_describe_sampling_memory(model, cfg)}"
     )
@@ -219,7 +218,7 @@ def _describe_fit_in(model: memory.ModelFacts, cfg: Config, available: float) ->
     if changes == {}:
         return f"fits, {need}"
     devices = 1
-    if changes is None and (devices := torch.cuda.device_count()) > 1 and not cfg.policy.load_in_4bit:
+    if changes is None and (devices := torch.cuda.device_count()) > 1 and _can_shard(cfg):
         sharded = {"policy.gradient_checkpointing": True, "optimizer.offload": True, "runtime.engine": "fsdp2"}
         changes = {"algorithm.micro_batch": 1, **sharded}
         if not memory.fits(memory.estimate_changed_peak(model, cfg, changes, devices), available):
@@ -233,11 +232,16 @@ def _describe_fit_in(model: memory.ModelFacts, cfg: Config, available: float) ->
     return f"does not fit, {need}. It fits with {memory.format_settings(changes)}{where}: {gb:.1f} GB"
 
 
+def _can_shard(cfg: Config) -> bool:
+    """Whether the policy may be sharded: its base is not in 4 bits, and vLLM does not run in the same process."""
+    return not (cfg.policy.load_in_4bit or (cfg.sampler.name == "vllm" and not cfg.sampler.urls))
+
+
 def _describe_sampling_memory(model: memory.ModelFacts, cfg: Config) -> str:
     """Return a sentence on the memory of sampling."""
     sampler, dtype_bytes = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
     weights = f"{dtype_bytes * model.parameter_count / 1e9:.1f} GB of weights"
-    if sampler.name != "vllm":
+    if not sampler.uses_engine:
         cache = _format_gb(memory.estimate_kv_cache(model, cfg, 1))
         return (
             f"Sampling keeps {cache} GB of keys and values on one device, and neither gradients nor activations."

@@ -139,11 +139,30 @@ def estimate_phases(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[
 
 
 def _estimate_start(model: ModelFacts, cfg: Config, processes: int) -> float:
-    """Return the memory of the whole models in fp32 that an engine shards, the reference after the policy."""
+    """Return the memory while an engine loads models, the reference after the policy.
+
+    A model of our decoder is read shard by shard if the engine shards weights. DeepSpeed also creates gradients and
+    optimizer state, and each process has memory for the largest parameter. Any other model is whole in fp32 at first.
+    """
     if cfg.runtime.engine not in ("fsdp2", "deepspeed"):
         return 0.0
+    if cfg.runtime.shards_weights and _uses_own_decoder(model, cfg.policy):
+        state = estimate_training_state(model, cfg, processes)
+        if cfg.runtime.engine == "fsdp2":
+            return state["weights"] + state["reference"] + LIBRARIES_GB
+        largest = _get_dtype_bytes(cfg.policy) * _count_embedding_weights(model.config) / 1e9
+        return sum(state.values()) + largest + LIBRARIES_GB
     whole = 4 * model.parameter_count / 1e9
     return whole * (1 + has_reference(cfg) / processes) + LIBRARIES_GB
+
+
+def describe_loading(model: ModelFacts, cfg: Config) -> str:
+    """Return a sentence on what engines that shard a model load before they shard it."""
+    if reason := predict_fallback_reason(model, cfg.policy):
+        whole, why = "Before fsdp2, ZeRO-2 or ZeRO-3 shards", f" (transformers computes it: {reason})"
+    else:
+        whole, why = "fsdp2 and ZeRO-3 read the model shard by shard. Before ZeRO-2 shards", ""
+    return f"{whole} the state, each process loads the whole model in fp32{why}, so the peak is at least that."
 
 
 def estimate_parts(model: ModelFacts, cfg: Config, processes: int = 1) -> dict[str, float | None]:
@@ -277,7 +296,7 @@ def suggest_smaller_settings(cfg: Config) -> Iterator[dict[str, Any]]:
         )
         more = {key: changes[key] for key in ("policy.gradient_checkpointing", "sampler.rows") if key in changes}
         yield from (adapter | dict(islice(more.items(), count)) for count in range(len(more) + 1))
-        if not is_on_cpu and not is_sharded and cfg.sampler.name != "vllm":
+        if not is_on_cpu and not is_sharded and not cfg.sampler.uses_engine:
             yield from (adapter | {"policy.load_in_4bit": True} | extra for extra in ({}, more))
     yield from ({"sampler.max_tokens": max(1, cfg.sampler.max_tokens // share)} for share in (2, 4))
 
@@ -436,22 +455,22 @@ def _is_cuda(cfg: Config) -> bool:
     return _get_device_type(cfg.policy.device) == "cuda"
 
 
-def _shards_weights(cfg: Config) -> bool:
-    """Whether an engine gathers the weights of a layer while it computes."""
-    return cfg.runtime.engine == "fsdp2" or (cfg.runtime.engine == "deepspeed" and cfg.runtime.zero_stage == 3)
-
-
 def _estimate_gathered_layers(model: ModelFacts, cfg: Config) -> float:
     """Return the memory of the weights that an engine has gathered in an update, and of their gradients in fp32: the
     embedding and the head, and of the layers the present one, whose gradients are exchanged, and the next."""
-    if not _shards_weights(cfg):
+    if not cfg.runtime.shards_weights:
         return 0.0
     config, dtype_bytes = model.config.get_text_config(), _get_dtype_bytes(cfg.policy)
-    outer = getattr(config, "vocab_size", 0) * getattr(config, "hidden_size", 0)
-    outer *= 1 if getattr(config, "tie_word_embeddings", False) else 2
+    outer = _count_embedding_weights(config) * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     layer = (model.parameter_count - outer) / (getattr(config, "num_hidden_layers", 0) or 1)
     gradients = 0.0 if cfg.policy.lora else 4 * (outer + layer)
     return (dtype_bytes * (outer + 2 * layer) + gradients) / 1e9
+
+
+def _count_embedding_weights(config: Any) -> int:
+    """Return the number of weights of the embedding, the largest parameter."""
+    text = config.get_text_config()
+    return getattr(text, "vocab_size", 0) * getattr(text, "hidden_size", 0)
 
 
 def _uses_own_decoder(model: ModelFacts, policy: PolicyConfig) -> bool:
@@ -573,7 +592,7 @@ def _estimate_gpu_layer_bytes(config: Any, cfg: Config, sizes: BackwardSizes) ->
     projected, rotated = (heads + 2 * key_heads) * size, (heads + key_heads) * size
     inner, attended = _get_inner_size(config), heads * size
     values = rotated + attended + 2 * inner
-    if _shards_weights(cfg) and not cfg.policy.lora:  # else normed and gated values are computed again
+    if cfg.runtime.shards_weights and not cfg.policy.lora:  # else normed and gated values are computed again
         values += 2 * config.hidden_size + inner
     if _has_flash(config, dtype_bytes):
         # Flash attention keeps a copy of the keys and values of each row, and normalizers in fp32.
@@ -634,7 +653,7 @@ def _estimate_logits(model: ModelFacts, cfg: Config, tokens: float) -> float:
 def _count_sampled_rows(cfg: Config, processes: int) -> int:
     """Return the most rows that this process decodes at once, for training or for an evaluation."""
     a, e = cfg.algorithm, cfg.evaluate
-    if cfg.sampler.name == "vllm":
+    if cfg.sampler.uses_engine:
         return 0
     evaluated = (e.n or cfg.sampler.rows) * max(1, e.samples or e.k) // processes if e.every else 0
     return max(a.group_size, min(cfg.sampler.rows, max(a.prompts_per_step * a.group_size // processes, evaluated)))
@@ -661,23 +680,20 @@ def _estimate_sampling_weights(model: ModelFacts, cfg: Config) -> float:
     """Return the memory of weights that exist only while the native sampler samples: those that an engine gathers, and
     those that the CPU kernels have in a layout of their own."""
     weights, dtype_bytes = model.parameter_count / 1e9, _get_dtype_bytes(cfg.policy)
-    gathered = dtype_bytes * weights if _shards_weights(cfg) else 0.0
+    gathered = dtype_bytes * weights if cfg.runtime.shards_weights and not cfg.sampler.uses_engine else 0.0
     is_bf16 = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16"
     has_kernels = is_bf16 and _uses_own_decoder(model, cfg.policy) and _is_on_cpu(cfg)
     return gathered + (2 * weights if has_kernels else 0.0)
 
 
 def _estimate_vllm(model: ModelFacts, cfg: Config) -> dict[str, float]:
-    """Return the memory of vLLM on the trainer's device; empty without vLLM.
-
-    With servers and sampler.ahead, it is the memory of the pushed weights, which are kept for servers that restart.
-    """
+    """Return the memory of vLLM on the trainer's device; empty without vLLM, or with servers."""
     s = cfg.sampler
-    if s.name != "vllm" or (s.urls and not s.ahead):
+    if not s.uses_engine or s.urls:
         return {}
     merged = cfg.policy.lora > 0 and s.adapter == "merged"  # always in fp32
     weights = (4 if merged else _get_dtype_bytes(cfg.policy)) * model.parameter_count / 1e9
-    return {"pushed weights": weights} if s.urls else {"vLLM": weights + s.cache_gb + _VLLM_OVERHEAD_GB}
+    return {"vLLM": weights + s.cache_gb + _VLLM_OVERHEAD_GB}
 
 
 def estimate_reward_models(cfg: Config) -> dict[str, float]:

@@ -50,6 +50,7 @@ from pellucid.rewards.functions import check_signature, list_argument_names
 from pellucid.rewards.grading import collect_grader_notices, get_grading_task
 from pellucid.rewards.terms import get_reward_terms, is_function_term
 from pellucid.rollout import vllm, vllm_client
+from pellucid.rollout.sglang import SERVER_CLIENTS
 from pellucid.sandbox.values import InvalidResultError
 from pellucid.tasks.dataset import (
     Dataset,
@@ -95,7 +96,7 @@ _MIN_GPU_ROWS = 16
 """Below this many rows in a forward pass a GPU waits for the kernels of an update
 (docs/contributing/performance.md)."""
 _OTHER_ARITHMETIC_NOTE = (
-    'log-probs of sampler.name = "vllm" differ slightly from those of the update: algorithm.correction = "{}"'
+    'log-probs of sampler.name = "{}" differ slightly from those of the update: algorithm.correction = "{}"'
 )
 
 
@@ -125,7 +126,7 @@ def run_preflight_checks(cfg: Config, run_dir: Path) -> PreflightResult:
     if cfg.policy.load_in_4bit:
         load.check_bitsandbytes_installed()
     if cfg.sampler.urls:
-        vllm_client.check_servers(cfg.sampler.urls, cfg.sampler.timeout)
+        vllm_client.check_servers(cfg.sampler.urls, cfg.sampler.timeout, SERVER_CLIENTS[cfg.sampler.name])
     elif cfg.sampler.name == "vllm":
         vllm.check_vllm_installed()
     try:
@@ -276,7 +277,7 @@ def show_plan(
         table.add_row(f"[dim]{name}", escape(escape_controls(value)))
     rich.print(table)
     slow = {"float32": hardware.describe_missing_bf16, "float16": hardware.describe_slow_float16}.get(cfg.policy.dtype)
-    correction_note = _OTHER_ARITHMETIC_NOTE.format(a.correction) if cfg.sampler.name == "vllm" else ""
+    correction_note = _OTHER_ARITHMETIC_NOTE.format(cfg.sampler.name, a.correction) if cfg.sampler.uses_engine else ""
     print_notes(slow(device) if slow else "", correction_note, *find_inert_settings(a))
 
 

@@ -72,6 +72,7 @@ from pellucid.training.build import (
     Components,
     build_components,
     check_sampler,
+    convert_gguf_model,
     isolate_task_rewards,
     make_environments,
     make_evaluation_sampling,
@@ -249,6 +250,7 @@ class TrainingRun:
             stack.enter_context(hardware.use_deterministic_algorithms())
         self.policy = None  # frees the policy of an earlier iteration: memory may not suffice for two
         self.cfg = resolve_machine_settings(resolve_config(self.cfg))
+        convert_gguf_model(self.cfg)
         if self.prepare is None:
             self._check_preflight()
         if is_first_process():

@@ -1,0 +1,68 @@
+"""GSM8K by TRL: the job of recipes/gsm8k_laptop.toml, so that its time and its result can be compared with ours.
+
+    python benchmarks/gsm8k_trl.py --run runs/trl
+    python benchmarks/gsm8k.py --run runs/trl
+
+Model, prompts and their order, group size, tokens, adapter and optimizer are those of the recipe; settings may follow.
+The learning rate is constant, since TRL has no `desired_kl`; `--optimizer.lr` is the rate. Rewards come from the same
+function. Each step prints its seconds, and the last line the peak memory. The second command evaluates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from contender_trl import Job, Laps, clock, trainer
+from course import trl_job
+from gsm8k import RECIPE, list_data_flags
+from trl_setups import setup_of
+
+from pellucid.config import Config, build_config, parse_setting_flags, read_settings, resolve_config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=Path("runs/trl"))
+    parser.add_argument("--setup", default="trl-bf16", help="how TRL is set up: see trl_setups.py")
+    options, overrides = parser.parse_known_args()
+    if (options.run / "model").is_dir():
+        sys.exit(f"{options.run} is there already: give another --run, or remove it")
+    flags = parse_setting_flags([*map(str, list_data_flags()), *overrides])
+    job = make_job(resolve_config(build_config(read_settings(RECIPE), str(RECIPE), flags)))
+    laps, steps = Laps(), 0
+
+    def start_clock() -> None:
+        laps.began = clock()
+
+    def report_step(_: Any) -> bool:
+        nonlocal steps
+        steps += 1
+        seconds = clock() - laps.began
+        print(f"step {steps}  reward {laps.rewards:.3f}  {seconds:.1f} s, sampling {laps.generated:.1f} s", flush=True)
+        return True
+
+    grpo = trainer(job, setup_of(options.setup), laps, start_clock, report_step)
+    grpo.train()
+    model = grpo.accelerator.unwrap_model(grpo.model).merge_and_unload().to(torch.bfloat16)
+    model.save_pretrained(options.run / "model")
+    grpo.processing_class.save_pretrained(options.run / "model")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"peak memory {peak:.1f} GiB; {options.run / 'model'}")
+
+
+def make_job(cfg: Config) -> Job:
+    """Return the recipe's work, with the prompts of all steps."""
+    rows = cfg.algorithm.prompts_per_step * cfg.algorithm.group_size
+    if cfg.algorithm.micro_batch == "auto":
+        sys.exit("TRL cannot choose it: give --algorithm.micro_batch a number")
+    micro_batches = rows // cfg.algorithm.micro_batch
+    return trl_job(cfg)._replace(schedule="constant", pieces=micro_batches, lora=cfg.policy.lora)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Servers and ranks that are killed in the middle of a push: the others go on, or end with one line and are resumed."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_faults import complaint
+
+import sampler_process
+from forked import Forked
+from runs import launch, same_run
+from sampler_process import two
+
+SCRIPT = """
+import os
+import signal
+
+from pellucid import cli
+from pellucid.rollout import vllm_client
+from pellucid.rollout.vllm_client import SamplerClient
+
+VICTIM, TIME = os.environ["VICTIM"], int(os.environ["TIME"])
+RANK = os.environ["RANK"]
+vllm_client.MAX_PART_BYTES = 4000  # some ten parts
+request, gather, pushes, gathered = SamplerClient._request, vllm_client.gather_push_weights, [], []
+
+
+def die(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+def requested(client, method, path, *arguments, **settings):
+    if path.startswith("/weights/") and client.url == os.environ["URL"]:
+        _, _, version, part, _ = path.partition("?")[0].split("/")
+        if version not in pushes:
+            pushes.append(version)
+        if len(pushes) == TIME and part == "3":
+            if VICTIM == "rank 0":
+                die(os.getpid())
+            elif VICTIM.isdecimal():
+                die(int(VICTIM))
+    return request(client, method, path, *arguments, **settings)
+
+
+def gathering(*arguments):
+    gathered.append(None)
+    for i, weight in enumerate(gather(*arguments)):
+        if len(gathered) == TIME and i == 3 and VICTIM == f"rank {RANK}" != "rank 0":
+            die(os.getpid())
+        yield weight
+
+
+SamplerClient._request, vllm_client.gather_push_weights = requested, gathering
+if __name__ == "__main__":
+    cli.main()
+"""
+STEPS = ["--evaluate.every", 0, "--checkpoint.every", 1, "--log.no-tensorboard"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with two(sampler_process.__file__, "PORT", str(torch.get_num_threads())) as both:
+        yield both
+
+
+@pytest.fixture(autouse=True)
+def _all_run(pair):
+    for one in pair:
+        if one.process.poll() is not None:
+            one.start()
+
+
+def served(pair, engine, *more):
+    engine, _, stage = engine.partition("/")
+    settings = [*STEPS, "--runtime.engine", engine, *(["--runtime.zero-stage", stage] if stage else []), *more]
+    return [*settings, "--sampler.name", "vllm", "--sampler.timeout", 5, "--sampler.urls", *(one.url for one in pair)]
+
+
+@contextmanager
+def two_ranks(folder, victim, number, url, *arguments):
+    """The processes of a run, one of which kills a server, or itself, in its so-manyth push to this server."""
+    (folder / "pushes.py").write_text(SCRIPT)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    where |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    where |= {"VICTIM": str(victim), "TIME": str(number), "URL": url}
+    processes = []
+    for rank in range(2):
+        env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (folder / f"errors-{rank}").open("w") as errors, (folder / f"told-{rank}").open("w") as told:
+            command = [folder / "pushes.py", *arguments]
+            processes.append(Forked(*command, env=env, stdout=told, stderr=errors))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def ended(processes, seconds=120):
+    end = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        assert time.monotonic() < end, [process.poll() for process in processes]
+        time.sleep(0.1)
+    return [process.wait() for process in processes]
+
+
+ENGINES = ["ddp", "fsdp2", pytest.param("deepspeed/3", marks=pytest.mark.deepspeed)]
+
+
+@pytest.fixture(autouse=True)
+def _on_cpus(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DS_IGNORE_CUDA_DETECTION", "1")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.getbasetemp() / "extensions"))
+
+
+@pytest.fixture(scope="module")
+def whole(pair, tmp_path_factory):
+    """Runs that nothing disturbed, by their settings."""
+    made = {}
+
+    def run(recipe, engine, *more):
+        if (engine, *more) not in made:
+            made[engine, *more] = tmp_path_factory.mktemp("whole") / "run"
+            launch(2, recipe, "--run", made[engine, *more], *served(pair, engine, *more))
+        return made[engine, *more]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_server_that_is_killed_in_the_middle_of_a_push_costs_nothing_and_comes_back(
+    engine, pair, recipe, tmp_path, whole
+):
+    run_dir, right = tmp_path / "run", whole(recipe, engine, "--sampler.ahead", 0)
+    arguments = ["train", recipe, "--run", run_dir, *served(pair, engine)]
+    with two_ranks(tmp_path, pair[0].process.pid, 3, pair[0].url, *arguments) as processes:
+        assert pair[0].process.wait() != 0
+        pair[0].start()
+        assert ended(processes) == [0, 0]
+    told = (tmp_path / "told-0").read_text()
+    assert f"! {pair[0].url}: " in told
+    same_run(right, run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("rank", "ahead"), [(0, 0), (1, 0), (0, 1)])
+def test_a_rank_that_is_killed_in_the_middle_of_a_push_ends_the_others_with_one_line_and_the_run_goes_on(
+    rank, ahead, engine, pair, recipe, tmp_path, whole
+):
+    """Rank 0 while it sends a part of the weights, the other while it takes part in gathering them. Rollouts that ranks
+    have sampled ahead are in the checkpoint.
+    """
+    more = ["--sampler.ahead", ahead]
+    run_dir, right = tmp_path / "run", whole(recipe, engine, *more)
+    arguments = ["train", recipe, "--run", run_dir, *served(pair, engine, *more), "--runtime.timeout", 0.5]
+    with two_ranks(tmp_path, f"rank {rank}", 4, pair[0].url, *arguments) as processes:
+        statuses = ended(processes)
+    assert statuses[rank] == -9
+    assert statuses[1 - rank] == 1
+    line = complaint((tmp_path / f"errors-{1 - rank}").read_text())
+    assert f"(rank {rank})" in line
+    assert "--resume" in line
+    launch(2, "--resume", run_dir)
+    same_run(right, run_dir)
