@@ -25,11 +25,16 @@ from sampler_process import Plain
 WEIGHT_TRANSFER = "vllm.distributed.weight_transfer"
 
 
+KEPT = []
+"""All groups. The destructor of one waits for a pending broadcast, and no other thread can run meanwhile."""
+
+
 class Communicator:
     def __init__(self, host, port, rank, size):
         store = distributed.TCPStore(host, port, size, rank == 0, timedelta(seconds=20), use_libuv=False)
-        self.group = distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=3600))
+        self.group = distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
         self.store, self.disabled = store, False
+        KEPT.append((self.group, store))
 
     def broadcast(self, tensor, src, stream=None):
         if self.disabled:
@@ -41,7 +46,7 @@ class Communicator:
             time.sleep(0.001)
         try:
             work.wait()
-        except RuntimeError:  # the peer is dead, which gloo notices
+        except RuntimeError:  # gloo notices that the peer is dead, or has a limit of time
             while not self.disabled:
                 time.sleep(0.01)
 

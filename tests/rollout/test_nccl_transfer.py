@@ -230,7 +230,7 @@ def test_a_server_that_dies_or_hangs_in_a_transfer_is_lost_and_comes_back(policy
         start = time.monotonic()
         step(policy, 1e-2)
         sampler.sync(policy, 2)
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 60
         struck.join()
         first, second = sampler.engine.servers
         assert (first.is_up, second.is_up) == (False, True)
@@ -305,7 +305,7 @@ def test_a_transfer_that_takes_too_long_is_aborted_on_both_sides(policy, slow_ho
     start = time.monotonic()
     with pytest.raises(ServerLostError, match="a transfer over NCCL failed: "):
         client.push(get_push_weights(policy))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert slow_host.version == ""
     until_the_engine_has_failed(slow_host)
 
