@@ -128,6 +128,8 @@ def convert_gguf_model(cfg: Config) -> None:
         # Loading the model raises an error of this again, in all processes.
         with suppress(UserError), load.explain_policy_errors(p.model):
             if load.is_conversion_due(p.model):
+                if os.environ.get("WORLD_SIZE", "1") != "1":
+                    print_notes(f"{p.model} is converted to safetensors, once and whole; other processes wait")
                 load.locate_model(p.model)
         return ""
 
