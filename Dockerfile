@@ -13,7 +13,7 @@ RUN apt-get update \
     && useradd --create-home pellucid
 ENV PATH=/opt/pellucid/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
-# What changes seldom comes first: the layer with torch is kept when the code changes.
+# Layers that seldom change come first, so that the one with torch is kept when the code changes.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY constraints.txt /tmp/
 RUN pip install --constraint /tmp/constraints.txt --index-url "$TORCH_INDEX" torch \
