@@ -45,6 +45,7 @@ Answer = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("runs/gsm8k"))
+    parser.add_argument("--greedy-only", action="store_true", help="evaluate without the 8 samples: half the time")
     options, overrides = parser.parse_known_args()
     run, n = options.run, read_flag(overrides, "--evaluate.n")
     if changed := list_other_settings(run, overrides):
@@ -53,12 +54,17 @@ def main() -> None:
             " --run runs/NAME, or remove this one"
         )
     model = read_flag(overrides, "--policy.model") or read_settings(RECIPE)["policy"]["model"]
-    before = run.parent / f"{Path(model).name}-before{f'-{n}' if n else ''}"
-    answers = [evaluate_test_questions(model, before, n)]
+    sampled = not options.greedy_only
+    answers = [evaluate_test_questions(model, find_folder_before(run, model, n), n, sampled)]
     train(run, overrides)
     best = run / "model-best"
-    answers.append(evaluate_test_questions(str(best if best.is_dir() else run / "model"), run / "test", n))
+    answers.append(evaluate_test_questions(str(best if best.is_dir() else run / "model"), run / "test", n, sampled))
     print(make_table(answers[0], answers[1]))
+
+
+def find_folder_before(run: Path, model: str, n: str = "") -> Path:
+    """Return the folder of the evaluation before training, which the runs beside `run` share."""
+    return run.parent / f"{Path(model).name}-before{f'-{n}' if n else ''}"
 
 
 def list_other_settings(run: Path, overrides: Sequence[str]) -> list[str]:
@@ -81,16 +87,22 @@ def read_flag(flags: Sequence[str], name: str) -> str:
     return flags[flags.index(name) + 1] if name in flags[:-1] else ""
 
 
-def evaluate_test_questions(model: str, folder: Path, n: str) -> dict[str, list[Answer]]:
+def evaluate_test_questions(model: str, folder: Path, n: str, sampled: bool) -> dict[str, list[Answer]]:
     """Return the greedy and the sampled answers to test questions, from files if they are there."""
+    if not (folder / "greedy.jsonl").exists():
+        run_evaluation(model, folder / "greedy.jsonl", ["--evaluate.n", n or "0", "--evaluate.k", "0"])
+    if sampled and not (folder / "sampled.jsonl").exists():
+        flags = ["--evaluate.n", n or str(SAMPLED_QUESTIONS), "--evaluate.k", str(SAMPLES)]
+        run_evaluation(model, folder / "sampled.jsonl", flags)
+    return read_evaluation(folder)
+
+
+def read_evaluation(folder: Path) -> dict[str, list[Answer]]:
+    """Return the greedy and the sampled answers in a folder; no sampled ones if they were not asked for."""
     greedy, sampled = folder / "greedy.jsonl", folder / "sampled.jsonl"
-    if not greedy.exists():
-        run_evaluation(model, greedy, ["--evaluate.n", n or "0", "--evaluate.k", "0"])
-    if not sampled.exists():
-        run_evaluation(model, sampled, ["--evaluate.n", n or str(SAMPLED_QUESTIONS), "--evaluate.k", str(SAMPLES)])
     return {
         "greedy": [answer for answer in read_answers(greedy) if answer["drawn"] == "greedy"],
-        "sampled": [answer for answer in read_answers(sampled) if answer["drawn"] == "sample"],
+        "sampled": [a for a in (read_answers(sampled) if sampled.exists() else []) if a["drawn"] == "sample"],
     }
 
 
@@ -135,6 +147,8 @@ def make_table(before: dict[str, list[Answer]], after: dict[str, list[Answer]]) 
         rows.append(make_row(label, *([[float(measure(a)) for a in answers["greedy"]] for answers in (before, after)])))
     lengths = [fmean(answer["tokens"] for answer in answers["greedy"]) for answers in (before, after)]
     rows.append(f"| tokens of a greedy answer | {lengths[0]:.0f} | {lengths[1]:.0f} | |")
+    if not (before["sampled"] and after["sampled"]):
+        return "\n".join(rows)
     counts = [count_correct(answers["sampled"]) for answers in (before, after)]
     rows.append(f"| **{len(counts[0])} questions, {SAMPLES} samples of each** | | | |")
     rows.append(make_row("mean@8", *([correct / SAMPLES for correct in row] for row in counts)))

@@ -11,7 +11,9 @@ learning rate is constant, since desired_kl speaks of answers that the policy sa
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,28 +35,30 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=900_000, help="how many tokens of solutions are trained on")
     parser.add_argument("--solutions", type=int, default=64, help="per optimizer step")
     options, overrides = parser.parse_known_args()
-    flags = [
-        *map(str, list_data_flags()),
-        "--optimizer.desired_kl",
-        "0",
-        "--algorithm.objective",
-        "reinforce",
-        *overrides,
-    ]
+    own = ["--optimizer.desired_kl", "0", "--algorithm.objective", "reinforce"]
+    flags = [*map(str, list_data_flags()), *own, *overrides]
     settings = build_config(read_settings(RECIPE), str(RECIPE), parse_setting_flags(flags))
     cfg = resolve_config(resolve_machine_settings(settings))
     parts = build_components(cfg)
-    trained, step, start = 0, 0, time.monotonic()
-    while trained < options.tokens:
-        batch = collate(
-            [make_gold_group(parts.policy, prompt) for prompt in parts.task.sample(step, options.solutions)]
-        )
-        trained, step = trained + int(batch.action_mask.sum()), step + 1
-        metrics = update_policy(parts.policy, give_equal_advantages(batch), parts.runtime, cfg.algorithm)
-        print(
-            f"step {step}  {trained:,} tokens  loss {metrics['loss']:.3f}  {time.monotonic() - start:.0f} s", flush=True
-        )
+    options.run.mkdir(parents=True, exist_ok=True)
+    trained, step = 0, 0
+    with (options.run / "metrics.jsonl").open("w", encoding="utf-8") as lines:
+        while trained < options.tokens:
+            start = time.monotonic()
+            prompts = parts.task.sample(step, options.solutions)
+            batch = collate([make_gold_group(parts.policy, prompt) for prompt in prompts])
+            trained, step = trained + int(batch.action_mask.sum()), step + 1
+            metrics = update_policy(parts.policy, give_equal_advantages(batch), parts.runtime, cfg.algorithm)
+            seconds = time.monotonic() - start
+            print(f"step {step}  {trained:,} tokens  loss {metrics['loss']:.3f}  {seconds:.1f} s", flush=True)
+            record = {"step": step, "tokens": trained, "loss": metrics["loss"], "time/step": seconds}
+            lines.write(json.dumps({**record, "memory/peak_gb": read_peak_gb()}) + "\n")
+            lines.flush()
     parts.policy.save(options.run / "model", dtype=torch.bfloat16)
+
+
+def read_peak_gb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def give_equal_advantages(batch: Batch) -> Batch:

@@ -5,12 +5,13 @@
 
 Model, prompts and their order, group size, tokens, adapter and optimizer are those of the recipe; settings may follow.
 The learning rate is constant, since TRL has no `desired_kl`; `--optimizer.lr` is the rate. Rewards come from the same
-function. Each step prints its seconds, and the last line the peak memory. The second command evaluates.
+function. Each step is a line of metrics.jsonl, with its seconds and the peak memory. The second command evaluates.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import sys
 from pathlib import Path
@@ -42,17 +43,21 @@ def main() -> None:
     def report_step(_: Any) -> bool:
         nonlocal steps
         steps += 1
-        seconds = clock() - laps.began
+        seconds, peak = clock() - laps.began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         print(f"step {steps}  reward {laps.rewards:.3f}  {seconds:.1f} s, sampling {laps.generated:.1f} s", flush=True)
+        times = {"time/step": seconds, "time/generate": laps.generated, "memory/peak_gb": peak}
+        lines.write(json.dumps({"step": steps, "reward/mean": laps.rewards, "lr": job.lr, **times}) + "\n")
+        lines.flush()
         return True
 
-    grpo = trainer(job, setup_of(options.setup), laps, start_clock, report_step)
-    grpo.train()
+    options.run.mkdir(parents=True, exist_ok=True)
+    with (options.run / "metrics.jsonl").open("w", encoding="utf-8") as lines:
+        grpo = trainer(job, setup_of(options.setup), laps, start_clock, report_step)
+        grpo.train()
     model = grpo.accelerator.unwrap_model(grpo.model).merge_and_unload().to(torch.bfloat16)
     model.save_pretrained(options.run / "model")
     grpo.processing_class.save_pretrained(options.run / "model")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"peak memory {peak:.1f} GiB; {options.run / 'model'}")
+    print(options.run / "model")
 
 
 def make_job(cfg: Config) -> Job:

@@ -1,0 +1,170 @@
+"""What runs of benchmarks/gsm8k.py have shown: keeps it in small files, prints the tables, and draws the curves.
+
+    python benchmarks/gsm8k_results.py runs/gsm8k runs/chance --picture docs/pictures/gsm8k.svg
+
+Each run named is first copied into docs/studies/gsm8k, without its texts and tokens: its settings, its metrics, and a
+digit for each answer to a test question. Tables and curves are made from all runs in there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gsm8k import (
+    RECIPE,
+    ROOT,
+    SAMPLES,
+    count_correct,
+    find_folder_before,
+    format_estimate,
+    read_answers,
+    read_evaluation,
+)
+
+from pellucid.config import read_settings
+from pellucid.reporting.charts import Point, Series, draw_chart, join_charts, make_estimate_points, make_points
+from pellucid.study.bootstrap import estimate_interval
+from pellucid.training.evaluate import compute_pass_at_k, estimate_share
+
+KEPT = Path("docs/studies/gsm8k")
+BEFORE = "before"
+MEAN_OF = 5
+"""Steps in a point of the curve of rewards."""
+STYLES = ("first", "second", "third", "fourth", "layer")
+
+Marks = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path)
+    parser.add_argument("--kept", type=Path, default=KEPT)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    for run in options.runs:
+        keep_run(run, options.kept)
+    print(make_tables(options.kept))
+    if options.picture:
+        options.picture.write_text(join_charts(draw_charts(options.kept)), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- keeping
+
+
+def keep_run(run: Path, kept: Path) -> None:
+    """Copy what is small of a run, and of the evaluation before it, into a folder of `kept`."""
+    into = kept / run.name
+    into.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "metrics.jsonl", "evals.jsonl"):
+        if (run / name).exists():
+            text = (run / name).read_text(encoding="utf-8")
+            (into / name).write_text(text.replace(f"{ROOT}/", ""), encoding="utf-8")
+    keep_marks(run / "test", into)
+    keep_marks(find_folder_before(run, read_settings(RECIPE)["policy"]["model"]), kept / BEFORE)
+
+
+def keep_marks(evaluation: Path, into: Path) -> None:
+    """Write a digit for each greedy answer and question, in the order of the test file."""
+    if not (evaluation / "greedy.jsonl").exists():
+        return
+    answers = read_evaluation(evaluation)
+    greedy = answers["greedy"]
+    marks: Marks = {
+        "box": join_digits(answer["parts"].get("math", 0.0) for answer in greedy),
+        "number": join_digits(answer["parts"].get("numeric", 0.0) for answer in greedy),
+        "cut": join_digits(not answer["finished"] for answer in greedy),
+        "tokens": round(fmean(answer["tokens"] for answer in greedy), 1),
+        "sampled": join_digits(count_correct(answers["sampled"])),
+    }
+    into.mkdir(parents=True, exist_ok=True)
+    (into / "marks.json").write_text(json.dumps(marks, indent=1) + "\n", encoding="utf-8")
+
+
+def join_digits(values: Any) -> str:
+    return "".join(str(round(value)) for value in values)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def make_tables(kept: Path) -> str:
+    """Return the Markdown tables of test answers and of costs."""
+    evaluated = list_evaluated(kept)
+    before = evaluated[BEFORE]
+    title = f"{len(before['box']):,} test questions, greedy"
+    rows = [f"| {title} | in the box | more than before | last number | cut off | tokens |", "|---" * 6 + "|"]
+    for name, marks in evaluated.items():
+        gain = "" if name == BEFORE else format_estimate(compare(before["box"], marks["box"]), "+")
+        shares = [format_estimate(estimate_share(read_digits(marks[kind]))) for kind in ("box", "number", "cut")]
+        rows.append(f"| {name} | {shares[0]} | {gain} | {shares[1]} | {shares[2]} | {marks['tokens']:.0f} |")
+    sampled = {name: read_digits(marks["sampled"]) for name, marks in evaluated.items() if marks["sampled"]}
+    if sampled:
+        questions = len(next(iter(sampled.values())))
+        rows += ["", f"| {questions} test questions, {SAMPLES} samples of each | mean@8 | pass@8 |", "|---" * 3 + "|"]
+    for name, counts in sampled.items():
+        means = estimate_share([count / SAMPLES for count in counts])
+        passed = estimate_share([compute_pass_at_k(SAMPLES, SAMPLES, round(count)) for count in counts])
+        rows.append(f"| {name} | {format_estimate(means)} | {format_estimate(passed)} |")
+    rows += ["", "| | steps | hours of training | seconds per step | peak GB |", "|---" * 5 + "|"]
+    for run in list_runs(kept):
+        steps = read_answers(run / "metrics.jsonl")
+        seconds = [step["time/step"] for step in steps]
+        peak = max(step["memory/peak_gb"] for step in steps)
+        cells = f"{len(steps)} | {sum(seconds) / 3600:.2f} | {fmean(seconds):.0f} | {peak:.1f}"
+        rows.append(f"| {run.name} | {cells} |")
+    return "\n".join(rows)
+
+
+def list_runs(kept: Path) -> list[Path]:
+    return sorted(path.parent for path in kept.glob("*/metrics.jsonl"))
+
+
+def list_evaluated(kept: Path) -> dict[str, Marks]:
+    """Return the marks of each run by its name; the model before training comes first."""
+    names = sorted((path.parent.name for path in kept.glob("*/marks.json")), key=lambda name: (name != BEFORE, name))
+    return {name: json.loads((kept / name / "marks.json").read_text(encoding="utf-8")) for name in names}
+
+
+def compare(before: str, after: str) -> Any:
+    """Return the mean difference of the same questions with its interval."""
+    return estimate_interval([[b - a for a, b in zip(read_digits(before), read_digits(after), strict=True)]])
+
+
+def read_digits(digits: str) -> list[float]:
+    return [float(digit) for digit in digits]
+
+
+# ---------------------------------------------------------------- curves
+
+
+def draw_charts(kept: Path) -> list[str]:
+    """Draw held-out accuracy, rewards, and the size of the updates of all runs that have them."""
+    accuracies, rewards, sizes = list[Series](), list[Series](), list[Series]()
+    for run, style in zip(list_runs(kept), STYLES, strict=False):
+        steps = read_answers(run / "metrics.jsonl")
+        if (run / "evals.jsonl").exists():
+            points = make_estimate_points(read_answers(run / "evals.jsonl"), "greedy")
+            accuracies.append(Series(run.name, points, style))
+        rewards.append(Series(run.name, average_steps(steps, "reward/numeric"), style))
+        sizes.append(Series(run.name, average_steps(steps, "update/kl"), style))
+    return [
+        draw_chart("Held-out accuracy", "200 training questions that are not trained on, greedy", accuracies, (0,)),
+        draw_chart("Right answers in training", f"64 samples a step, means of {MEAN_OF} steps", rewards, (0,)),
+        draw_chart("Update KL", f"nats per token, means of {MEAN_OF} steps", sizes, (0,)),
+    ]
+
+
+def average_steps(steps: Sequence[Marks], name: str) -> list[Point]:
+    """Return a point for each MEAN_OF steps with the mean of a metric; none if the run does not have it."""
+    points = make_points(steps, name)
+    pools = [points[i : i + MEAN_OF] for i in range(0, len(points), MEAN_OF)]
+    return [Point(pool[-1].x, fmean(point.y for point in pool)) for pool in pools]
+
+
+if __name__ == "__main__":
+    main()
