@@ -1,16 +1,17 @@
-"""What runs of benchmarks/gsm8k.py have shown: keeps it in small files, prints the tables, and draws the curves.
+"""Keeps the results of benchmarks/gsm8k.py in small files, prints their tables, and draws their curves.
 
     python benchmarks/gsm8k_results.py runs/gsm8k runs/chance --picture docs/pictures/gsm8k.svg
 
 Each run named is first copied into docs/studies/gsm8k, without its texts and tokens: its settings, its metrics, and a
-digit for each answer to a test question. Tables and curves are made from all runs in there.
+digit for each answer to a test question. The tables have all runs kept there, the picture those that are named.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,11 +31,12 @@ from pellucid.config import read_settings
 from pellucid.reporting.charts import Point, Series, draw_chart, join_charts, make_estimate_points, make_points
 from pellucid.study.bootstrap import estimate_interval
 from pellucid.training.evaluate import compute_pass_at_k, estimate_share
+from pellucid.types import Estimate
 
 KEPT = Path("docs/studies/gsm8k")
 BEFORE = "before"
 MEAN_OF = 5
-"""Steps in a point of the curve of rewards."""
+"""Steps in a point of a curve."""
 STYLES = ("first", "second", "third", "fourth", "layer")
 
 Marks = dict[str, Any]
@@ -46,11 +48,15 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, default=KEPT)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
+    if options.picture and not 0 < len(options.runs) <= len(STYLES):
+        parser.error(f"--picture draws the runs that are named, {len(STYLES)} at most")
     for run in options.runs:
         keep_run(run, options.kept)
     print(make_tables(options.kept))
     if options.picture:
-        options.picture.write_text(join_charts(draw_charts(options.kept)), encoding="utf-8")
+        options.picture.write_text(
+            join_charts(draw_charts([options.kept / run.name for run in options.runs])), encoding="utf-8"
+        )
 
 
 # ---------------------------------------------------------------- keeping
@@ -85,7 +91,7 @@ def keep_marks(evaluation: Path, into: Path) -> None:
     (into / "marks.json").write_text(json.dumps(marks, indent=1) + "\n", encoding="utf-8")
 
 
-def join_digits(values: Any) -> str:
+def join_digits(values: Iterable[float]) -> str:
     return "".join(str(round(value)) for value in values)
 
 
@@ -95,6 +101,8 @@ def join_digits(values: Any) -> str:
 def make_tables(kept: Path) -> str:
     """Return the Markdown tables of test answers and of costs."""
     evaluated = list_evaluated(kept)
+    if BEFORE not in evaluated:
+        sys.exit(f"{kept} has no test answers of the model before training: evaluate a run with benchmarks/gsm8k.py")
     before = evaluated[BEFORE]
     title = f"{len(before['box']):,} test questions, greedy"
     rows = [f"| {title} | in the box | more than before | last number | cut off | tokens |", "|---" * 6 + "|"]
@@ -130,7 +138,7 @@ def list_evaluated(kept: Path) -> dict[str, Marks]:
     return {name: json.loads((kept / name / "marks.json").read_text(encoding="utf-8")) for name in names}
 
 
-def compare(before: str, after: str) -> Any:
+def compare(before: str, after: str) -> Estimate:
     """Return the mean difference of the same questions with its interval."""
     return estimate_interval([[b - a for a, b in zip(read_digits(before), read_digits(after), strict=True)]])
 
@@ -142,10 +150,10 @@ def read_digits(digits: str) -> list[float]:
 # ---------------------------------------------------------------- curves
 
 
-def draw_charts(kept: Path) -> list[str]:
-    """Draw held-out accuracy, rewards, and the size of the updates of all runs that have them."""
+def draw_charts(runs: Sequence[Path]) -> list[str]:
+    """Draw held-out accuracy, right answers, and the size of the updates of the runs that have them."""
     accuracies, rewards, sizes = list[Series](), list[Series](), list[Series]()
-    for run, style in zip(list_runs(kept), STYLES, strict=False):
+    for run, style in zip(runs, STYLES, strict=False):
         steps = read_answers(run / "metrics.jsonl")
         if (run / "evals.jsonl").exists():
             points = make_estimate_points(read_answers(run / "evals.jsonl"), "greedy")
@@ -154,7 +162,7 @@ def draw_charts(kept: Path) -> list[str]:
         sizes.append(Series(run.name, average_steps(steps, "update/kl"), style))
     return [
         draw_chart("Held-out accuracy", "200 training questions that are not trained on, greedy", accuracies, (0,)),
-        draw_chart("Right answers in training", f"64 samples a step, means of {MEAN_OF} steps", rewards, (0,)),
+        draw_chart("Right answers in training", f"share of the samples, means of {MEAN_OF} steps", rewards, (0,)),
         draw_chart("Update KL", f"nats per token, means of {MEAN_OF} steps", sizes, (0,)),
     ]
 
