@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -417,10 +417,6 @@ class EvalCommand:
             _check_recipe_trust(source, self.settings)
         cfg = config.load_config(source, self.settings)
         model = run_files.locate_trained_model(self.model)
-        if run_dir and run_files.has_merged_adapter(run_dir):
-            if "dtype" not in config.parse_setting_flags(self.settings).get("policy", {}):
-                cfg = replace(cfg, policy=replace(cfg.policy, dtype="float32"))
-            run_files.warn_about_rounding(cfg.policy.dtype)
         with handle_stop_signals(exit_immediately), pause_garbage_collection():
             from pellucid.training import run  # noqa: PLC0415 - as in TrainCommand
 

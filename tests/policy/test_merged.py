@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import peft
 import pytest
 import torch
@@ -9,17 +11,21 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pellucid
-from conftest import character_tokenizer
+from conftest import CountDigits, character_tokenizer
+from pellucid.algorithm.batch import collate
 from pellucid.policy import policy
 from pellucid.policy.load import add_adapter, copy_model, locate_model
+from pellucid.policy.lora import save_adapter
 from pellucid.policy.policy import Policy
 from pellucid.reporting.run_files import find_run_dir
-from pellucid.rollout.vllm import VLLMSampler
+from pellucid.rollout.select import choose_sampler
+from pellucid.rollout.vllm import VLLMSampler, get_push_weights
 from pellucid.rollout.vllm_client import ServerPool
 from pellucid.serve import api
 from pellucid.serve.command import ServeCommand
 from pellucid.serve.vllm_server import EngineHost
 from pellucid.training import run as exam
+from pellucid.types import Sampling
 from runs import answered, train
 from sampler_process import Plain, served, tiny_policy
 from tiny_families import checkpoint
@@ -78,6 +84,28 @@ def test_the_saved_model_has_the_whole_update(dtype, narrow, tmp_path):
     assert {n for n, x in saved.state_dict().items() if not torch.equal(x, base[n].float())} == set(update_of(adapted))
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own, of fused experts
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_saved_adapter_is_separated_from_the_model_it_was_merged_into(name, tmp_path):
+    """To the bits of base and adapter, so that our decoder in bf16 has the log-probs of training."""
+    checkpoint(name, tmp_path / "base")
+    adapted = policy.load_policy(str(tmp_path / "base"), CPU, BF16, 1.0, lora_rank=2)
+    step(adapted)
+    adapted.save(tmp_path / "model")
+    save_adapter(adapted.adapter, adapted.trainable(), tmp_path / "adapter")
+    frozen = policy.load_frozen_policy(str(tmp_path / "model"), CPU, BF16, 1.0, merged_adapter=tmp_path / "adapter")
+    expected, found = adapted.model.state_dict(), frozen.model.state_dict()
+    assert expected.keys() == found.keys()
+    for key, x in found.items():
+        assert torch.equal(x.to(expected[key]), expected[key]), key
+    sampler, _ = choose_sampler("native", 8, adapted)
+    sampler.sync(adapted)
+    torch.testing.assert_close(get_push_weights(frozen), get_push_weights(adapted), rtol=0, atol=0)
+    batch = collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)))
+    if adapted.decoder:  # transformers' modules multiply by other weights than our decoder: those in fp32
+        assert torch.equal(frozen.score(batch).logprobs, adapted.score(batch).logprobs)
+
+
 @pytest.mark.slow
 def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, monkeypatch):
     settings = {"lora": 2, "policy_dtype": "bfloat16", "evaluate_every": 0, "steps": 2, "optimizer_lr": 1e-4}
@@ -94,13 +122,24 @@ def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, m
         assert {x.dtype for x in found.values()} == {torch.float32}, name
         for key, x in found.items():
             torch.testing.assert_close(x, expected[key], rtol=0, atol=1e-7, msg=f"{name}: {key}")
-    assert api.load_served_model(ServeCommand((str(run.folder),), device="cpu")).policy.dtype == torch.float32
-    dtypes = []
-    monkeypatch.setattr(exam, "evaluate_model", lambda cfg, *_: dtypes.append(cfg.policy.dtype) or 0)
+    loaded = [api.load_served_model(ServeCommand((str(run.folder),), device="cpu", dtype="bfloat16")).policy]
+    load = exam.load_frozen_policy
+    monkeypatch.setattr(exam, "load_frozen_policy", lambda *a, **named: loaded.append(load(*a, **named)) or loaded[-1])
+    assert answered("export", run.folder) == 0
+    for model in (run.folder, run.folder / "model", run.folder / "exported"):
+        assert answered("eval", model, "--policy.dtype", "bfloat16") == 0
+    assert len(loaded) == 4
+    for frozen in loaded:
+        assert frozen.dtype == BF16
+        for key, x in frozen.build_merged_model({}, CPU).state_dict().items():
+            torch.testing.assert_close(x, expected[key], rtol=0, atol=1e-7)
     capsys.readouterr()
-    assert answered("eval", run.folder) == answered("eval", run.folder, "--policy.dtype", "bfloat16") == 0
-    assert dtypes == ["float32", "bfloat16"]
-    assert capsys.readouterr().out.count("! bfloat16 rounds most of the merged LoRA update away") == 1
+    shutil.rmtree(run.folder / "adapter")
+    assert answered("eval", run.folder, "--policy.dtype", "bfloat16") == 0
+    assert "adapter is missing: only dtype float32 keeps all" in capsys.readouterr().out
+    assert answered("eval", run.folder, "--policy.dtype", "float32") == 0
+    assert "is missing" not in capsys.readouterr().out
+    assert [policy.adapter for policy in loaded[4:]] == [None, None]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -60,6 +61,23 @@ def merge_adapter_weights(model: PreTrainedModel, weights: Mapping[str, Tensor])
         if name != "base_layer":
             setattr(model.get_submodule(parent), name, cast(Any, layer).get_base_layer())
     return model
+
+
+def separate_adapter(model: PreTrainedModel, folder: Path) -> Any:
+    """Restore base and adapter of an fp32 model into which the saved adapter in a folder was merged.
+
+    A base that was rounded to half precision before the merge is restored exactly by rounding it again.
+    """
+    peft = import_extra("peft", "lora", "policy.lora")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft reads it
+        adapter = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # as a sampler looks for it
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            layer = cast(Any, module)
+            layer.merged_adapters.append("default")
+            layer.unmerge()
+    return adapter
 
 
 def save_adapter(adapter: Any, weights: Mapping[str, Tensor], folder: Path) -> None:

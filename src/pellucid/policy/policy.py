@@ -35,7 +35,13 @@ from pellucid.policy.chat_template import (
 )
 from pellucid.policy.load import copy_model, is_quantized
 from pellucid.policy.logprobs import LMHead
-from pellucid.policy.lora import add_matching_adapter, find_adapter_fault, merge_adapter_weights, set_base_name
+from pellucid.policy.lora import (
+    add_matching_adapter,
+    find_adapter_fault,
+    merge_adapter_weights,
+    separate_adapter,
+    set_base_name,
+)
 from pellucid.policy.scorer import HiddenStateModel, Scorer, check_lm_head
 from pellucid.policy.stored_weights import StoredWeights
 from pellucid.policy.text import TokenBytes, strip_eos
@@ -376,6 +382,7 @@ def load_frozen_policy(
     access: ModelAccess = DEFAULT_ACCESS,
     keep_fp32: bool = False,
     leave_weights_in_files: bool = False,
+    merged_adapter: Path | None = None,
 ) -> Policy:
     """Load a reference, or a model to evaluate, without gradient. The other arguments are those of `load_policy`.
 
@@ -383,6 +390,8 @@ def load_frozen_policy(
 
     Args:
         keep_fp32: keep matrices in fp32, for `Policy.update_weights` or for an engine that takes one dtype only.
+        merged_adapter: the folder of an adapter that was merged into this model in fp32. They are separated, as in
+            training: rounding their sum to `dtype` would lose most of the adapter.
     """
     stored_weights = StoredWeights()
     if leave_weights_in_files:
@@ -392,6 +401,7 @@ def load_frozen_policy(
     else:
         model, tokenizer = load.load_pretrained(name, torch.float32, template, access)
     model.requires_grad_(False)
+    adapter = separate_adapter(model, merged_adapter) if merged_adapter else None
     if stored_weights:
         stored_weights.move_placeholders(model, device)
         return Policy(model, tokenizer, dtype, temperature, engine=engine, stored_weights=stored_weights)
@@ -399,7 +409,7 @@ def load_frozen_policy(
     if not (keep_fp32 or by_transformers):
         load.cast_matrices(model, dtype, device)
     load.move_to_device(model, device)
-    return Policy(model, tokenizer, dtype, temperature, engine=engine)
+    return Policy(model, tokenizer, dtype, temperature, adapter=adapter, engine=engine)
 
 
 LORA_REFERENCE_ERROR = (

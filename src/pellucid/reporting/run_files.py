@@ -68,19 +68,21 @@ def describe_best_model(run_dir: Path) -> str:
     return f"{run_dir / BEST_MODEL_DIR} ({best.describe()})"
 
 
-def has_merged_adapter(run_dir: Path) -> bool:
-    """Whether the model of a run is a base into which a LoRA adapter was merged in fp32.
+def find_merged_adapter(model: str) -> Path | None:
+    """Return the folder of the LoRA adapter that was merged in fp32 into a model of a run; None if there is none.
 
-    In bfloat16 or float16, most of what was learned is rounded away.
+    Print a warning if it is missing: if the merged weights are rounded to bfloat16 or float16, most of a LoRA update is
+    lost.
     """
-    policy = read_config(run_dir).get("policy") or {}
-    return bool(policy.get("lora")) and policy.get("save_dtype", "float32") == "float32"
-
-
-def warn_about_rounding(dtype: str) -> None:
-    """Print a warning if this dtype rounds a merged adapter away."""
-    if dtype in ("bfloat16", "float16"):
-        print(f"! {dtype} rounds most of the merged LoRA update away: float32 keeps all of it", flush=True)
+    path = Path(model)
+    policy = (read_config(path.parent).get("policy") or {}) if path.is_dir() and find_run_dir(str(path.parent)) else {}
+    if not policy.get("lora") or policy.get("save_dtype", "float32") != "float32":
+        return None
+    folder = (path.parent if path.name == "model" else path) / "adapter"
+    if folder.is_dir():
+        return folder
+    print(f"! {folder} is missing: only dtype float32 keeps all that the adapter in {path} learned", flush=True)
+    return None
 
 
 def read_config(run_dir: Path) -> Record:

@@ -21,6 +21,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import torch
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp
@@ -349,12 +350,9 @@ def _load_served_policy(options: ServeCommand, model: str, run: Path | None, set
     notes = (access.format_warning(options.model), *(collect_grader_notices(settings.task) if settings else ()))
     for note in filter(None, notes):
         print(escape_controls(f"! {note}"), flush=True)
-    dtype_name = options.dtype
-    if run and run_files.has_merged_adapter(run):
-        dtype_name = "float32" if dtype_name == "auto" else dtype_name
-        run_files.warn_about_rounding(dtype_name)
-    dtype = hardware.pick_dtype(dtype_name, device)
-    policy = load_frozen_policy(model, device, dtype, temperature=1.0, access=access)
+    dtype = hardware.pick_dtype(options.dtype, device)
+    adapter = None if dtype == torch.float32 else run_files.find_merged_adapter(model)
+    policy = load_frozen_policy(model, device, dtype, temperature=1.0, access=access, merged_adapter=adapter)
     if fault := find_decode_fault(policy):
         kind = type(policy.model).__name__
         raise UserError(f"{options.model}: {kind} cannot be served with continuous batching: {fault}")

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import rich
+import torch
 from accelerate.utils import set_seed
 
 from pellucid import __version__
@@ -61,6 +62,7 @@ from pellucid.reporting.run_files import (
     BEST_MODEL_DIR,
     Record,
     describe_best_model,
+    find_merged_adapter,
     list_checkpoints,
     read_best_model_step,
     read_evaluations,
@@ -675,7 +677,14 @@ def evaluate_model(cfg: Config, model: str, access: ModelAccess, show: int, outp
     task = with_split(cfg.task, "test")
     check_reward_signatures(cfg, sample_held_out_prompts(task, cfg.evaluate.n))
     policy = load_frozen_policy(
-        model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, make_template(cfg.policy), access
+        model,
+        device,
+        dtype,
+        cfg.sampler.temperature,
+        cfg.policy.engine,
+        make_template(cfg.policy),
+        access,
+        merged_adapter=None if dtype == torch.float32 else find_merged_adapter(model),
     )
     check_prompts(cfg, policy.tokenizer, policy.context_length, policy.vocabulary_size, ("test",))
     prompts = sample_held_out_prompts(task, cfg.evaluate.n)  # without the rows that `check_prompts` marked as bad
