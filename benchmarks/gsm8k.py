@@ -3,10 +3,12 @@
     python benchmarks/gsm8k.py --run runs/gsm8k
     python benchmarks/gsm8k.py --run runs/chance --task.rewards.0.name benchmarks/gsm8k_rewards.py:reward_chance
 
-It trains by recipes/gsm8k_laptop.toml on questions of GSM8K's training file; settings may follow. The test file is
-asked before and after: all questions greedily, and 8 samples of each of the first 200. `--evaluate.n 16` asks 16
-questions everywhere. The command can be repeated: it skips finished parts, resumes an interrupted run, and refuses a
-finished run with other settings. Runs in one folder share the figures before training.
+Training has two phases: some supervised steps on solutions of GSM8K's training file (benchmarks/gsm8k_supervised.py),
+then GRPO by recipes/gsm8k_laptop.toml; settings of the recipe may follow, and `--policy.model` takes the place of the
+supervised phase. The test file is asked before and after each phase: all questions greedily, and 8 samples of each of
+the first 200. `--evaluate.n 16` asks 16 questions everywhere. The command can be repeated: it skips finished parts,
+resumes an interrupted run, and refuses a finished run with other settings. Runs in one folder share the supervised
+phase and the figures before GRPO.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ SAMPLES = 8
 EVALUATION_TOKENS = 512
 """The longest answer in an evaluation, more than in training, so that learning to be brief alone gains little."""
 
+START, START_TOKENS = "start", 100_000
+"""The folder of the supervised phase, beside the run, and on how many tokens of solutions it trains."""
+START_FLAGS = ("--optimizer.lr", "2e-4")
+
 CHOSEN = ("policy.device", "policy.dtype", "policy.revision", "algorithm.micro_batch", "sampler.rows")
 """Settings that a run may choose by itself, and that do not change what is learned."""
 
@@ -46,30 +52,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("runs/gsm8k"))
     parser.add_argument("--greedy-only", action="store_true", help="evaluate without the 8 samples: half the time")
+    parser.add_argument("--start-tokens", type=int, default=START_TOKENS, help="of solutions, in the supervised phase")
     options, overrides = parser.parse_known_args()
-    run, n = options.run, read_flag(overrides, "--evaluate.n")
+    run, n, sampled = options.run, read_flag(overrides, "--evaluate.n"), not options.greedy_only
+    start = run.parent / (START if options.start_tokens == START_TOKENS else f"{START}-{options.start_tokens}")
+    models = {"as it comes": read_flag(overrides, "--policy.model")}
+    if not models["as it comes"]:
+        models = {"as it comes": read_settings(RECIPE)["policy"]["model"], "after the supervised steps": str(start)}
+        overrides += ["--policy.model", str(start / "model")]
     if changed := list_other_settings(run, overrides):
         sys.exit(
             f"{run} is a finished run with other settings ({', '.join(changed)}): give the new one a folder of its own,"
             " --run runs/NAME, or remove this one"
         )
-    model = read_flag(overrides, "--policy.model") or read_settings(RECIPE)["policy"]["model"]
-    sampled = not options.greedy_only
-    answers = [evaluate_test_questions(model, find_folder_before(run, model, n), n, sampled)]
+    answers = {}
+    for label, model in models.items():
+        if model == str(start):
+            train_supervised(start, options.start_tokens)
+        answers[label] = evaluate_test_questions(model, find_folder_before(run, model, n), n, sampled)
     train(run, overrides)
     best = run / "model-best"
-    answers.append(evaluate_test_questions(str(best if best.is_dir() else run / "model"), run / "test", n, sampled))
-    print(make_table(answers[0], answers[1]))
+    answers["after GRPO"] = evaluate_test_questions(str(best if best.is_dir() else run), run / "test", n, sampled)
+    print(make_table(answers))
 
 
 def find_folder_before(run: Path, model: str, n: str = "") -> Path:
-    """Return the folder of the evaluation before training, which the runs beside `run` share."""
+    """Return the folder of an evaluation before GRPO, which the runs beside `run` share."""
     return run.parent / f"{Path(model).name}-before{f'-{n}' if n else ''}"
 
 
 def list_other_settings(run: Path, overrides: Sequence[str]) -> list[str]:
-    """Return what a finished run was trained or evaluated with in place of what is asked for; empty if nothing is."""
-    if not (run / "model").is_dir() or not (run / "config.json").exists():
+    """Return what a finished run was trained or evaluated with in place of what is asked for; empty if nothing is.
+
+    Models of the other scripts, which have no evaluations, are compared as they are.
+    """
+    if not (run / "model").is_dir() or not (run / "evals.jsonl").exists():
         return []
     recorded = json.loads((run / "config.json").read_text(encoding="utf-8"))
     flags = [*map(str, list_data_flags()), *overrides]
@@ -132,27 +149,38 @@ def train(run: Path, overrides: Sequence[str]) -> None:
         subprocess.run([*command, RECIPE, "--run", run, *list_data_flags(), *overrides], check=True)
 
 
+def train_supervised(run: Path, tokens: int) -> None:
+    if not (run / "model").is_dir():
+        command = [sys.executable, Path(__file__).with_name("gsm8k_supervised.py"), "--run", run]
+        subprocess.run([*command, "--tokens", str(tokens), *START_FLAGS], check=True)
+
+
 # ---------------------------------------------------------------- the table
 
 
-def make_table(before: dict[str, list[Answer]], after: dict[str, list[Answer]]) -> str:
-    """Return the Markdown table of all figures before and after, and of their differences question by question."""
+def make_table(models: dict[str, dict[str, list[Answer]]]) -> str:
+    """Return the Markdown table of all figures of some models, and of the differences that the last phase made.
+
+    Differences are computed question by question.
+    """
     greedy: dict[str, Callable[[Answer], float]] = {
         "greedy, in the box": lambda answer: answer["parts"].get("math", 0.0),
         "greedy, the last number": lambda answer: answer["parts"].get("numeric", 0.0),
         "greedy answers cut off": lambda answer: not answer["finished"],
     }
-    rows = [f"| {len(before['greedy']):,} test questions | before | after | difference |", "|---|---|---|---|"]
+    columns = list(models.values())
+    title = f"{len(columns[0]['greedy']):,} test questions"
+    rows = [f"| {title} | {' | '.join(models)} | gain of the last phase |", "|---" * (len(models) + 2) + "|"]
     for label, measure in greedy.items():
-        rows.append(make_row(label, *([[float(measure(a)) for a in answers["greedy"]] for answers in (before, after)])))
-    lengths = [fmean(answer["tokens"] for answer in answers["greedy"]) for answers in (before, after)]
-    rows.append(f"| tokens of a greedy answer | {lengths[0]:.0f} | {lengths[1]:.0f} | |")
-    if not (before["sampled"] and after["sampled"]):
+        rows.append(make_row(label, [[float(measure(a)) for a in answers["greedy"]] for answers in columns]))
+    lengths = [f"{fmean(answer['tokens'] for answer in answers['greedy']):.0f}" for answers in columns]
+    rows.append(f"| tokens of a greedy answer | {' | '.join(lengths)} | |")
+    if not all(answers["sampled"] for answers in columns):
         return "\n".join(rows)
-    counts = [count_correct(answers["sampled"]) for answers in (before, after)]
-    rows.append(f"| **{len(counts[0])} questions, {SAMPLES} samples of each** | | | |")
-    rows.append(make_row("mean@8", *([correct / SAMPLES for correct in row] for row in counts)))
-    rows.append(make_row("pass@8", *([compute_pass_at_k(SAMPLES, SAMPLES, c) for c in row] for row in counts)))
+    counts = [count_correct(answers["sampled"]) for answers in columns]
+    rows.append(f"| **{len(counts[0])} questions, {SAMPLES} samples of each** |{' |' * (len(models) + 1)}")
+    rows.append(make_row("mean@8", [[correct / SAMPLES for correct in row] for row in counts]))
+    rows.append(make_row("pass@8", [[compute_pass_at_k(SAMPLES, SAMPLES, c) for c in row] for row in counts]))
     return "\n".join(rows)
 
 
@@ -162,10 +190,10 @@ def count_correct(answers: Sequence[Answer]) -> list[int]:
     return [sum(values[i : i + SAMPLES]) for i in range(0, len(values), SAMPLES)]
 
 
-def make_row(label: str, before: Sequence[float], after: Sequence[float]) -> str:
-    """Return a row: both shares, and the mean difference of the same questions, with intervals."""
-    difference = estimate_interval([[b - a for a, b in zip(before, after, strict=True)]])
-    cells = [format_estimate(estimate_share(before)), format_estimate(estimate_share(after))]
+def make_row(label: str, columns: Sequence[Sequence[float]]) -> str:
+    """Return a row: the shares of all models, and the mean difference of the last two, with intervals."""
+    difference = estimate_interval([[b - a for a, b in zip(*columns[-2:], strict=True)]])
+    cells = [format_estimate(estimate_share(values)) for values in columns]
     return f"| {label} | {' | '.join(cells)} | {format_estimate(difference, '+')} |"
 
 

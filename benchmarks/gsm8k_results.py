@@ -20,6 +20,7 @@ from gsm8k import (
     RECIPE,
     ROOT,
     SAMPLES,
+    START,
     count_correct,
     find_folder_before,
     format_estimate,
@@ -35,6 +36,7 @@ from pellucid.types import Estimate
 
 KEPT = Path("docs/studies/gsm8k")
 BEFORE = "before"
+"""The model as it comes; `START` is the one after the supervised phase, with which GRPO starts."""
 MEAN_OF = 5
 """Steps in a point of a curve."""
 STYLES = ("first", "second", "third", "fourth", "layer")
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def keep_run(run: Path, kept: Path) -> None:
-    """Copy what is small of a run, and of the evaluation before it, into a folder of `kept`."""
+    """Copy what is small of a run, and of the evaluations before it, into a folder of `kept`."""
     into = kept / run.name
     into.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "metrics.jsonl", "evals.jsonl"):
@@ -72,6 +74,7 @@ def keep_run(run: Path, kept: Path) -> None:
             (into / name).write_text(text.replace(f"{ROOT}/", ""), encoding="utf-8")
     keep_marks(run / "test", into)
     keep_marks(find_folder_before(run, read_settings(RECIPE)["policy"]["model"]), kept / BEFORE)
+    keep_marks(find_folder_before(run, START), kept / START)
 
 
 def keep_marks(evaluation: Path, into: Path) -> None:
@@ -103,11 +106,11 @@ def make_tables(kept: Path) -> str:
     evaluated = list_evaluated(kept)
     if BEFORE not in evaluated:
         sys.exit(f"{kept} has no test answers of the model before training: evaluate a run with benchmarks/gsm8k.py")
-    before = evaluated[BEFORE]
-    title = f"{len(before['box']):,} test questions, greedy"
-    rows = [f"| {title} | in the box | more than before | last number | cut off | tokens |", "|---" * 6 + "|"]
+    compared = START if START in evaluated else BEFORE
+    title = f"{len(evaluated[BEFORE]['box']):,} test questions, greedy"
+    rows = [f"| {title} | in the box | more than {compared} | last number | cut off | tokens |", "|---" * 6 + "|"]
     for name, marks in evaluated.items():
-        gain = "" if name == BEFORE else format_estimate(compare(before["box"], marks["box"]), "+")
+        gain = "" if name == compared else format_estimate(compare(evaluated[compared]["box"], marks["box"]), "+")
         shares = [format_estimate(estimate_share(read_digits(marks[kind]))) for kind in ("box", "number", "cut")]
         rows.append(f"| {name} | {shares[0]} | {gain} | {shares[1]} | {shares[2]} | {marks['tokens']:.0f} |")
     sampled = {name: read_digits(marks["sampled"]) for name, marks in evaluated.items() if marks["sampled"]}
@@ -133,8 +136,9 @@ def list_runs(kept: Path) -> list[Path]:
 
 
 def list_evaluated(kept: Path) -> dict[str, Marks]:
-    """Return the marks of each run by its name; the model before training comes first."""
-    names = sorted((path.parent.name for path in kept.glob("*/marks.json")), key=lambda name: (name != BEFORE, name))
+    """Return the marks of each run by its name; the models before GRPO come first."""
+    names = (path.parent.name for path in kept.glob("*/marks.json"))
+    names = sorted(names, key=lambda name: (name != BEFORE, name != START, name))
     return {name: json.loads((kept / name / "marks.json").read_text(encoding="utf-8")) for name in names}
 
 

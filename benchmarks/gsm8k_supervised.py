@@ -1,11 +1,12 @@
 """Supervised training on GSM8K's own solutions, to compare with what a reward teaches: the same loss without a reward.
 
-    python benchmarks/gsm8k_supervised.py --run runs/supervised --tokens 900000
+    python benchmarks/gsm8k_supervised.py --run runs/supervised --tokens 900000 --optimizer.lr 2e-4
     python benchmarks/gsm8k.py --run runs/supervised
 
-The model, its adapter and the optimizer are those of recipes/gsm8k_laptop.toml; settings may follow. The loss is the
-mean negative log-likelihood of the solutions' tokens, which is the objective `reinforce` with an advantage of 1. The
-learning rate is constant, since desired_kl speaks of answers that the policy sampled. The second command evaluates.
+It is also the first phase of benchmarks/gsm8k.py. The model, its adapter and the optimizer are those of
+recipes/gsm8k_laptop.toml; settings may follow. The loss is the mean negative log-likelihood of the solutions' tokens,
+which is the objective `reinforce` with an advantage of 1. The learning rate is constant, since desired_kl speaks of
+answers that the policy sampled. The second command evaluates.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from gsm8k import RECIPE, list_data_flags
 
 from pellucid.algorithm.batch import Batch, collate
 from pellucid.algorithm.grpo import update_policy
-from pellucid.config import build_config, parse_setting_flags, read_settings, resolve_config
+from pellucid.config import Config, build_config, parse_setting_flags, read_settings, resolve_config
+from pellucid.policy.lora import save_adapter
 from pellucid.policy.policy import Policy
 from pellucid.training.build import build_components, resolve_machine_settings
+from pellucid.training.run_dir import dump_settings
 from pellucid.types import Completion, Group, Prompt
 
 
@@ -54,7 +56,15 @@ def main() -> None:
             record = {"step": step, "tokens": trained, "loss": metrics["loss"], "time/step": seconds}
             lines.write(json.dumps({**record, "memory/peak_gb": read_peak_gb()}) + "\n")
             lines.flush()
-    parts.policy.save(options.run / "model", dtype=torch.bfloat16)
+    save_run(options.run, cfg, parts.policy)
+
+
+def save_run(run: Path, cfg: Config, policy: Policy) -> None:
+    """Save the model, its adapter and the settings as `pellucid train` does, so that `pellucid eval RUN` loads them."""
+    (run / "config.json").write_text(json.dumps(dump_settings(cfg), indent=2) + "\n", encoding="utf-8")
+    save_adapter(policy.adapter, policy.trainable(), run / "adapter")
+    policy.save(run / "model.partial")
+    (run / "model.partial").rename(run / "model")
 
 
 def read_peak_gb() -> float:

@@ -17,13 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from contender_trl import Job, Laps, clock, trainer
 from course import trl_job
 from gsm8k import RECIPE, list_data_flags
 from trl_setups import setup_of
 
 from pellucid.config import Config, build_config, parse_setting_flags, read_settings, resolve_config
+from pellucid.training.run_dir import dump_settings
 
 
 def main() -> None:
@@ -34,7 +34,8 @@ def main() -> None:
     if (options.run / "model").is_dir():
         sys.exit(f"{options.run} is there already: give another --run, or remove it")
     flags = parse_setting_flags([*map(str, list_data_flags()), *overrides])
-    job = make_job(resolve_config(build_config(read_settings(RECIPE), str(RECIPE), flags)))
+    cfg = resolve_config(build_config(read_settings(RECIPE), str(RECIPE), flags))
+    job = make_job(cfg)
     laps, steps = Laps(), 0
 
     def start_clock() -> None:
@@ -54,8 +55,10 @@ def main() -> None:
     with (options.run / "metrics.jsonl").open("w", encoding="utf-8") as lines:
         grpo = trainer(job, setup_of(options.setup), laps, start_clock, report_step)
         grpo.train()
-    model = grpo.accelerator.unwrap_model(grpo.model).merge_and_unload().to(torch.bfloat16)
-    model.save_pretrained(options.run / "model")
+    (options.run / "config.json").write_text(json.dumps(dump_settings(cfg), indent=2) + "\n", encoding="utf-8")
+    model = grpo.accelerator.unwrap_model(grpo.model)
+    model.save_pretrained(options.run / "adapter")
+    model.float().merge_and_unload().save_pretrained(options.run / "model")
     grpo.processing_class.save_pretrained(options.run / "model")
     print(options.run / "model")
 

@@ -457,5 +457,7 @@ def test_a_finished_run_with_other_settings_is_not_taken_for_the_one_that_is_ask
     (tmp_path / "config.json").write_text(json.dumps(dump_settings(config.resolve_config(asked))))
     assert gsm8k.list_other_settings(tmp_path, []) == []  # not finished: it is resumed
     (tmp_path / "model").mkdir()
+    assert gsm8k.list_other_settings(tmp_path, []) == []  # made by another script: it is evaluated
+    (tmp_path / "evals.jsonl").touch()
     assert gsm8k.list_other_settings(tmp_path, ["--algorithm.steps", "2"]) == []
     assert gsm8k.list_other_settings(tmp_path, []) == ["algorithm.steps = 2, not 60"]
