@@ -72,7 +72,7 @@ def main() -> None:
         answers[label] = evaluate_test_questions(model, find_folder_before(run, model, n), n, sampled)
     train(run, overrides)
     best = run / "model-best"
-    answers["after GRPO"] = evaluate_test_questions(str(best if best.is_dir() else run), run / "test", n, sampled)
+    answers["at the end"] = evaluate_test_questions(str(best if best.is_dir() else run), run / "test", n, sampled)
     print(make_table(answers))
 
 
