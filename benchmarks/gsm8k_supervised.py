@@ -5,8 +5,7 @@
 
 It is also the first phase of benchmarks/gsm8k.py. The model, its adapter and the optimizer are those of
 recipes/gsm8k_laptop.toml; settings may follow. The loss is the mean negative log-likelihood of the solutions' tokens,
-which is the objective `reinforce` with an advantage of 1. The learning rate is constant, since desired_kl speaks of
-answers that the policy sampled. The second command evaluates.
+which is the objective `reinforce` with an advantage of 1. The learning rate is constant, and the temperature 1. The second command evaluates.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=900_000, help="how many tokens of solutions are trained on")
     parser.add_argument("--solutions", type=int, default=64, help="per optimizer step")
     options, overrides = parser.parse_known_args()
-    own = ["--optimizer.desired_kl", "0", "--algorithm.objective", "reinforce"]
+    own = ["--sampler.temperature", "1", "--optimizer.desired_kl", "0", "--algorithm.objective", "reinforce"]
     flags = [*map(str, list_data_flags()), *own, *overrides]
     settings = build_config(read_settings(RECIPE), str(RECIPE), parse_setting_flags(flags))
     cfg = resolve_config(resolve_machine_settings(settings))
