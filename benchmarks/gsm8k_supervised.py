@@ -5,7 +5,8 @@
 
 It is also the first phase of benchmarks/gsm8k.py. The model, its adapter and the optimizer are those of
 recipes/gsm8k_laptop.toml; settings may follow. The loss is the mean negative log-likelihood of the solutions' tokens,
-which is the objective `reinforce` with an advantage of 1. The learning rate is constant, and the temperature 1. The second command evaluates.
+which is the objective `reinforce` with an advantage of 1. The learning rate is constant, and the temperature 1. The
+second command evaluates.
 """
 
 from __future__ import annotations
