@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pellucid.config import load_config, read_settings, resolve_config
+from pellucid.config import load_config, parse_setting_flags, read_settings, resolve_config
 from pellucid.reporting.run_files import list_checkpoints
 from pellucid.study.bootstrap import estimate_interval
 from pellucid.training.evaluate import compute_pass_at_k, estimate_share
@@ -54,9 +54,9 @@ def main() -> None:
     parser.add_argument("--greedy-only", action="store_true", help="evaluate without the 8 samples: half the time")
     parser.add_argument("--start-tokens", type=int, default=START_TOKENS, help="of solutions, in the supervised phase")
     options, overrides = parser.parse_known_args()
-    run, n, sampled = options.run, read_flag(overrides, "--evaluate.n"), not options.greedy_only
+    run, n, sampled = options.run, read_flag(overrides, "evaluate", "n"), not options.greedy_only
     start = run.parent / (START if options.start_tokens == START_TOKENS else f"{START}-{options.start_tokens}")
-    models = {"as it comes": read_flag(overrides, "--policy.model")}
+    models = {"as it comes": read_flag(overrides, "policy", "model")}
     if not models["as it comes"]:
         models = {"as it comes": read_settings(RECIPE)["policy"]["model"], "after the supervised steps": str(start)}
         overrides += ["--policy.model", str(start / "model")]
@@ -84,7 +84,7 @@ def find_folder_before(run: Path, model: str, n: str = "") -> Path:
 def list_other_settings(run: Path, overrides: Sequence[str]) -> list[str]:
     """Return what a finished run was trained or evaluated with in place of what is asked for; empty if nothing is.
 
-    Models of the other scripts, which have no evaluations, are compared as they are.
+    A model of the other scripts, which write no evaluations, is accepted as it is.
     """
     if not (run / "model").is_dir() or not (run / "evals.jsonl").exists():
         return []
@@ -99,9 +99,9 @@ def list_other_settings(run: Path, overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def read_flag(flags: Sequence[str], name: str) -> str:
-    """Return the value of a command-line flag; empty if it is not there."""
-    return flags[flags.index(name) + 1] if name in flags[:-1] else ""
+def read_flag(flags: Sequence[str], section: str, key: str) -> str:
+    """Return the value of a setting on the command line; empty if it is not there."""
+    return "".join(parse_setting_flags(flags).get(section, {}).get(key, ()))
 
 
 def evaluate_test_questions(model: str, folder: Path, n: str, sampled: bool) -> dict[str, list[Answer]]:

@@ -165,7 +165,7 @@ def draw_charts(runs: Sequence[Path]) -> list[str]:
         rewards.append(Series(run.name, average_steps(steps, "reward/numeric"), style))
         sizes.append(Series(run.name, average_steps(steps, "update/kl"), style))
     return [
-        draw_chart("Held-out accuracy", "200 training questions that are not trained on, greedy", accuracies, (0,)),
+        draw_chart("Held-out accuracy", "training questions that are not trained on, greedy", accuracies, (0,)),
         draw_chart("Right answers in training", f"share of the samples, means of {MEAN_OF} steps", rewards, (0,)),
         draw_chart("Update KL", f"nats per token, means of {MEAN_OF} steps", sizes, (0,)),
     ]

@@ -64,14 +64,17 @@ def merge_adapter_weights(model: PreTrainedModel, weights: Mapping[str, Tensor])
 
 
 def separate_adapter(model: PreTrainedModel, folder: Path) -> Any:
-    """Restore base and adapter of an fp32 model into which the saved adapter in a folder was merged.
+    """Subtract a saved adapter from the fp32 model into which it was merged, and add it as a separate one.
 
-    A base that was rounded to half precision before the merge is restored exactly by rounding it again.
+    The base is restored up to rounding in fp32. If it was in half precision before, casting it again restores its bits.
+
+    Returns:
+        The peft model.
     """
     peft = import_extra("peft", "lora", "policy.lora")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft reads it
-        adapter = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # as a sampler looks for it
+        adapter = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # `Policy.masters` finds it
     for module in model.modules():
         if hasattr(module, "lora_A"):
             layer = cast(Any, module)

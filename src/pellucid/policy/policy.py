@@ -390,8 +390,8 @@ def load_frozen_policy(
 
     Args:
         keep_fp32: keep matrices in fp32, for `Policy.update_weights` or for an engine that takes one dtype only.
-        merged_adapter: the folder of an adapter that was merged into this model in fp32. They are separated, as in
-            training: rounding their sum to `dtype` would lose most of the adapter.
+        merged_adapter: the folder of an adapter that was merged into this model in fp32. Base and adapter are separated
+            again, because rounding their sum to `dtype` would lose most of the adapter.
     """
     stored_weights = StoredWeights()
     if leave_weights_in_files:
@@ -401,10 +401,10 @@ def load_frozen_policy(
     else:
         model, tokenizer = load.load_pretrained(name, torch.float32, template, access)
     model.requires_grad_(False)
-    adapter = separate_adapter(model, merged_adapter) if merged_adapter else None
     if stored_weights:
         stored_weights.move_placeholders(model, device)
         return Policy(model, tokenizer, dtype, temperature, engine=engine, stored_weights=stored_weights)
+    adapter = separate_adapter(model, merged_adapter) if merged_adapter else None
     by_transformers = engine == "transformers" or load.has_custom_code(model) or find_fallback_reason(model.config)
     if not (keep_fp32 or by_transformers):
         load.cast_matrices(model, dtype, device)

@@ -71,11 +71,11 @@ def describe_best_model(run_dir: Path) -> str:
 def find_merged_adapter(model: str) -> Path | None:
     """Return the folder of the LoRA adapter that was merged in fp32 into a model of a run; None if there is none.
 
-    Print a warning if it is missing: if the merged weights are rounded to bfloat16 or float16, most of a LoRA update is
-    lost.
+    If the folder is gone, print a warning: rounding merged weights to bfloat16 or float16 loses most of a LoRA update.
     """
     path = Path(model)
-    policy = (read_config(path.parent).get("policy") or {}) if path.is_dir() and find_run_dir(str(path.parent)) else {}
+    run_dir = find_run_dir(str(path.parent)) if path.is_dir() else None
+    policy = (read_config(run_dir).get("policy") or {}) if run_dir else {}
     if not policy.get("lora") or policy.get("save_dtype", "float32") != "float32":
         return None
     folder = (path.parent if path.name == "model" else path) / "adapter"
