@@ -25,6 +25,8 @@ class Job(NamedTuple):
     steps: int
     lr: float = 1e-6
     schedule: str = "constant"
+    warmup: int = 0
+    temperature: float = 1.0
     whole: bool = False
     """No completion ends before its last token."""
     seed: int = 0
@@ -77,6 +79,8 @@ def trainer(job: Job, setup: Setup, laps: Laps, before: Callable[[], None], afte
         "max_completion_length": job.tokens,
         "learning_rate": job.lr,
         "lr_scheduler_type": job.schedule,
+        "warmup_steps": job.warmup,
+        "temperature": job.temperature,
         "max_steps": job.steps,
         "seed": job.seed,
         "shuffle_dataset": False,

@@ -89,6 +89,8 @@ def trl_job(cfg: Config) -> Job:
         steps=a.steps,
         lr=o.lr,
         schedule=o.schedule,
+        warmup=o.warmup,
+        temperature=cfg.sampler.temperature,
         seed=a.seed,
         device="cpu" if cfg.policy.device in ("auto", "cpu") else cfg.policy.device,
     )

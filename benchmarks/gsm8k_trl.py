@@ -3,9 +3,9 @@
     python benchmarks/gsm8k_trl.py --run runs/trl
     python benchmarks/gsm8k.py --run runs/trl
 
-Model, prompts and their order, group size, tokens, adapter and optimizer are those of the recipe; settings may follow.
-The learning rate is constant, since TRL has no `desired_kl`; `--optimizer.lr` is the rate. Rewards come from the same
-function. Each step is a line of metrics.jsonl, with its seconds and the peak memory. The second command evaluates.
+Model, prompts and their order, group size, tokens, temperature, adapter, optimizer and schedule are those of the recipe;
+settings may follow. TRL's warmup starts at 0, so its first step trains nothing. Rewards come from the same function.
+Each step is a line of metrics.jsonl, with its seconds and the peak memory. The second command evaluates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
         seconds, peak = clock() - laps.began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         print(f"step {steps}  reward {laps.rewards:.3f}  {seconds:.1f} s, sampling {laps.generated:.1f} s", flush=True)
         times = {"time/step": seconds, "time/generate": laps.generated, "memory/peak_gb": peak}
-        lines.write(json.dumps({"step": steps, "reward/mean": laps.rewards, "lr": job.lr, **times}) + "\n")
+        lines.write(json.dumps({"step": steps, "reward/mean": laps.rewards, **times}) + "\n")
         lines.flush()
         return True
 
@@ -69,7 +69,7 @@ def make_job(cfg: Config) -> Job:
     if cfg.algorithm.micro_batch == "auto":
         sys.exit("TRL cannot choose it: give --algorithm.micro_batch a number")
     micro_batches = rows // cfg.algorithm.micro_batch
-    return trl_job(cfg)._replace(schedule="constant", pieces=micro_batches, lora=cfg.policy.lora)
+    return trl_job(cfg)._replace(pieces=micro_batches, lora=cfg.policy.lora)
 
 
 if __name__ == "__main__":
