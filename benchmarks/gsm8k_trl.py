@@ -3,9 +3,9 @@
     python benchmarks/gsm8k_trl.py --run runs/trl
     python benchmarks/gsm8k.py --run runs/trl
 
-Model, prompts and their order, group size, tokens, temperature, adapter, optimizer and schedule are those of the recipe;
-settings may follow. TRL's warmup starts at 0, so its first step trains nothing. Rewards come from the same function.
-Each step is a line of metrics.jsonl, with its seconds and the peak memory. The second command evaluates.
+Model, prompts and their order, group size, tokens, temperature, adapter, optimizer and schedule are those of the
+recipe; settings may follow. TRL's warmup starts at 0, so its first step trains nothing. Rewards come from the same
+function. Each step is a line of metrics.jsonl, with its seconds and the peak memory. The second command evaluates.
 """
 
 from __future__ import annotations
