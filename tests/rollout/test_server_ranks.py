@@ -198,6 +198,7 @@ def test_ranks_sample_what_one_process_does_and_begin_with_different_servers(pol
 def test_few_groups_per_rank_do_not_all_go_to_the_first_server(policy, urls, held):
     with samplers_of(urls) as samplers:
         together(samplers, lambda sampler: sampler.sync(policy, 3))
+        until(lambda: all(server.is_up for sampler in samplers for server in sampler.engine.servers))
         together(samplers, lambda sampler: sampler.generate(own_prompts(sampler, 2), SAMPLING))
         assert [len(host.engine.seen) for host in held] == [4, 4]
 
