@@ -159,7 +159,7 @@ def train_supervised(run: Path, tokens: int) -> None:
 
 
 def make_table(models: dict[str, dict[str, list[Answer]]]) -> str:
-    """Return the Markdown table of all figures of some models, and of the differences that the last phase made.
+    """Return the Markdown table of all figures of some models, and how much more the last has than each of the others.
 
     Differences are computed question by question.
     """
@@ -170,15 +170,16 @@ def make_table(models: dict[str, dict[str, list[Answer]]]) -> str:
     }
     columns = list(models.values())
     title = f"{len(columns[0]['greedy']):,} test questions"
-    rows = [f"| {title} | {' | '.join(models)} | gain of the last phase |", "|---" * (len(models) + 2) + "|"]
+    gains = [f"more than {label}" for label in [*models][:-1]]
+    rows = [f"| {title} | {' | '.join([*models, *gains])} |", "|---" * (2 * len(models)) + "|"]
     for label, measure in greedy.items():
         rows.append(make_row(label, [[float(measure(a)) for a in answers["greedy"]] for answers in columns]))
     lengths = [f"{fmean(answer['tokens'] for answer in answers['greedy']):.0f}" for answers in columns]
-    rows.append(f"| tokens of a greedy answer | {' | '.join(lengths)} | |")
+    rows.append(f"| tokens of a greedy answer | {' | '.join(lengths)} |{' |' * len(gains)}")
     if not all(answers["sampled"] for answers in columns):
         return "\n".join(rows)
     counts = [count_correct(answers["sampled"]) for answers in columns]
-    rows.append(f"| **{len(counts[0])} questions, {SAMPLES} samples of each** |{' |' * (len(models) + 1)}")
+    rows.append(f"| **{len(counts[0])} questions, {SAMPLES} samples of each** |{' |' * (2 * len(models) - 1)}")
     rows.append(make_row("mean@8", [[correct / SAMPLES for correct in row] for row in counts]))
     rows.append(make_row("pass@8", [[compute_pass_at_k(SAMPLES, SAMPLES, c) for c in row] for row in counts]))
     return "\n".join(rows)
@@ -191,10 +192,11 @@ def count_correct(answers: Sequence[Answer]) -> list[int]:
 
 
 def make_row(label: str, columns: Sequence[Sequence[float]]) -> str:
-    """Return a row: the shares of all models, and the mean difference of the last two, with intervals."""
-    difference = estimate_interval([[b - a for a, b in zip(*columns[-2:], strict=True)]])
+    """Return a row: the shares of all models, and the mean differences of the last and each other, with intervals."""
+    pairs = [zip(column, columns[-1], strict=True) for column in columns[:-1]]
+    differences = [estimate_interval([[b - a for a, b in pair]]) for pair in pairs]
     cells = [format_estimate(estimate_share(values)) for values in columns]
-    return f"| {label} | {' | '.join(cells)} | {format_estimate(difference, '+')} |"
+    return f"| {label} | {' | '.join([*cells, *(format_estimate(gain, '+') for gain in differences)])} |"
 
 
 def format_estimate(estimate: Estimate, sign: str = "") -> str:

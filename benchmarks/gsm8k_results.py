@@ -106,13 +106,15 @@ def make_tables(kept: Path) -> str:
     evaluated = list_evaluated(kept)
     if BEFORE not in evaluated:
         sys.exit(f"{kept} has no test answers of the model before training: evaluate a run with benchmarks/gsm8k.py")
-    compared = START if START in evaluated else BEFORE
+    compared = [name for name in (BEFORE, START) if name in evaluated]
     title = f"{len(evaluated[BEFORE]['box']):,} test questions, greedy"
-    rows = [f"| {title} | in the box | more than {compared} | last number | cut off | tokens |", "|---" * 6 + "|"]
+    gains = " | ".join(f"more than {name}" for name in compared)
+    rows = [f"| {title} | in the box | {gains} | last number | cut off | tokens |", "|---" * (5 + len(compared)) + "|"]
     for name, marks in evaluated.items():
-        gain = "" if name == compared else format_estimate(compare(evaluated[compared]["box"], marks["box"]), "+")
+        differences = [compare(evaluated[other]["box"], marks["box"]) for other in compared]
+        gains = " | ".join("" if name in compared else format_estimate(gain, "+") for gain in differences)
         shares = [format_estimate(estimate_share(read_digits(marks[kind]))) for kind in ("box", "number", "cut")]
-        rows.append(f"| {name} | {shares[0]} | {gain} | {shares[1]} | {shares[2]} | {marks['tokens']:.0f} |")
+        rows.append(f"| {name} | {shares[0]} | {gains} | {shares[1]} | {shares[2]} | {marks['tokens']:.0f} |")
     sampled = {name: read_digits(marks["sampled"]) for name, marks in evaluated.items() if marks["sampled"]}
     if sampled:
         questions = len(next(iter(sampled.values())))

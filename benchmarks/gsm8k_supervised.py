@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gsm8k import RECIPE, list_data_flags
+from transformers.utils.logging import disable_progress_bar
 
 from pellucid.algorithm.batch import Batch, collate
 from pellucid.algorithm.grpo import update_policy
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=900_000, help="how many tokens of solutions are trained on")
     parser.add_argument("--solutions", type=int, default=64, help="per optimizer step")
     options, overrides = parser.parse_known_args()
+    disable_progress_bar()
     own = ["--sampler.temperature", "1", "--optimizer.desired_kl", "0", "--algorithm.objective", "reinforce"]
     flags = [*map(str, list_data_flags()), *own, *overrides]
     settings = build_config(read_settings(RECIPE), str(RECIPE), parse_setting_flags(flags))
