@@ -159,9 +159,9 @@ def train_supervised(run: Path, tokens: int) -> None:
 
 
 def make_table(models: dict[str, dict[str, list[Answer]]]) -> str:
-    """Return the Markdown table of all figures of some models, and how much more the last has than each of the others.
+    """Return the Markdown table of all figures of some models, and of the gain of the last over each of the others.
 
-    Differences are computed question by question.
+    Gains are computed question by question.
     """
     greedy: dict[str, Callable[[Answer], float]] = {
         "greedy, in the box": lambda answer: answer["parts"].get("math", 0.0),
@@ -192,11 +192,15 @@ def count_correct(answers: Sequence[Answer]) -> list[int]:
 
 
 def make_row(label: str, columns: Sequence[Sequence[float]]) -> str:
-    """Return a row: the shares of all models, and the mean differences of the last and each other, with intervals."""
-    pairs = [zip(column, columns[-1], strict=True) for column in columns[:-1]]
-    differences = [estimate_interval([[b - a for a, b in pair]]) for pair in pairs]
+    """Return a row: the shares of all models, and the mean gains of the last over each other, with intervals."""
     cells = [format_estimate(estimate_share(values)) for values in columns]
-    return f"| {label} | {' | '.join([*cells, *(format_estimate(gain, '+') for gain in differences)])} |"
+    cells += [format_estimate(estimate_gain(values, columns[-1]), "+") for values in columns[:-1]]
+    return f"| {label} | {' | '.join(cells)} |"
+
+
+def estimate_gain(before: Sequence[float], after: Sequence[float]) -> Estimate:
+    """Return the mean difference of the same questions with its interval."""
+    return estimate_interval([[b - a for a, b in zip(before, after, strict=True)]])
 
 
 def format_estimate(estimate: Estimate, sign: str = "") -> str:

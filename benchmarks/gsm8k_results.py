@@ -22,6 +22,7 @@ from gsm8k import (
     SAMPLES,
     START,
     count_correct,
+    estimate_gain,
     find_folder_before,
     format_estimate,
     read_answers,
@@ -30,9 +31,7 @@ from gsm8k import (
 
 from pellucid.config import read_settings
 from pellucid.reporting.charts import Point, Series, draw_chart, join_charts, make_estimate_points, make_points
-from pellucid.study.bootstrap import estimate_interval
 from pellucid.training.evaluate import compute_pass_at_k, estimate_share
-from pellucid.types import Estimate
 
 KEPT = Path("docs/studies/gsm8k")
 BEFORE = "before"
@@ -111,7 +110,8 @@ def make_tables(kept: Path) -> str:
     gains = " | ".join(f"more than {name}" for name in compared)
     rows = [f"| {title} | in the box | {gains} | last number | cut off | tokens |", "|---" * (5 + len(compared)) + "|"]
     for name, marks in evaluated.items():
-        differences = [compare(evaluated[other]["box"], marks["box"]) for other in compared]
+        box = read_digits(marks["box"])
+        differences = [estimate_gain(read_digits(evaluated[other]["box"]), box) for other in compared]
         gains = " | ".join("" if name in compared else format_estimate(gain, "+") for gain in differences)
         shares = [format_estimate(estimate_share(read_digits(marks[kind]))) for kind in ("box", "number", "cut")]
         rows.append(f"| {name} | {shares[0]} | {gains} | {shares[1]} | {shares[2]} | {marks['tokens']:.0f} |")
@@ -142,11 +142,6 @@ def list_evaluated(kept: Path) -> dict[str, Marks]:
     names = (path.parent.name for path in kept.glob("*/marks.json"))
     names = sorted(names, key=lambda name: (name != BEFORE, name != START, name))
     return {name: json.loads((kept / name / "marks.json").read_text(encoding="utf-8")) for name in names}
-
-
-def compare(before: str, after: str) -> Estimate:
-    """Return the mean difference of the same questions with its interval."""
-    return estimate_interval([[b - a for a, b in zip(read_digits(before), read_digits(after), strict=True)]])
 
 
 def read_digits(digits: str) -> list[float]:
