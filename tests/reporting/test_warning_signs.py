@@ -204,6 +204,35 @@ def test_entropy_has_a_range(entropy, dead, key):
     assert keys(steps(entropy=entropy, **dead)) == ([key] if key else [])
 
 
+FINISHED_UNTIL_THE_COLLAPSE = [0.97, 0.98, 0.96, 0.89, 0.96, 0.76, 0.56, 0.49, 0.29, 0.32, 0.20]
+"""Steps 23 to 33 of half a billion parameters on GSM8K with a constant rate of 1e-4; from step 29 on answers repeat
+"The answer is 25." until the limit."""
+
+
+def test_answers_that_no_longer_end_are_a_sign():
+    [sign] = find_warning_signs(
+        steps(
+            len(FINISHED_UNTIL_THE_COLLAPSE), **{"completion/finished": lambda n: FINISHED_UNTIL_THE_COLLAPSE[n - 1]}
+        ),
+        {},
+    )
+    assert (sign.key, sign.step) == ("why.cut_off_rose", 8)
+    assert "rose from 3% to 40% by step 8" in sign.describe()
+
+
+@pytest.mark.parametrize(
+    "finished",
+    [
+        lambda step: 0.9 if step < 4 else 0.66,
+        lambda step: 0.2 if step == 7 else 0.9,
+        lambda step: 0.1 if step < 4 else 0.0,
+        lambda step: None if step < 9 else 0.9 - 0.1 * step,
+    ],
+)
+def test_a_small_or_short_rise_of_the_share_cut_off_is_no_sign(finished):
+    assert keys(steps(**{"completion/finished": finished})) == []
+
+
 def test_each_kind_is_reported_once_and_in_the_order_of_steps():
     rows = steps(20, **{"update/kl": 1.0, "completion/length_mean": 9.0, "entropy": lambda step: step / 10})
     evaluations = {0: of(40), 5: of(10), 10: of(5)}

@@ -1,9 +1,10 @@
 """Signs in the numbers of a run that training has gone wrong, each with a sentence that says what to change.
 
-The limits were compared with the recorded runs of docs/studies and docs/systems, and with a run that collapsed. In none
-of those 66 runs did entropy rise at all; in the one that collapsed it rose by 90% within ten steps. Entropy fell
+The limits were compared with the recorded runs of docs/studies and docs/systems, and with two runs that collapsed. In
+none of those 67 runs did entropy rise at all; in one that collapsed it rose by 90% within ten steps. Entropy fell
 below 5% of its start, with many groups all wrong, in ten runs: all of them had stopped learning at half of what others
-reached on the same questions.
+reached on the same questions. The share of answers that were cut off rose by .12 at most; in the other run that
+collapsed it rose from .02 to .82 within ten steps, because answers repeated themselves until the limit.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ SIGN_SENTENCES = {
     "why.entropy_fell": "The entropy fell from {before} to {now} nats per token by step {now_step}, and {wrong} of the "
     "groups have equal rewards that are not right: the answers to a question are all alike, and nothing tells better "
     "from worse. Give easier questions or prefixes, set algorithm.entropy_coef, or lower optimizer.lr.",
+    "why.cut_off_rose": "The share of answers that were cut off at sampler.max_tokens rose from {before} to {now} by "
+    "step {now_step}. If they repeat themselves, set algorithm.overlong_cache to a fifth of sampler.max_tokens, so "
+    "that they earn less, or lower optimizer.lr; if they are sound, raise sampler.max_tokens.",
 }
 """Templates of the sentences by key. inspect/page/words.json has them in English and Chinese."""
 
@@ -40,8 +44,8 @@ _ANSWER_KL_LIMIT = 1.0
 variance 2, whose KL is 1, importance weights leave exp(-2) = 14% of the samples."""
 _UPDATE_STEPS = 3
 """In how many steps in a row an update must be above both limits."""
-_ENTROPY_STEPS = 3
-"""Over how many steps entropy is averaged: the first ones and the last ones of a run."""
+_AVERAGED_STEPS = 3
+"""Over how many steps entropy and the share of finished answers are averaged: the first and the last ones of a run."""
 _ENTROPY_RISE, _MIN_ENTROPY_RISE = 1.5, 0.1
 """The rise that is a sign, as a factor and in nats: that of a policy which is almost certain is noise."""
 _ENTROPY_FALL = 0.05
@@ -51,6 +55,8 @@ _WRONG_GROUPS_SHARE = 0.3
 _FALL_PROBABILITY = 0.0028
 """A policy that is no worse looks as much worse as this with at most this probability. It is that of two independent
 95% intervals that are just apart: the tail of a normal variable above 2 * 1.96 / sqrt(2)."""
+_CUT_OFF_RISE = 0.25
+"""The rise of the share of answers that were cut off that is a sign."""
 
 
 class WarningSign(NamedTuple):
@@ -68,9 +74,9 @@ class WarningSignWatcher:
     """Finds the signs in a run as it goes on. Each kind is reported once."""
 
     def __init__(self) -> None:
-        self._first: list[float] = []
-        """The entropy of the first steps."""
-        self._last: deque[Mapping[str, Any]] = deque(maxlen=max(_ENTROPY_STEPS, _UPDATE_STEPS))
+        self._first: dict[str, list[float]] = {"entropy": [], "completion/finished": []}
+        """The first values of the metrics that are compared with their last ones."""
+        self._last: deque[Mapping[str, Any]] = deque(maxlen=max(_AVERAGED_STEPS, _UPDATE_STEPS))
         self._step_count = 0
         self._evaluations: dict[int, Evaluation] = {}
         self._found: set[str] = set()
@@ -79,9 +85,11 @@ class WarningSignWatcher:
         """Return the new signs after a step. A metric that is missing, None or NaN is no sign."""
         self._step_count += 1
         self._last.append(metrics)
-        if len(self._first) < _ENTROPY_STEPS:
-            self._first += _list_numbers([metrics], "entropy")
-        return self._report_once([*self._check_update_size(step), *self._check_entropy(step)])
+        for name, first in self._first.items():
+            if len(first) < _AVERAGED_STEPS:
+                first.extend(_list_numbers([metrics], name))
+        signs = [*self._check_update_size(step), *self._check_entropy(step), *self._check_cut_off(step)]
+        return self._report_once(signs)
 
     def observe_evaluation(self, step: int, evaluation: Evaluation) -> list[WarningSign]:
         """Return the new signs after an evaluation."""
@@ -105,17 +113,32 @@ class WarningSignWatcher:
             yield WarningSign("why.update_too_large", step, {**values, "now_step": f"{step}"})
 
     def _check_entropy(self, step: int) -> Iterator[WarningSign]:
-        rows = list(self._last)[-_ENTROPY_STEPS:]
-        entropies = _list_numbers(rows, "entropy")
-        if self._step_count < 2 * _ENTROPY_STEPS or not len(entropies) == len(self._first) == _ENTROPY_STEPS:
+        means = self._average_first_and_last("entropy")
+        if means is None:
             return
-        before, now = fmean(self._first), fmean(entropies)
-        wrong = fmean(sum(row.get(f"groups/dead_{kind}") or 0.0 for kind in ("all_wrong", "equal")) for row in rows)
+        before, now = means
+        wrong = fmean(
+            sum(row.get(f"groups/dead_{kind}") or 0.0 for kind in ("all_wrong", "equal"))
+            for row in list(self._last)[-_AVERAGED_STEPS:]
+        )
         values = {"before": f"{before:.2f}", "now": f"{now:.2f}", "now_step": f"{step}"}
         if now > max(_ENTROPY_RISE * before, before + _MIN_ENTROPY_RISE):
             yield WarningSign("why.entropy_rose", step, values)
         if now < _ENTROPY_FALL * before and wrong >= _WRONG_GROUPS_SHARE:
             yield WarningSign("why.entropy_fell", step, {**values, "wrong": f"{wrong:.0%}"})
+
+    def _check_cut_off(self, step: int) -> Iterator[WarningSign]:
+        means = self._average_first_and_last("completion/finished")
+        if means is not None and means[0] - means[1] > _CUT_OFF_RISE:
+            before, now = (f"{1 - finished:.0%}" for finished in means)
+            yield WarningSign("why.cut_off_rose", step, {"before": before, "now": now, "now_step": f"{step}"})
+
+    def _average_first_and_last(self, name: str) -> tuple[float, float] | None:
+        """Return the means of a metric over the first and the last steps; None if they overlap or some lack it."""
+        first, last = self._first[name], _list_numbers(list(self._last)[-_AVERAGED_STEPS:], name)
+        if self._step_count < 2 * _AVERAGED_STEPS or not len(first) == len(last) == _AVERAGED_STEPS:
+            return None
+        return fmean(first), fmean(last)
 
 
 def find_accuracy_fall(evaluations: Mapping[int, Evaluation]) -> WarningSign | None:
