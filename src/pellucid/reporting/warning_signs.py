@@ -1,10 +1,10 @@
 """Signs in the numbers of a run that training has gone wrong, each with a sentence that says what to change.
 
 The limits were compared with the recorded runs of docs/studies and docs/systems, and with two runs that collapsed. In
-none of those 67 runs did entropy rise at all; in one that collapsed it rose by 90% within ten steps. Entropy fell
+none of the recorded runs did entropy rise at all; in one that collapsed it rose by 90% within ten steps. Entropy fell
 below 5% of its start, with many groups all wrong, in ten runs: all of them had stopped learning at half of what others
 reached on the same questions. The share of answers that were cut off rose by .12 at most; in the other run that
-collapsed it rose from .02 to .82 within ten steps, because answers repeated themselves until the limit.
+collapsed it rose from .03 to .82 within ten steps, because answers repeated themselves until the limit.
 """
 
 from __future__ import annotations
