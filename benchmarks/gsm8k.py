@@ -1,14 +1,13 @@
 """GSM8K before and after training: one command that evaluates, trains, evaluates again and prints the table.
 
     python benchmarks/gsm8k.py --run runs/gsm8k
-    python benchmarks/gsm8k.py --run runs/chance --task.rewards.0.name benchmarks/gsm8k_rewards.py:reward_chance
 
 Training has two phases: some supervised steps on solutions of GSM8K's training file (benchmarks/gsm8k_supervised.py),
 then GRPO by recipes/gsm8k_laptop.toml; settings of the recipe may follow, and `--policy.model` takes the place of the
 supervised phase. The test file is asked before and after each phase: all questions greedily, and 8 samples of each of
-the first 200. `--evaluate.n 16` asks 16 questions everywhere. The command can be repeated: it skips finished parts,
-resumes an interrupted run, and refuses a finished run with other settings. Runs in one folder share the supervised
-phase and the figures before GRPO.
+the first 200; after GRPO of the model of the last step, which no evaluation has chosen. `--evaluate.n 16` asks 16
+questions everywhere. The command can be repeated: it skips finished parts, resumes an interrupted run, and refuses a
+finished run with other settings. Runs in one folder share the supervised phase and the figures before GRPO.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def main() -> None:
             train_supervised(start, options.start_tokens)
         answers[label] = evaluate_test_questions(model, find_folder_before(run, model, n), n, sampled)
     train(run, overrides)
-    best = run / "model-best"
-    answers["at the end"] = evaluate_test_questions(str(best if best.is_dir() else run), run / "test", n, sampled)
+    answers["at the end"] = evaluate_test_questions(str(run), run / "test", n, sampled)
     print(make_table(answers))
 
 

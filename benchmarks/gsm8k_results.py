@@ -159,7 +159,7 @@ def draw_charts(runs: Sequence[Path]) -> list[str]:
         if (run / "evals.jsonl").exists():
             points = make_estimate_points(read_answers(run / "evals.jsonl"), "greedy")
             accuracies.append(Series(run.name, points, style))
-        rewards.append(Series(run.name, average_steps(steps, "reward/numeric"), style))
+        rewards.append(Series(run.name, average_steps(steps, "completion/correct"), style))
         sizes.append(Series(run.name, average_steps(steps, "update/kl"), style))
     return [
         draw_chart("Held-out accuracy", "training questions that are not trained on, greedy", accuracies, (0,)),

@@ -1,11 +1,13 @@
 """GSM8K by TRL: the job of recipes/gsm8k_laptop.toml, so that its time and its result can be compared with ours.
 
-    python benchmarks/gsm8k_trl.py --run runs/trl
+    python benchmarks/gsm8k_trl.py --run runs/trl --optimizer.desired_kl 0 --algorithm.overlong_cache 0
     python benchmarks/gsm8k.py --run runs/trl
 
 Model, prompts and their order, group size, tokens, temperature, adapter, optimizer and schedule are those of the
-recipe; settings may follow. TRL's warmup starts at 0, so its first step trains nothing. Rewards come from the same
-function. Each step is a line of metrics.jsonl, with its seconds and the peak memory. The second command evaluates.
+recipe; settings may follow. Two are switched off: TRL does not adapt its learning rate to the update KL, and has the
+penalty of long answers only as a reward of its own. TRL's warmup starts at 0, so its first step trains nothing. Rewards
+come from the same function. Each step is a line of metrics.jsonl, with its seconds and the peak memory. The second
+command evaluates.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ def main() -> None:
         sys.exit(f"{options.run} is there already: give another --run, or remove it")
     flags = parse_setting_flags([*map(str, list_data_flags()), *overrides])
     cfg = resolve_config(build_config(read_settings(RECIPE), str(RECIPE), flags))
+    if cfg.optimizer.desired_kl or cfg.algorithm.overlong_cache:
+        sys.exit("TRL has no such settings: give --optimizer.desired_kl 0 --algorithm.overlong_cache 0")
     job = make_job(cfg)
     laps, steps = Laps(), 0
 

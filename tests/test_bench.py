@@ -460,4 +460,4 @@ def test_a_finished_run_with_other_settings_is_not_taken_for_the_one_that_is_ask
     assert gsm8k.list_other_settings(tmp_path, []) == []  # made by another script: it is evaluated
     (tmp_path / "evals.jsonl").touch()
     assert gsm8k.list_other_settings(tmp_path, ["--algorithm.steps", "2"]) == []
-    assert gsm8k.list_other_settings(tmp_path, []) == ["algorithm.steps = 2, not 80"]
+    assert gsm8k.list_other_settings(tmp_path, []) == ["algorithm.steps = 2, not 160"]

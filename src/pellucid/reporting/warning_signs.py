@@ -21,13 +21,14 @@ from pellucid.types import Evaluation
 
 SIGN_SENTENCES = {
     "why.accuracy_fell": "After step {now_step}, held-out {now}: less than after step {best_step}, {best}, and more "
-    "than chance explains. Lower optimizer.lr, or let optimizer.desired_kl = 0.0005 adapt it; evaluate.patience stops "
-    "a run that no longer improves.",
+    "than chance explains. Lower optimizer.lr, or set optimizer.desired_kl, which adapts it, to 0.0005 or less; "
+    "evaluate.patience stops a run that no longer improves.",
     "why.update_too_large": "In {row} steps in a row the update moved the policy by more than 1 nat per answer: in "
-    "step {now_step} update/kl was {kl} nats per token, {nats} in an answer. Lower optimizer.lr, or let "
-    "optimizer.desired_kl = 0.0005 adapt it.",
+    "step {now_step} update/kl was {kl} nats per token, {nats} in an answer. Lower optimizer.lr, or set "
+    "optimizer.desired_kl, which adapts it, to 0.0005 or less.",
     "why.entropy_rose": "The entropy rose from {before} to {now} nats per token by step {now_step}: answers become "
-    "random, and accuracy falls next. Lower optimizer.lr, or let optimizer.desired_kl = 0.0005 adapt it.",
+    "random, and accuracy falls next. Lower optimizer.lr, or set optimizer.desired_kl, which adapts it, to 0.0005 or "
+    "less.",
     "why.entropy_fell": "The entropy fell from {before} to {now} nats per token by step {now_step}, and {wrong} of the "
     "groups have equal rewards that are not right: the answers to a question are all alike, and nothing tells better "
     "from worse. Give easier questions or prefixes, set algorithm.entropy_coef, or lower optimizer.lr.",
