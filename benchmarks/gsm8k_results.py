@@ -169,9 +169,12 @@ def draw_charts(runs: Sequence[Path]) -> list[str]:
 
 
 def average_steps(steps: Sequence[Marks], name: str) -> list[Point]:
-    """Return a point for each MEAN_OF steps with the mean of a metric; none if the run does not have it."""
+    """Return a point for each MEAN_OF steps with the mean of a metric; none if the run does not have it.
+
+    Fewer steps at the end have no point, since their mean is noisier than the others.
+    """
     points = make_points(steps, name)
-    pools = [points[i : i + MEAN_OF] for i in range(0, len(points), MEAN_OF)]
+    pools = [points[i : i + MEAN_OF] for i in range(0, len(points) - MEAN_OF + 1, MEAN_OF)]
     return [Point(pool[-1].x, fmean(point.y for point in pool)) for pool in pools]
 
 
