@@ -5,9 +5,9 @@
 Training has two phases: some supervised steps on solutions of GSM8K's training file (benchmarks/gsm8k_supervised.py),
 then GRPO by recipes/gsm8k_laptop.toml; settings of the recipe may follow, and `--policy.model` takes the place of the
 supervised phase. The test file is asked before and after each phase: all questions greedily, and 8 samples of each of
-the first 200; after GRPO of the model of the last step, which no evaluation has chosen. `--evaluate.n 16` asks 16
-questions everywhere. The command can be repeated: it skips finished parts, resumes an interrupted run, and refuses a
-finished run with other settings. Runs in one folder share the supervised phase and the figures before GRPO.
+the first 200. After GRPO the model of the last step is asked, since no evaluation has chosen it. `--evaluate.n 16`
+asks 16 questions everywhere. The command can be repeated: it skips finished parts, resumes an interrupted run, and
+refuses a finished run with other settings. Runs in one folder share the supervised phase and the figures before GRPO.
 """
 
 from __future__ import annotations

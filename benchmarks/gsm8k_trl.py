@@ -38,7 +38,9 @@ def main() -> None:
     flags = parse_setting_flags([*map(str, list_data_flags()), *overrides])
     cfg = resolve_config(build_config(read_settings(RECIPE), str(RECIPE), flags))
     if cfg.optimizer.desired_kl or cfg.algorithm.overlong_cache:
-        sys.exit("TRL has no such settings: give --optimizer.desired_kl 0 --algorithm.overlong_cache 0")
+        sys.exit(
+            "TRL has no desired_kl and no overlong_cache: give --optimizer.desired_kl 0 --algorithm.overlong_cache 0"
+        )
     job = make_job(cfg)
     laps, steps = Laps(), 0
 
