@@ -157,7 +157,7 @@ figures: setup
 	$(MAKE) --no-print-directory accuracy
 
 notebook: setup
-	$(BIN)/jupytext --to ipynb --execute examples/grpo_by_hand.py
+	TQDM_DISABLE=1 $(BIN)/jupytext --to ipynb --execute examples/grpo_by_hand.py
 
 systems: setup
 	$(BIN)/python benchmarks/systems.py $(ARGS)

@@ -2,8 +2,8 @@
 
     python examples/plain_transformers.py runs/NAME/model
 
-Imports nothing of Pellucid: what a run leaves behind is an ordinary checkpoint. Which pairs of operands are held out is
-worked out here a second time.
+A run saves an ordinary checkpoint, so this file does not import Pellucid. It computes a second time which operands are
+held out.
 """
 
 import hashlib

