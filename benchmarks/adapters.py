@@ -1,9 +1,9 @@
-"""A LoRA adapter pushed to vLLM merged into its base, beside one pushed by itself: megabytes, seconds, tokens a second.
+"""Measures pushing a LoRA adapter to vLLM, merged into its base and by itself: megabytes, seconds, tokens per second.
 
     .venv-vllm/bin/python benchmarks/adapters.py --repeats 3
 
-Each repeat makes the engines anew, one after the other, as a process has room for one. A push is what a step after the
-first costs: the weights made ready, taken by the engine, and proved. Medians.
+Each repeat creates two engines, one after the other, since a process has room for one. The second push of an engine is
+measured, as in all steps after the first: preparing, loading, and checking the weights. Figures are medians.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pellucid.rollout.vllm import VLLMSampler, copy_adapter_weights, get_push_we
 from pellucid.types import Prompt, Sampling
 from pellucid.utils import hardware
 
-Way = Literal["merged", "request"]
+Mode = Literal["merged", "request"]
+"""How an adapter is pushed: the values of `sampler.adapter`."""
 
 
 def main() -> None:
@@ -39,23 +40,23 @@ def main() -> None:
     learner = policy.load_policy(options.model, device, torch.bfloat16, 1.0, lora_rank=options.rank)
     prompts = [Prompt(f"{i}", f"Count from {i} to a hundred:") for i in range(options.prompts)]
     sampling = Sampling(options.group, max_tokens=options.tokens, seed="0")
-    found = defaultdict[Way, list[tuple[float, float]]](list)
+    results = defaultdict[Mode, list[tuple[float, float]]](list)
     for _ in range(options.repeats):
-        for way in get_args(Way):
-            found[way].append(measured(way, learner, prompts, sampling))
-    for way, pairs in found.items():
-        pushed = get_push_weights(learner) if way == "merged" else copy_adapter_weights(learner)
-        megabytes = sum(x.nbytes for x in pushed.values()) / 1e6
+        for mode in get_args(Mode):
+            results[mode].append(measure_push(mode, learner, prompts, sampling))
+    for mode, pairs in results.items():
+        weights = get_push_weights(learner) if mode == "merged" else copy_adapter_weights(learner)
+        megabytes = sum(x.nbytes for x in weights.values()) / 1e6
         seconds, rate = (median(column) for column in zip(*pairs, strict=True))
-        print(f"{way:8} {megabytes:7.1f} MB a push, {seconds:.2f} s with its proof, {rate:.0f} tokens a second")
+        print(f"{mode:8} {megabytes:7.1f} MB per push, {seconds:.2f} s with the check, {rate:.0f} tokens per second")
 
 
-def measured(way: Way, learner: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[float, float]:
-    """Seconds of the second push, and tokens a second of sampling after it."""
-    sampler = VLLMSampler(len(prompts) * sampling.n, 1.0, adapter=way)
+def measure_push(mode: Mode, learner: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[float, float]:
+    """Return the seconds of the second push, and the tokens per second of sampling after it."""
+    sampler = VLLMSampler(len(prompts) * sampling.n, 1.0, adapter=mode)
     sampler.sync(learner, 0)
     sampler.generate(prompts, sampling)
-    moved(learner)
+    change_adapter(learner)
     start = time.perf_counter()
     sampler.sync(learner, 1)
     synced = time.perf_counter()
@@ -65,8 +66,8 @@ def measured(way: Way, learner: Policy, prompts: Sequence[Prompt], sampling: Sam
 
 
 @torch.no_grad()
-def moved(learner: Policy) -> None:
-    """Change the adapter a little, as a step does."""
+def change_adapter(learner: Policy) -> None:
+    """Change the adapter a little, like a training step."""
     for p in learner.trainable().values():
         p.add_(1e-3 * torch.randn_like(p))
 

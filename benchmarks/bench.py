@@ -1,12 +1,13 @@
-"""Ours against TRL, generate(), vLLM and llama.cpp: the same model, prompts, lengths and threads, turn by turn.
+"""Compares the speed of Pellucid with that of TRL, transformers' generate(), vLLM and llama.cpp.
 
     python benchmarks/bench.py                 every table
     python benchmarks/bench.py step-64 vllm-64  some of them
 
-Two contenders at a time each in a process of its own; while one works the other waits. Two turns each to warm up, then
---repeats that count. Medians; a ratio is the median of the ratios of neighbouring turns. The main job learns, and its
-steps change: there the first sixteen all count, and what is told is their sum. benchmarks/README.md holds the last
-output, benchmarks/results.jsonl the single figures.
+Model, prompts, lengths and threads are the same for both. Each comparison starts two processes, Pellucid's and the
+peer's, which take turns: while one works, the other waits. Two turns of each warm up, then --repeats count. The tables
+have medians; a ratio is the median of the ratios of neighboring turns. In the main job, that of `make train`, steps
+change as the policy learns, so all of the first sixteen count, and the table has their sums. benchmarks/README.md has
+the last output, benchmarks/results.jsonl the values of every turn.
 """
 
 from __future__ import annotations
@@ -28,43 +29,48 @@ from processes import HERE, Contender, MissingError, Settings
 from pellucid.utils import hardware
 
 Turns = Sequence[Sequence[dict[str, float]]]
-"""Pairs of what ours and the peer told of a turn."""
-WARM_UP, OF_JOB = 2, 16
-LAST = 4
-"""Steps of the job whose mean reward tells what was learnt."""
+"""For each turn, the answers of Pellucid and of the peer."""
+WARM_UP, JOB_STEPS = 2, 16
+LAST_STEPS = 4
+"""The steps at the end of the job whose mean reward is printed."""
 
 
-class Duel(NamedTuple):
+class Comparison(NamedTuple):
     work: str
     peer: str
     settings: Settings
     goal: float | None = None
-    """Ratio that is aimed for: how many times faster than the peer."""
+    """The speed that Pellucid aims for, as a multiple of the peer's."""
 
 
-def steps(tokens: int, lora: int = 0, **goals: float | None) -> list[Duel]:
-    """lora: the rank of an adapter that ours, and TRL through peft, train in place of whole weights."""
+def make_step_comparisons(tokens: int, lora: int = 0, **goals: float | None) -> list[Comparison]:
+    """Return a comparison with each peer. With `lora`, both train an adapter of this rank, TRL through peft."""
     settings: Settings = {"tokens": tokens, "prompts": 4, "group": 8} | ({"lora": lora} if lora else {})
-    return [Duel("step", peer.replace("_", "-"), settings, goal) for peer, goal in goals.items()]
+    return [Comparison("step", peer.replace("_", "-"), settings, goal) for peer, goal in goals.items()]
 
 
-def sample(peer: str, prompts: int, group: int, tokens: int, goal: float | None) -> Duel:
-    return Duel("sample", peer, {"tokens": tokens, "prompts": prompts, "group": group}, goal)
+def make_sample_comparison(peer: str, prompts: int, group: int, tokens: int, goal: float | None) -> Comparison:
+    return Comparison("sample", peer, {"tokens": tokens, "prompts": prompts, "group": group}, goal)
 
 
-def job(peer: str) -> Duel:
-    return Duel("job", peer, {"tokens": 24, "prompts": 4, "group": 16})
+def make_job_comparison(peer: str) -> Comparison:
+    return Comparison("job", peer, {"tokens": 24, "prompts": 4, "group": 16})
 
 
 BEST = {"trl_best_bf16": None, "trl_best_autocast": None}
 TABLES = {
-    "step-64": steps(64, trl_bf16=4.0, trl_autocast=5.0, trl_fp32=None, **BEST, trl_as_it_comes=None),
-    "step-256": steps(256, trl_bf16=4.0, trl_autocast=5.0, **BEST),
-    "lora": steps(64, 16, whole_weights=None, transformers=None, trl_bf16=4.0, trl_autocast=5.0),
-    "job": [job(f"trl-{kind}") for kind in ("bf16", "autocast", "best-bf16", "best-autocast", "as-it-comes")],
-    "generate": [sample("generate", 4, 8, 64, 2.4), sample("generate", 1, 32, 64, 2.4)],
+    "step-64": make_step_comparisons(64, trl_bf16=4.0, trl_autocast=5.0, trl_fp32=None, **BEST, trl_as_it_comes=None),
+    "step-256": make_step_comparisons(256, trl_bf16=4.0, trl_autocast=5.0, **BEST),
+    "lora": make_step_comparisons(64, 16, whole_weights=None, transformers=None, trl_bf16=4.0, trl_autocast=5.0),
+    "job": [
+        make_job_comparison(f"trl-{kind}") for kind in ("bf16", "autocast", "best-bf16", "best-autocast", "as-it-comes")
+    ],
+    "generate": [
+        make_sample_comparison("generate", 4, 8, 64, 2.4),
+        make_sample_comparison("generate", 1, 32, 64, 2.4),
+    ],
     **{
-        f"{peer}-{tokens}": [sample(mode, 4, 8, tokens, goal) for mode in modes]
+        f"{peer}-{tokens}": [make_sample_comparison(mode, 4, 8, tokens, goal) for mode in modes]
         for tokens in (64, 256)
         for peer, modes, goal in (
             ("vllm", ("vllm-compiled", "vllm-eager"), 1.3),
@@ -74,58 +80,63 @@ TABLES = {
 }
 
 
-def fight(duel: Duel, repeats: int, contender: type[Contender] = Contender) -> dict[str, Any]:
-    """MissingError where the peer is not there."""
+def compare(comparison: Comparison, repeats: int) -> dict[str, Any]:
+    """Let Pellucid and the peer take turns, and return the comparison with the answers and the peak memory of both.
+
+    Raises:
+        MissingError: The peer is not installed, or its setup is not known.
+    """
+    work, peer_name, settings, goal = comparison
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        theirs = stack.enter_context(contender(duel.work, duel.peer, duel.settings, folder))
-        ours = stack.enter_context(contender(duel.work, "pellucid", duel.settings, folder))
-        before = 0 if duel.work == "job" else WARM_UP
-        turns = [(ours.turn(), theirs.turn()) for _ in range(before + repeats)]
-        check_same_work(duel, ours, theirs, turns)
-        peaks = ours.close()["peak_gb"], theirs.close()["peak_gb"]
-    result = {"work": duel.work, "peer": duel.peer, "goal": duel.goal, **duel.settings}
-    return {**result, "turns": turns[before:], "peaks": peaks}
+        peer = stack.enter_context(Contender(work, peer_name, settings, folder))
+        pellucid = stack.enter_context(Contender(work, "pellucid", settings, folder))
+        warm_up = 0 if work == "job" else WARM_UP
+        turns = [(pellucid.take_turn(), peer.take_turn()) for _ in range(warm_up + repeats)]
+        check_same_work(comparison, pellucid, peer, turns)
+        peaks = pellucid.close()["peak_gb"], peer.close()["peak_gb"]
+    return {"work": work, "peer": peer_name, "goal": goal, **settings, "turns": turns[warm_up:], "peaks": peaks}
 
 
-def check_same_work(duel: Duel, ours: Contender, theirs: Contender, turns: Turns) -> None:
-    """The same format of numbers, and as many tokens."""
-    dtypes = {each.facts.get("dtype") for each in (ours, theirs)}
-    tokens = {turn.get("tokens") for pair in turns for turn in pair}
+def check_same_work(comparison: Comparison, pellucid: Contender, peer: Contender, turns: Turns) -> None:
+    """Raise SystemExit if the dtypes or the numbers of tokens differ."""
+    dtypes = {each.info.get("dtype") for each in (pellucid, peer)}
+    tokens = {answer.get("tokens") for pair in turns for answer in pair}
     if len(dtypes) > 1 or len(tokens) > 1:
-        raise SystemExit(f"{duel.peer} did other work than ours: {dtypes}, {tokens} tokens")
+        raise SystemExit(f"{comparison.peer} did other work than Pellucid: {dtypes}, {tokens} tokens")
 
 
-def ratio(turns: Turns, what: str, work: str = "") -> float:
+def compute_ratio(turns: Turns, key: str, work: str = "") -> float:
+    """Return the peer's time divided by Pellucid's: the median over turns, or the ratio of the sums for the job."""
     if work == "job":
-        ours, theirs = (sum(pair[i][what] for pair in turns) for i in (0, 1))
-        return theirs / ours
-    return median(theirs[what] / ours[what] for ours, theirs in turns)
+        pellucid, peer = (sum(pair[i][key] for pair in turns) for i in (0, 1))
+        return peer / pellucid
+    return median(peer[key] / pellucid[key] for pellucid, peer in turns)
 
 
-def row_of(result: dict[str, Any]) -> str:
+def make_row(result: dict[str, Any]) -> str:
     turns, work = result["turns"], result["work"]
-    ours, theirs = ((sum if work == "job" else median)(pair[i]["seconds"] for pair in turns) for i in (0, 1))
+    pellucid, peer = ((sum if work == "job" else median)(pair[i]["seconds"] for pair in turns) for i in (0, 1))
     cells = [
         result["peer"],
         f"{result['prompts']}x{result['group']}, {result['tokens']} tokens",
-        f"{ours:.2f}",
-        f"{theirs:.2f}",
-        f"**{ratio(turns, 'seconds', work):.2f}x**",
+        f"{pellucid:.2f}",
+        f"{peer:.2f}",
+        f"**{compute_ratio(turns, 'seconds', work):.2f}x**",
         f"{result['goal']}x" if result["goal"] else "",
     ]
     if work == "sample":
         tokens = result["prompts"] * result["group"] * result["tokens"]
-        cells += [f"{tokens / ours:.0f}", f"{tokens / theirs:.0f}"]
+        cells += [f"{tokens / pellucid:.0f}", f"{tokens / peer:.0f}"]
     else:
-        cells += [f"{ratio(turns, part, work):.2f}x" for part in ("generate", "update")]
+        cells += [f"{compute_ratio(turns, part, work):.2f}x" for part in ("generate", "update")]
     if work == "job":
-        cells += [f"{fmean(pair[i]['reward'] for pair in turns[-LAST:]):.2f}" for i in (0, 1)]
-    ours_gb, theirs_gb = result["peaks"]
-    return f"| {' | '.join(cells)} | {ours_gb:.1f} | {theirs_gb:.1f} | {ours_gb / theirs_gb:.2f}x |"
+        cells += [f"{fmean(pair[i]['reward'] for pair in turns[-LAST_STEPS:]):.2f}" for i in (0, 1)]
+    pellucid_gb, peer_gb = result["peaks"]
+    return f"| {' | '.join(cells)} | {pellucid_gb:.1f} | {peer_gb:.1f} | {pellucid_gb / peer_gb:.2f}x |"
 
 
-def heading(work: str) -> str:
+def make_heading(work: str) -> str:
     middle = {
         "sample": ["our tokens/s", "theirs"],
         "step": ["sampling", "update"],
@@ -138,51 +149,54 @@ def heading(work: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(TABLES))
-    parser.add_argument("--peers", nargs="+", metavar="PEER", help="these only")
+    parser.add_argument("--peers", nargs="+", metavar="PEER", help="only these peers")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--job-steps", type=int, default=OF_JOB, help="steps of the main job")
-    parser.add_argument("--tokens", type=int, help="of each completion, in place of what the tables have")
-    parser.add_argument("--into", type=Path, default=HERE / "results.jsonl", help="where single figures are added")
+    parser.add_argument("--job-steps", type=int, default=JOB_STEPS, help="steps of the main job")
+    parser.add_argument("--tokens", type=int, help="tokens of each completion, instead of those of the tables")
+    parser.add_argument("--into", type=Path, default=HERE / "results.jsonl", help="a file that results are appended to")
     options = parser.parse_args()
     if unknown := set(options.tables) - TABLES.keys():
         parser.error(f"there is no table {sorted(unknown)[0]}; there are {', '.join(TABLES)}")
     for name in options.tables or TABLES:
-        duels = [duel for duel in TABLES[name] if duel.peer in (options.peers or [duel.peer])]
-        print(*([f"\n### {name}\n\n{heading(duels[0].work)}"] if duels else []), flush=True)
-        for duel in duels:
-            tell(name, duel, options)
+        comparisons = [each for each in TABLES[name] if each.peer in (options.peers or [each.peer])]
+        if comparisons:
+            print(f"\n### {name}\n\n{make_heading(comparisons[0].work)}", flush=True)
+        for comparison in comparisons:
+            print_row(name, comparison, options)
 
 
-def tell(table: str, duel: Duel, options: argparse.Namespace) -> None:
+def print_row(table: str, comparison: Comparison, options: argparse.Namespace) -> None:
+    """Run a comparison, print its row, and append its result to the file."""
     if options.tokens:
-        duel = duel._replace(settings=duel.settings | {"tokens": options.tokens})
+        comparison = comparison._replace(settings=comparison.settings | {"tokens": options.tokens})
     try:
-        result = fight(duel, options.job_steps if duel.work == "job" else options.repeats)
+        result = compare(comparison, options.job_steps if comparison.work == "job" else options.repeats)
     except MissingError as missing:
-        print(f"| {duel.peer} | {missing} |", flush=True)
+        print(f"| {comparison.peer} | {missing} |", flush=True)
         return
-    print(row_of(result), flush=True)
-    record(options.into, {"table": table} | facts() | result)
+    print(make_row(result), flush=True)
+    append_row(options.into, {"table": table} | collect_metadata() | result)
 
 
-def facts() -> dict[str, str]:
-    """Of which commit a figure is, from when, and where."""
+def collect_metadata() -> dict[str, str]:
+    """Return the commit, date, processor and Python version of a measurement."""
     return {
-        "commit": commit(),
+        "commit": read_commit(),
         "date": datetime.date.today().isoformat(),
         "cpu": hardware.get_cpu_name(),
         "python": platform.python_version(),
     }
 
 
-def commit() -> str:
-    told = subprocess.run(
+def read_commit() -> str:
+    """Return the short hash of the current commit, or an empty string outside of a git repository."""
+    done = subprocess.run(
         ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    return told.stdout.strip()
+    return done.stdout.strip()
 
 
-def record(path: Path, row: dict[str, Any]) -> None:
+def append_row(path: Path, row: dict[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 

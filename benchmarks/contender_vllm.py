@@ -1,4 +1,7 @@
-"""vLLM as a contender of bench.py: in the process itself, which is its fastest way here. Runs in a venv of its own."""
+"""Runs vLLM as a contender of bench.py, in a virtual environment of its own.
+
+The engine runs in the contender's own process, which is the fastest way on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ def main() -> None:
     parser.add_argument("work", choices=["sample"])
     parser.add_argument("contender", choices=["vllm-eager", "vllm-compiled"])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--chats", required=True, help="JSON: prompts of each unit, as messages")
+    parser.add_argument("--chats", required=True, help="a JSON file: the prompts of each unit, as messages")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    turns.begin()
+    turns.redirect_output()
 
     from vllm import LLM, SamplingParams  # noqa: PLC0415
 
@@ -40,7 +43,7 @@ def main() -> None:
         n=options.group, temperature=1.0, top_k=0, top_p=1.0, max_tokens=options.tokens, ignore_eos=True, logprobs=0
     )
 
-    def unit(i: int) -> dict[str, float]:
+    def run_unit(i: int) -> dict[str, float]:
         prompts = [
             {"prompt_token_ids": tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)}
             for chat in units[i % len(units)]
@@ -49,8 +52,8 @@ def main() -> None:
         return {"tokens": sum(len(c.token_ids) for output in outputs for c in output.outputs)}
 
     dtype = engine.llm_engine.model_config.dtype
-    turns.take(unit, dtype=str(dtype).removeprefix("torch."))
-    turns.answer(peak_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
+    turns.take_turns(run_unit, dtype=str(dtype).removeprefix("torch."))
+    turns.send_answer(peak_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
 
 
 if __name__ == "__main__":

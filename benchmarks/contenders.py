@@ -1,14 +1,14 @@
-"""One contender in a process of its own: does a unit of work for every line on stdin and answers with a line of JSON.
+"""Runs one contender of bench.py or accuracy.py: a unit of work per line on stdin, and a line of JSON with its results.
 
     python benchmarks/contenders.py step pellucid --tokens 64
 
-The orchestrator is bench.py. What a unit is:
+A unit of each kind of work:
 
-step      sampling, rewards and an update of P prompts x G completions; none ends before its last token, and rewards
-          differ in every group, so that all contenders do the same work
-job       a step of `make train` as it is, learning: real rewards, completions that end
-sample    sampling alone
-accuracy  so many steps of a recipe, and then held-out accuracy: course.py
+step      sampling, rewards and an update of P prompts x G completions. No completion ends before its last token, and
+          rewards differ in every group, so that all contenders do the same work
+job       a training step of `make train`, with real rewards and completions that end
+sample    sampling only
+accuracy  several training steps of a recipe, then an evaluation: see course.py
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import os
 import course
 import torch
 import turns
-from contender_trl import Job, Laps, clock, trainer
-from trl_setups import setup_of
+from contender_trl import Job, StepRecord, make_trainer, read_clock
+from trl_setups import get_setup
 
 from pellucid.types import Reward
 from pellucid.utils import hardware
@@ -31,80 +31,88 @@ def main() -> None:
     parser.add_argument("work", choices=["step", "job", "sample", "accuracy"])
     parser.add_argument(
         "contender",
-        help="pellucid; of a step transformers, whose code then computes ours, or whole-weights in place of an adapter;"
-        " of sampling without-graphs, generate or generate-batch; or what trl_setups.py knows",
+        help="pellucid, or a name of trl_setups.py; for step also transformers (Pellucid with the model code of"
+        " transformers) and whole-weights (no adapter); for sample also without-graphs, generate and generate-batch",
     )
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter that a step trains")
+    parser.add_argument("--lora", type=int, default=0, help="rank of the adapter that a step trains")
     parser.add_argument("--units", type=int, default=100)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pieces", type=int, default=0, help="of TRL's update; 0 leaves it to trl_setups.py")
-    parser.add_argument("--task", choices=course.TASKS, default="one-digit", help="of accuracy")
-    parser.add_argument("--seed", type=int, default=0, help="of accuracy")
-    parser.add_argument("--every", type=int, default=1, help="steps between evaluations")
+    parser.add_argument("--pieces", type=int, default=0, help="micro-batches of TRL's update; 0: see trl_setups.py")
+    parser.add_argument("--task", choices=course.TASKS, default="one-digit", help="for accuracy")
+    parser.add_argument("--seed", type=int, default=0, help="for accuracy")
+    parser.add_argument("--every", type=int, default=1, help="steps between evaluations, for accuracy")
     options, overrides = parser.parse_known_args()
-    turns.begin()
+    turns.redirect_output()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     if options.work == "accuracy":
-        course.take(options, overrides)
+        course.run_accuracy(options, overrides)
     elif overrides:
         parser.error(f"{overrides[0]}: only accuracy takes settings of a recipe")
     elif options.contender.startswith("trl"):
-        trl_step(options)
+        run_trl(options)
     else:
         CONTENDERS[options.work, options.contender](options)
-    turns.answer(peak_gb=hardware.get_peak_memory_gb(torch.device(options.device)))
+    turns.send_answer(peak_gb=hardware.get_peak_memory_gb(torch.device(options.device)))
 
 
-def reward_of(text: str) -> float:
-    """Different for different texts, and the same in every process."""
+def compute_reward(text: str) -> float:
+    """Return a number that differs between texts and is the same in every process."""
     return sum(text.encode()) % 97 / 97
 
 
 # ---------------------------------------------------------------- pellucid
 
 
-def our_policy(options: argparse.Namespace):
+def load_policy(model: str, device: str, dtype: str, lora_rank: int = 0, engine: str = "auto"):
+    """Load the policy that Pellucid trains or samples from. Its completions never end early."""
     from pellucid.policy import policy  # noqa: PLC0415
 
     hardware.keep_freed_memory()
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    engine = "transformers" if options.contender == "transformers" else "auto"
-    lora_rank = 0 if options.contender == "whole-weights" else options.lora
-    learner = policy.load_policy(options.model, device, dtype, 1.0, lora_rank=lora_rank, engine=engine)
-    learner.eos_ids = (-1,)  # no token ends a completion
+    learner = policy.load_policy(
+        model, torch.device(device), getattr(torch, dtype), 1.0, lora_rank=lora_rank, engine=engine
+    )
+    learner.eos_ids = (-1,)
     return learner
 
 
-def our_task():
+def load_contender_policy(options: argparse.Namespace):
+    engine = "transformers" if options.contender == "transformers" else "auto"
+    lora_rank = 0 if options.contender == "whole-weights" else options.lora
+    return load_policy(options.model, options.device, options.dtype, lora_rank, engine)
+
+
+def make_task():
     from pellucid.tasks.arithmetic import Arithmetic  # noqa: PLC0415
 
     return Arithmetic(digits=2, operators=("+", "-"))
 
 
-def our_graded_task():
+def make_graded_task():
+    """Return arithmetic whose rewards differ in nearly every group, so that every step has a gradient."""
+
     class Task:
         seed, split = 0, "train"
-        sample = staticmethod(our_task().sample)
+        sample = staticmethod(make_task().sample)
 
         def reward(self, _prompt, completion):
-            return Reward(reward_of(completion.text))
+            return Reward(compute_reward(completion.text))
 
     return Task()
 
 
-def our_step(options: argparse.Namespace) -> None:
+def run_step(options: argparse.Namespace) -> None:
     from pellucid.algorithm import grpo  # noqa: PLC0415
     from pellucid.algorithm.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
     from pellucid.distributed.runtime import Runtime  # noqa: PLC0415
     from pellucid.rollout.native import NativeSampler  # noqa: PLC0415
     from pellucid.types import Sampling  # noqa: PLC0415
 
-    learner = our_policy(options)
+    learner = load_contender_policy(options)
     cfg = GRPOConfig(
         steps=options.units,
         prompts_per_step=options.prompts,
@@ -113,42 +121,42 @@ def our_step(options: argparse.Namespace) -> None:
     )
     runtime = Runtime(learner, AdamWConfig(lr=1e-6), total_updates=options.units)
     sampling = Sampling(max_tokens=options.tokens)
-    steps = grpo.train(our_graded_task(), NativeSampler(), learner, runtime, cfg, sampling=sampling)
-    turns.take(lambda _: course.seconds_of(next(steps)), clock)
+    steps = grpo.train(make_graded_task(), NativeSampler(), learner, runtime, cfg, sampling=sampling)
+    turns.take_turns(lambda _: course.summarize_step(next(steps)), read_clock)
 
 
-def our_job(options: argparse.Namespace) -> None:
-    parts, cfg = course.composed(course.job_settings(options))
-    steps = course.trained(parts, cfg)
-    turns.take(lambda _: course.seconds_of(next(steps)), clock)
+def run_job(options: argparse.Namespace) -> None:
+    cfg = course.make_job_config(options)
+    steps = course.train(course.build_parts(cfg), cfg)
+    turns.take_turns(lambda _: course.summarize_step(next(steps)), read_clock)
 
 
-def our_sample(options: argparse.Namespace) -> None:
+def run_sample(options: argparse.Namespace) -> None:
     from pellucid.rollout.native import NativeSampler  # noqa: PLC0415
     from pellucid.types import Sampling  # noqa: PLC0415
 
-    learner, task = our_policy(options), our_task()
+    learner, task = load_contender_policy(options), make_task()
     sampler = NativeSampler(policy=learner)
 
-    def unit(i: int) -> dict[str, float]:
+    def run_unit(i: int) -> dict[str, float]:
         sampling = Sampling(options.group, max_tokens=options.tokens, seed=str(i))
         groups = sampler.generate(task.sample(i, options.prompts), sampling)
         return {"tokens": float(sum(len(c.token_ids) for g in groups for c in g.completions))}
 
-    turns.take(unit, clock, dtype=options.dtype)
+    turns.take_turns(run_unit, read_clock, dtype=options.dtype)
 
 
-def our_sample_without_graphs(options: argparse.Namespace) -> None:
+def run_sample_without_graphs(options: argparse.Namespace) -> None:
     from pellucid.models.decoder import Decoder  # noqa: PLC0415
 
-    begin = Decoder.__init__
+    initialize = Decoder.__init__
 
-    def without(self: Decoder, *arguments: object) -> None:
-        begin(self, *arguments)
+    def initialize_without_graphs(self: Decoder, *arguments: object) -> None:
+        initialize(self, *arguments)
         self.uses_cuda_graphs = False
 
-    Decoder.__init__ = without
-    our_sample(options)
+    Decoder.__init__ = initialize_without_graphs
+    run_sample(options)
 
 
 # ---------------------------------------------------------------- transformers
@@ -166,11 +174,11 @@ def load_transformers(options: argparse.Namespace):
     return model.to(options.device).eval(), tokenizer
 
 
-def generate(options: argparse.Namespace) -> None:
-    (model, tokenizer), task = load_transformers(options), our_task()
+def run_generate(options: argparse.Namespace) -> None:
+    (model, tokenizer), task = load_transformers(options), make_task()
 
     @torch.no_grad()
-    def unit(i: int) -> dict[str, float]:
+    def run_unit(i: int) -> dict[str, float]:
         chats = [list(map(dict, p.text)) for p in task.sample(i, options.prompts) for _ in range(options.group)]
         inputs = tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
@@ -187,15 +195,17 @@ def generate(options: argparse.Namespace) -> None:
         )
         return {"tokens": float(output[:, inputs["input_ids"].shape[1] :].numel())}
 
-    turns.take(unit, clock, dtype=options.dtype)
+    turns.take_turns(run_unit, read_clock, dtype=options.dtype)
 
 
-def generate_batch(options: argparse.Namespace) -> None:
-    """Continuous batching by one manager for all turns, whose KV cache holds twice what a turn needs, since it admits
-    requests only while some of it is free. A prompt is a request for several sequences."""
+def run_generate_batch(options: argparse.Namespace) -> None:
+    """Sample by continuous batching, with one manager for all turns and one request per prompt.
+
+    The KV cache holds twice what a turn needs, since the manager admits requests only while a part of it is free.
+    """
     from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415
 
-    (model, tokenizer), task = load_transformers(options), our_task()
+    (model, tokenizer), task = load_transformers(options), make_task()
     rows, cache = options.prompts * options.group, ContinuousBatchingConfig()
     pages = options.tokens // cache.page_size + 2  # a prompt is shorter than a page
     cache.num_blocks, cache.max_requests_per_batch = 2 * rows * pages, rows
@@ -209,7 +219,7 @@ def generate_batch(options: argparse.Namespace) -> None:
         eos_token_id=-1,  # no token ends a completion
     )
 
-    def unit(i: int) -> dict[str, float]:
+    def run_unit(i: int) -> dict[str, float]:
         chats = [list(map(dict, p.text)) for p in task.sample(i, options.prompts)]
         manager.add_requests(tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"])
         done, count = 0, 0
@@ -226,7 +236,7 @@ def generate_batch(options: argparse.Namespace) -> None:
     manager.warmup()
     manager.start()
     try:
-        turns.take(unit, clock, dtype=options.dtype)
+        turns.take_turns(run_unit, read_clock, dtype=options.dtype)
     finally:
         manager.stop(hard_stop=True)
 
@@ -234,54 +244,54 @@ def generate_batch(options: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- TRL
 
 
-def trl_step(options: argparse.Namespace) -> None:
-    """A step or one of the job, at a turn."""
-    laps = Laps()
+def run_trl(options: argparse.Namespace) -> None:
+    """Run a step of "step" or "job" per turn."""
+    record = StepRecord()
 
-    def before() -> None:
-        turns.wait()
-        laps.began = clock()
+    def start_step() -> None:
+        turns.wait_for_turn()
+        record.start = read_clock()
 
-    def after(_: object) -> bool:
-        seconds = clock() - laps.began
-        parts = {"generate": laps.generated, "update": seconds - laps.generated}
-        turns.answer(seconds=seconds, reward=laps.rewards, **parts)
+    def report_step(_: object) -> bool:
+        seconds = read_clock() - record.start
+        parts = {"generate": record.generate_seconds, "update": seconds - record.generate_seconds}
+        turns.send_answer(seconds=seconds, reward=record.mean_reward, **parts)
         return True
 
-    job = course.trl_job(course.job_settings(options)) if options.work == "job" else same_work(options)
-    made = trainer(job, setup_of(options.contender), laps, before, after)
-    turns.answer(ready=1)
+    job = course.make_trl_job(course.make_job_config(options)) if options.work == "job" else make_step_job(options)
+    trainer = make_trainer(job, get_setup(options.contender), record, start_step, report_step)
+    turns.send_answer(ready=1)
     try:
-        made.train()
+        trainer.train()
     except EOFError:
         return
 
 
-def same_work(options: argparse.Namespace) -> Job:
+def make_step_job(options: argparse.Namespace) -> Job:
     from pellucid.policy.load import locate_model  # noqa: PLC0415
 
     return Job(
         model=locate_model(options.model),
-        prompts=[p for i in range(options.units) for p in our_task().sample(i, options.prompts)],
-        reward=lambda _, completion: reward_of(completion.text),
-        per_step=options.prompts,
-        group=options.group,
-        tokens=options.tokens,
+        prompts=[p for i in range(options.units) for p in make_task().sample(i, options.prompts)],
+        reward=lambda _, completion: compute_reward(completion.text),
+        prompts_per_step=options.prompts,
+        group_size=options.group,
+        max_tokens=options.tokens,
         steps=options.units,
-        whole=True,
+        full_length=True,
         device=options.device,
-        pieces=options.pieces,
+        micro_batches=options.pieces,
         lora=options.lora,
     )
 
 
 CONTENDERS = {
-    **dict.fromkeys((("step", name) for name in ("pellucid", "transformers", "whole-weights")), our_step),
-    ("job", "pellucid"): our_job,
-    ("sample", "pellucid"): our_sample,
-    ("sample", "without-graphs"): our_sample_without_graphs,
-    ("sample", "generate"): generate,
-    ("sample", "generate-batch"): generate_batch,
+    **dict.fromkeys((("step", name) for name in ("pellucid", "transformers", "whole-weights")), run_step),
+    ("job", "pellucid"): run_job,
+    ("sample", "pellucid"): run_sample,
+    ("sample", "without-graphs"): run_sample_without_graphs,
+    ("sample", "generate"): run_generate,
+    ("sample", "generate-batch"): run_generate_batch,
 }
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Sampling of conversations beside single turns of as many tokens: sampled tokens a second, and the ratio.
+"""Measures the sampling speed of conversations against single turns of as many tokens.
 
     python benchmarks/conversations.py --turns 4 --tokens 64 --repeats 5
 
-The single turn samples turns * tokens tokens; the conversation the same in `turns` turns, with a short reply of an
-environment between them. Random answers: the end of a sequence is never drawn, so that all rows are of one length. Runs
-alternate; the ratio is the median of those of neighbours.
+The single turn samples turns * tokens tokens. The conversation samples as many in `turns` turns, with a short reply of
+an environment between them. Completions never end early, so all rows have the same length. Single turns and
+conversations alternate, and the median ratio is over these pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pellucid.utils import hardware
 
 
 def reply(messages: list[dict[str, str]]) -> str:  # noqa: ARG001
-    """Say something short to whatever was said."""
+    """Return a short reply that does not depend on the messages."""
     return "Higher."
 
 
@@ -43,25 +43,24 @@ def main() -> None:
     model = policy.load_frozen_policy(options.model, device, hardware.pick_dtype("auto", device), 1.0)
     model.eos_ids = (model.tokenizer.vocab_size - 1,)
     prompts = [Prompt(f"p{i}", ({"role": "user", "content": f"Guess {i}."},)) for i in range(options.prompts)]
-    world = EnvironmentPool(EnvironmentSpec(f"{__file__}:reply"), RewardConfig())
-    whole = options.turns * options.tokens
-    single = Sampling(options.group, max_tokens=whole)
-    several = Sampling(options.group, max_tokens=2 * whole, turns=options.turns, turn_tokens=options.tokens)
+    environments = EnvironmentPool(EnvironmentSpec(f"{__file__}:reply"), RewardConfig())
+    tokens = options.turns * options.tokens
+    single = Sampling(options.group, max_tokens=tokens)
+    several = Sampling(options.group, max_tokens=2 * tokens, turns=options.turns, turn_tokens=options.tokens)
     rates: list[tuple[float, float]] = []
-    for turn in range(options.repeats + 1):
-        pair = [
-            rate(NativeSampler(policy=model, environments=w), prompts, s) for w, s in ((None, single), (world, several))
-        ]
-        if turn:
-            rates.append((pair[0], pair[1]))
-            print(f"single turn {pair[0]:.0f}, conversations {pair[1]:.0f} tokens/s, ratio {pair[1] / pair[0]:.2f}")
-    world.close()
+    for repeat in range(options.repeats + 1):
+        baseline = measure_rate(NativeSampler(policy=model), prompts, single)
+        rate = measure_rate(NativeSampler(policy=model, environments=environments), prompts, several)
+        if repeat:  # the first is a warm-up
+            rates.append((baseline, rate))
+            print(f"single turn {baseline:.0f}, conversations {rate:.0f} tokens/s, ratio {rate / baseline:.2f}")
+    environments.close()
     print(f"median ratio {median(b / a for a, b in rates):.2f} ({options.turns} turns of {options.tokens} tokens)")
 
 
 @torch.no_grad()
-def rate(sampler: NativeSampler, prompts: list[Prompt], sampling: Sampling) -> float:
-    """Sampled tokens a second."""
+def measure_rate(sampler: NativeSampler, prompts: list[Prompt], sampling: Sampling) -> float:
+    """Return the sampled tokens per second."""
     sampler.sync(sampler.policy)
     start = time.perf_counter()
     groups: list[Group] = sampler.generate(prompts, sampling)

@@ -1,4 +1,4 @@
-"""Training that learns, ours and TRL's: the same questions, rewards, settings and seeds, graded by the same code."""
+"""Trains a recipe with Pellucid or TRL, and evaluates both on held-out problems with the same code."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import turns
 from accelerate.utils import set_seed
-from contender_trl import Job, Laps, clock, trainer
-from trl_setups import setup_of
+from contender_trl import Job, StepRecord, make_trainer, read_clock
+from trl_setups import get_setup
 
 from pellucid import config
 from pellucid.algorithm import grpo
@@ -24,27 +24,24 @@ from pellucid.utils import hardware
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TASKS = {"one-digit": "arithmetic.toml", "two-digit": "study/off_the_floor.toml"}
-"""A recipe, or a study of which `VARIANTS` says whose is whose."""
+"""The recipe of each task. For two digits it is a study, of which VARIANTS selects a variant."""
 VARIANTS = {"pellucid": "prefixes", "others": "grpo_longer"}
-"""With workings as prefixes of some groups; and all the same, steps, rate and room, without: TRL has no prefixes."""
+"""The variant of each peer. TRL has no prefixes, so the others train with the same settings, but without them."""
 
 
-def settings(task: str, peer: str, seed: int, overrides: Sequence[str] = ()) -> Config:
-    """What a peer trains by."""
+def make_config(task: str, peer: str, seed: int, overrides: Sequence[str] = ()) -> Config:
+    """Return the settings with which a peer trains a task."""
     path = RECIPES / TASKS[task]
-    words = ["--algorithm.seed", str(seed), "--evaluate.k", "8", *overrides]
-    own = (
-        plan.read_study(path).variants[VARIANTS.get(peer, VARIANTS["others"])]
-        if task == "two-digit"
-        else config.read_settings(path)
-    )
-    return config.resolve_config(
-        resolve_machine_settings(config.build_config(own, str(path), config.parse_setting_flags(words)))
-    )
+    flags = config.parse_setting_flags(["--algorithm.seed", str(seed), "--evaluate.k", "8", *overrides])
+    if task == "two-digit":
+        settings = plan.read_study(path).variants[VARIANTS.get(peer, VARIANTS["others"])]
+    else:
+        settings = config.read_settings(path)
+    return config.resolve_config(resolve_machine_settings(config.build_config(settings, str(path), flags)))
 
 
-def job_settings(options: argparse.Namespace) -> Config:
-    """The main job's, with the numbers that the table has."""
+def make_job_config(options: argparse.Namespace) -> Config:
+    """Return the settings of `make train`, with the sizes that the options name."""
     sizes = {
         "algorithm.prompts-per-step": options.prompts,
         "algorithm.group-size": options.group,
@@ -52,17 +49,17 @@ def job_settings(options: argparse.Namespace) -> Config:
         "policy.model": options.model,
         "policy.device": options.device,
     }
-    return settings("one-digit", "", 0, [word for key, value in sizes.items() for word in (f"--{key}", str(value))])
+    return make_config("one-digit", "", 0, [word for key, value in sizes.items() for word in (f"--{key}", str(value))])
 
 
-def composed(cfg: Config) -> tuple[Components, Config]:
+def build_parts(cfg: Config) -> Components:
     hardware.keep_freed_memory()
     set_seed(cfg.algorithm.seed)
-    return build_components(cfg), cfg
+    return build_components(cfg)
 
 
-def trained(parts: Components, cfg: Config) -> Iterator[StepResult]:
-    """The steps of a run, without what a run writes down."""
+def train(parts: Components, cfg: Config) -> Iterator[StepResult]:
+    """Train like `pellucid train`, but write no files."""
     objects = (parts.task, parts.sampler, parts.policy, parts.runtime)
     heap = hardware.HeapTrimmer()
     for result in grpo.train(*objects, cfg.algorithm, parts.reference, parts.state, make_training_sampling(cfg)):
@@ -70,22 +67,23 @@ def trained(parts: Components, cfg: Config) -> Iterator[StepResult]:
         yield result
 
 
-def seconds_of(step: StepResult) -> dict[str, float]:
+def summarize_step(step: StepResult) -> dict[str, float]:
+    """Return the seconds of generation and of the update, and the mean reward."""
     rewards = [reward.value for group in step.groups for reward in group.rewards]
     parts = {"generate": step.metrics["time/generate"], "update": step.metrics["time/update"]}
     return {**parts, "reward": sum(rewards) / len(rewards)}
 
 
-def trl_job(cfg: Config) -> Job:
-    """What a recipe has TRL train."""
+def make_trl_job(cfg: Config) -> Job:
+    """Return TRL's job for the settings of a recipe."""
     task, a, o = with_split(cfg.task, "train"), cfg.algorithm, cfg.optimizer
     return Job(
         model=locate_model(cfg.policy.model),
         prompts=[p for i in range(a.steps) for p in task.sample(i, a.prompts_per_step)],
         reward=lambda prompt, completion: task.reward(prompt, completion).value,
-        per_step=a.prompts_per_step,
-        group=a.group_size,
-        tokens=cfg.sampler.max_tokens,
+        prompts_per_step=a.prompts_per_step,
+        group_size=a.group_size,
+        max_tokens=cfg.sampler.max_tokens,
         steps=a.steps,
         lr=o.lr,
         schedule=o.schedule,
@@ -96,58 +94,59 @@ def trl_job(cfg: Config) -> Job:
     )
 
 
-# ---------------------------------------------------------------- to held-out accuracy
+# ---------------------------------------------------------------- held-out accuracy
 
 
-def take(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """The first turn evaluates; each one after it takes `every` steps, which alone are timed, and evaluates."""
-    cfg = settings(options.task, options.contender, options.seed, overrides)
-    (trl_turns if options.contender.startswith("trl") else our_turns)(options, *composed(cfg))
+def run_accuracy(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Evaluate in the first turn. In each later turn train `every` steps, whose seconds are reported, and evaluate."""
+    cfg = make_config(options.task, options.contender, options.seed, overrides)
+    run = run_trl if options.contender.startswith("trl") else run_pellucid
+    run(options, build_parts(cfg), cfg)
 
 
-def our_turns(options: argparse.Namespace, parts: Components, cfg: Config) -> None:
-    steps = trained(parts, cfg)
+def run_pellucid(options: argparse.Namespace, parts: Components, cfg: Config) -> None:
+    steps = train(parts, cfg)
 
-    def unit(i: int) -> dict[str, float]:
-        start = clock()
+    def run_unit(i: int) -> dict[str, float]:
+        start = read_clock()
         for _ in range(options.every if i else 0):
             next(steps)
-        return {"seconds": clock() - start, **examined(parts, cfg, i * options.every)}
+        return {"seconds": read_clock() - start, **evaluate(parts, cfg, i * options.every)}
 
-    turns.take(unit, steps=cfg.algorithm.steps)
+    turns.take_turns(run_unit, steps=cfg.algorithm.steps)
 
 
-def trl_turns(options: argparse.Namespace, parts: Components, cfg: Config) -> None:
-    laps, taken = Laps(), 0
+def run_trl(options: argparse.Namespace, parts: Components, cfg: Config) -> None:
+    record, steps = StepRecord(), 0
 
-    def before() -> None:
-        if taken == 0:
-            laps.began = clock()
+    def start_step() -> None:
+        if steps == 0:
+            record.start = read_clock()
 
-    def after(model) -> bool:
-        nonlocal taken
-        taken += 1
-        if taken % options.every == 0:
-            told(clock() - laps.began, model)
+    def finish_step(model) -> bool:
+        nonlocal steps
+        steps += 1
+        if steps % options.every == 0:
+            report_evaluation(read_clock() - record.start, model)
         return True
 
-    def told(seconds: float, model) -> None:
+    def report_evaluation(seconds: float, model) -> None:
         parts.policy.update_weights(dict(model.named_parameters()), 0.0)
-        turns.answer(seconds=seconds, **examined(parts, cfg, taken))
-        turns.wait()
-        laps.began = clock()
+        turns.send_answer(seconds=seconds, **evaluate(parts, cfg, steps))
+        turns.wait_for_turn()
+        record.start = read_clock()
 
-    made = trainer(trl_job(cfg), setup_of(options.contender), laps, before, after)
-    turns.answer(ready=1, steps=cfg.algorithm.steps)
+    trainer = make_trainer(make_trl_job(cfg), get_setup(options.contender), record, start_step, finish_step)
+    turns.send_answer(ready=1, steps=cfg.algorithm.steps)
     try:
-        turns.wait()
-        told(0.0, made.model)
-        made.train()
+        turns.wait_for_turn()
+        report_evaluation(0.0, trainer.model)
+        trainer.train()
     except EOFError:
         return
 
 
-def examined(parts: Components, cfg: Config, step: int) -> dict[str, float]:
+def evaluate(parts: Components, cfg: Config, step: int) -> dict[str, float]:
     parts.sampler.sync(parts.policy, step)
     evaluation, _ = evaluate_policy(cfg, parts)
     return {"step": step, "mean": evaluation.mean_at_k.value, "greedy": evaluation.greedy.value, "k": evaluation.k}

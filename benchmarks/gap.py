@@ -1,9 +1,9 @@
-"""How far the sampler's log-probs are from the scorer's, and both from those of the same model in fp32.
+"""Measures how far the log-probs of the sampler, the scorer, and the same model in fp32 are apart.
 
     python benchmarks/gap.py [--model smollm2-135m] [--tokens 64]
 
-Mean and most, in nats per token, over 4 prompts x 8 completions of two-digit sums. The last line has the scorer's
-hidden states read by a head in fp32: how much of the distance is the rounding of logits.
+Prints the mean and maximum differences in nats per token, over 4 prompts x 8 completions of two-digit sums. The last
+line applies an fp32 head to the scorer's hidden states, which shows how much of its error is the rounding of logits.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def main(options: Options) -> None:
     groups = NativeSampler(policy=rounded).generate(Arithmetic(digits=2).sample(0, 4), sampling)
     batch = collate(groups)
     sampled = batch.sampler_logprobs[batch.response_mask]
-    scored, true = (p.score(batch).logprobs[batch.response_mask] for p in (rounded, exact))
+    scored, reference = (p.score(batch).logprobs[batch.response_mask] for p in (rounded, exact))
     hidden, head = rounded.compute_hidden_states(batch)
-    wide = LMHead(head.weight.float(), head.weight.float())
-    by_wide_head, _ = compute_token_logprobs(hidden.float(), wide, batch.response_ids[batch.response_mask])
+    fp32_head = LMHead(head.weight.float(), head.weight.float())
+    rescored, _ = compute_token_logprobs(hidden.float(), fp32_head, batch.response_ids[batch.response_mask])
     for name, difference in {
         "sampler - scorer": sampled - scored,
-        "sampler - fp32": sampled - true,
-        "scorer - fp32": scored - true,
-        "scorer, head in fp32 - fp32": by_wide_head - true,
+        "sampler - fp32": sampled - reference,
+        "scorer - fp32": scored - reference,
+        "scorer, head in fp32 - fp32": rescored - reference,
     }.items():
-        print(f"{name:28} {told(difference)}")
+        print(f"{name:28} {format_difference(difference)}")
 
 
-def told(difference: Tensor) -> str:
-    return f"mean {difference.abs().mean():.1e}, most {difference.abs().max():.1e}"
+def format_difference(difference: Tensor) -> str:
+    return f"mean {difference.abs().mean():.1e}, max {difference.abs().max():.1e}"
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""All that only a GPU can show, for a machine with one GPU and no network, in one call of less than eight minutes.
+"""Measures everything that needs a GPU in less than eight minutes, on a machine with one GPU and no network.
 
     python benchmarks/gpu.py --output gpu.jsonl                       all rows, the most valuable first
     python benchmarks/gpu.py --only kernels-0.5B tests --output gpu.jsonl
     python benchmarks/gpu.py --table gpu.jsonl > gpu.md               tables, on any machine, afterwards
-    python benchmarks/gpu.py --simulated                              all rows, tiny, on the pretended GPU of the tests
+    python benchmarks/gpu.py --simulated                              all rows, tiny, on the simulated GPU of the tests
 
-Libraries are imported once, in a process that leaves the GPU alone, and each row is a fork of it. A row writes each of
-its findings as a line of JSON as soon as it is known. A row that fails or takes longer than --limit leaves a line that
-says so, and the end of its log on stderr; the others run all the same, and the exit status is 1. When the seconds of
---within are over, the rows that are left are named and left out.
+One process imports the libraries without using the GPU, and each row runs in a fork of it. A row writes each finding as
+a line of JSON at once. If a row fails or takes longer than --limit, a line says so, the end of its log goes to stderr,
+the other rows still run, and the exit status is 1. When the seconds of --within are over, the remaining rows are
+skipped, with a line for each.
 
 benchmarks/README.md lists the rows, and says what a bare machine needs besides torch.
 """
@@ -33,33 +33,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask whether there is a GPU without using it
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # checks for a GPU without using it
 if "--simulated" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # which Triton looks for while it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it while it is imported
 
 import psutil
 import torch
-from bench import commit
+from bench import read_commit
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))
-IMPORTED = (
+MODULES = (
     "pellucid.training.run",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.llama.modeling_llama",
 )
-OF_PEERS = ("datasets", "trl.trainer.grpo_trainer")
+PEER_MODULES = ("datasets", "trl.trainer.grpo_trainer")
 LOG_LINES = 60
-"""Of a row that failed, on stderr."""
+"""Lines of the log of a failed row that go to stderr."""
 LEAST_SECONDS = 5.0
-"""What must be left for a row to begin."""
+"""The time that must be left for a row to start."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows, in this order")
-    parser.add_argument("--output", type=Path, help="a file for the findings, beside stdout")
-    parser.add_argument("--simulated", action="store_true")
+    parser.add_argument("--output", type=Path, help="also write the findings to this file")
+    parser.add_argument("--simulated", action="store_true", help="run tiny rows on a simulated GPU")
     parser.add_argument("--limit", type=float, default=130.0, help="seconds that a row may take")
     parser.add_argument("--within", type=float, default=450.0, help="seconds for everything, imports included")
     parser.add_argument("--table", type=Path, metavar="FINDINGS", help="print the tables of a file of findings")
@@ -68,7 +68,7 @@ def main() -> None:
         print(make_tables(map(json.loads, options.table.read_text().splitlines())))
         return
     if not options.simulated and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --simulated runs the same rows on a pretended one")
+        parser.error("no GPU is available; --simulated runs the same rows on a simulated one")
     deadline = time.monotonic() + options.within - (time.time() - psutil.Process().create_time())
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +77,7 @@ def main() -> None:
         preload()
         rows = importlib.import_module("gpu_rows").make_rows(options.simulated)
         if unknown := set(options.only or ()) - rows.keys():
-            parser.error(f"there is no row {sorted(unknown)[0]}; there are {', '.join(rows)}")
+            parser.error(f"there is no row {sorted(unknown)[0]}; the rows are {', '.join(rows)}")
         report = Report(options.output)
         report.add("facts", **describe_versions(options.simulated))
         for name in options.only or rows:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 class Report:
-    """Findings as lines of JSON, on stdout and in a file."""
+    """Writes findings as lines of JSON to stdout and to a file."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.has_fault = path, False
@@ -104,22 +104,22 @@ class Report:
 
 
 def pretend_gpu(folder: Path) -> None:
-    """Compile what lets this torch say that tensors are on cuda:0, for all that is imported from now on."""
+    """Make torch accept tensors on cuda:0, for all modules that are imported from now on."""
     pretended_cuda = importlib.import_module("pretended_cuda")
     library = pretended_cuda.compile_library(folder)
     if library is None:
-        raise SystemExit("a pretended GPU needs g++, and a torch without CUDA with its headers")
+        raise SystemExit("--simulated needs g++, and a torch without CUDA that has its headers")
     os.environ[pretended_cuda.LIBRARY_VARIABLE] = str(library)
     importlib.import_module("simulated_device")
 
 
 def preload() -> None:
-    """Import what the rows need, once for all of them, and leave the GPU alone."""
+    """Import what the rows need, without using the GPU."""
     torch.set_num_threads(1)  # threads do not survive a fork
-    for name in IMPORTED:
+    for name in MODULES:
         importlib.import_module(name)
     with suppress(ModuleNotFoundError):
-        for name in OF_PEERS:
+        for name in PEER_MODULES:
             importlib.import_module(name)
     if torch.cuda.is_initialized():
         raise SystemExit("a library used CUDA while it was imported: rows cannot be forked from this process")
@@ -130,15 +130,15 @@ def describe_versions(simulated: bool) -> dict[str, str]:
     for name in ("torch", "triton", "transformers", "trl"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    where = "simulated: seconds and bytes say nothing of a GPU" if simulated else f"CUDA {torch.version.cuda}"
-    return {"commit": commit() or "unknown", "date": str(date.today()), "on": where, **versions}
+    device = "simulated: seconds and bytes are not those of a GPU" if simulated else f"CUDA {torch.version.cuda}"
+    return {"commit": read_commit() or "unknown", "date": str(date.today()), "on": device, **versions}
 
 
 # ---------------------------------------------------------------- rows
 
 
 def run_row(name: str, work: Any, folder: Path, report: Report, limit: float, deadline: float) -> None:
-    """Run a row in a fork, until its limit or the deadline, on the monotonic clock."""
+    """Run a row in a fork until it ends, or stop it at its limit or at the deadline, on the monotonic clock."""
     start = time.monotonic()
     seconds = min(limit, deadline - start)
     if seconds < LEAST_SECONDS:
@@ -149,9 +149,10 @@ def run_row(name: str, work: Any, folder: Path, report: Report, limit: float, de
     process.start()
     process.join(seconds)
     fault = f"not done after {seconds:.0f} s" if process.is_alive() else ""
-    own = psutil.Process(process.pid) if fault else None
-    for each in (*own.children(recursive=True), own) if own else ():
-        each.kill()
+    if fault:
+        fork = psutil.Process(process.pid)
+        for each in (*fork.children(recursive=True), fork):
+            each.kill()
     process.join()
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     if not fault and process.exitcode:
@@ -163,11 +164,11 @@ def run_row(name: str, work: Any, folder: Path, report: Report, limit: float, de
 
 
 def run_in_fork(name: str, work: Any, folder: Path, report: Report, log: Path) -> None:
-    """Run a row. What this process and its own print goes to the log."""
+    """Run a row. All that this process and its children print goes to the log."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.modules["__main__"] = ModuleType("__main__")  # processes that it spawns, as for rewards, import no benchmark
+    sys.modules["__main__"] = ModuleType("__main__")  # spawned reward workers must not import this script
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     status = 1
     try:
@@ -178,21 +179,21 @@ def run_in_fork(name: str, work: Any, folder: Path, report: Report, log: Path) -
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # no thread or atexit function of a library keeps it
+        os._exit(status)  # does not wait for threads and atexit functions of libraries
 
 
 def find_error(lines: Iterable[str]) -> str:
-    """Return the first error that Python names, which others follow from; else the last line."""
-    named = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b(?!.*most recent call last)")
-    said = [line.strip() for line in lines if line.strip()]
-    return next((line for line in said if named.match(line)), said[-1] if said else "nothing was said")[:200]
+    """Return the first error in a log, since later ones follow from it; without one, return the last line."""
+    error = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b(?!.*most recent call last)")
+    stripped = [line.strip() for line in lines if line.strip()]
+    return next((line for line in stripped if error.match(line)), stripped[-1] if stripped else "no output")[:200]
 
 
 # ---------------------------------------------------------------- tables
 
 
 def make_tables(findings: Iterable[dict[str, Any]]) -> str:
-    """Return a table for each kind of finding: those that have the same keys."""
+    """Return a table for each kind of finding. Findings of a kind have the same keys."""
     tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for finding in findings:
         tables.setdefault(tuple(finding), []).append(finding)

@@ -27,7 +27,7 @@ import contenders
 import pytest
 import torch
 import turns
-from processes import check_there
+from processes import check_available
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -224,8 +224,8 @@ class GradedArithmetic:
     """Arithmetic whose rewards differ in nearly every group, so that every row has a gradient."""
 
     seed, split = 0, "train"
-    sample = staticmethod(contenders.our_task().sample)
-    reward = staticmethod(contenders.our_graded_task().reward)
+    sample = staticmethod(contenders.make_task().sample)
+    reward = staticmethod(contenders.make_graded_task().reward)
 
 
 # ---------------------------------------------------------------- the machine and the kernels
@@ -541,7 +541,7 @@ class Play(NamedTuple):
 
     def __call__(self, folder: Path, report: Callable[..., None]) -> None:
         """Run contenders.py in this process."""
-        check_there(self.contender)
+        check_available(self.contender)
         count = 0
 
         def answer(**facts: Any) -> None:
@@ -556,7 +556,7 @@ class Play(NamedTuple):
             if count in (-1, self.scale.turns if self.size else self.scale.evaluations):
                 raise EOFError
 
-        turns.begin, turns.answer, turns.wait = lambda: None, answer, wait
+        turns.redirect_output, turns.send_answer, turns.wait_for_turn = lambda: None, answer, wait
         settings = {"device": "cpu" if self.scale.is_simulated else "cuda", **self.settings}
         if self.scale.is_simulated and not self.size:
             model = save_model(self.scale, "0.5B", folder)

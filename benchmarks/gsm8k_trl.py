@@ -19,10 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from contender_trl import Job, Laps, clock, trainer
-from course import trl_job
+from contender_trl import Job, StepRecord, make_trainer, read_clock
+from course import make_trl_job
 from gsm8k import RECIPE, list_data_flags
-from trl_setups import setup_of
+from trl_setups import get_setup
 
 from pellucid.config import Config, build_config, parse_setting_flags, read_settings, resolve_config
 from pellucid.training.run_dir import dump_settings
@@ -42,24 +42,27 @@ def main() -> None:
             "TRL has no desired_kl and no overlong_cache: give --optimizer.desired_kl 0 --algorithm.overlong_cache 0"
         )
     job = make_job(cfg)
-    laps, steps = Laps(), 0
+    record, steps = StepRecord(), 0
 
     def start_clock() -> None:
-        laps.began = clock()
+        record.start = read_clock()
 
     def report_step(_: Any) -> bool:
         nonlocal steps
         steps += 1
-        seconds, peak = clock() - laps.began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        print(f"step {steps}  reward {laps.rewards:.3f}  {seconds:.1f} s, sampling {laps.generated:.1f} s", flush=True)
-        times = {"time/step": seconds, "time/generate": laps.generated, "memory/peak_gb": peak}
-        lines.write(json.dumps({"step": steps, "reward/mean": laps.rewards, **times}) + "\n")
+        seconds, peak = read_clock() - record.start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        print(
+            f"step {steps}  reward {record.mean_reward:.3f}  {seconds:.1f} s, sampling {record.generate_seconds:.1f} s",
+            flush=True,
+        )
+        times = {"time/step": seconds, "time/generate": record.generate_seconds, "memory/peak_gb": peak}
+        lines.write(json.dumps({"step": steps, "reward/mean": record.mean_reward, **times}) + "\n")
         lines.flush()
         return True
 
     options.run.mkdir(parents=True, exist_ok=True)
     with (options.run / "metrics.jsonl").open("w", encoding="utf-8") as lines:
-        grpo = trainer(job, setup_of(options.setup), laps, start_clock, report_step)
+        grpo = make_trainer(job, get_setup(options.setup), record, start_clock, report_step)
         grpo.train()
     (options.run / "config.json").write_text(json.dumps(dump_settings(cfg), indent=2) + "\n", encoding="utf-8")
     model = grpo.accelerator.unwrap_model(grpo.model)
@@ -75,7 +78,7 @@ def make_job(cfg: Config) -> Job:
     if cfg.algorithm.micro_batch == "auto":
         sys.exit("TRL cannot choose it: give --algorithm.micro_batch a number")
     micro_batches = rows // cfg.algorithm.micro_batch
-    return trl_job(cfg)._replace(pieces=micro_batches, lora=cfg.policy.lora)
+    return make_trl_job(cfg)._replace(micro_batches=micro_batches, lora=cfg.policy.lora)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What a policy learns of a judge by `pellucid serve`, and what the judge can tell: recipes/judge.toml, three seeds.
+"""Trains recipes/judge.toml with a judge that `pellucid serve` runs, and prints what each seed learned.
 
     python benchmarks/judge.py [--seeds 0 1 2] [--into runs/judge]
 
-First the judge is asked about sentences whose sentiment is known. A seed whose run is there already is not run again.
+First, the judge grades sentences whose sentiment is known. A seed that was trained before is not trained again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 import tyro
-from seeds import cell, records
+from seeds import format_estimate, read_records
 
 from pellucid import config
 from pellucid.rewards.judge import Judge
@@ -79,19 +79,19 @@ class Options:
 
 
 def main(options: Options) -> None:
-    with served() as url:
+    with serve_judge() as url:
         settings = replace(config.load_config(RECIPE).task.rewards[0].judge, base_url=url)
-        print(agreement(settings), flush=True)
+        print(make_agreement_table(settings), flush=True)
         runs = {seed: options.into / str(seed) for seed in options.seeds}
         for seed, run in runs.items():
             if not (run / "model").is_dir():
                 train(run, seed, url)
-    print(table(list(runs.values())))
+    print(make_table(list(runs.values())))
 
 
 @contextmanager
-def served() -> Iterator[str]:
-    """`pellucid serve` on a free port, and where it is."""
+def serve_judge() -> Iterator[str]:
+    """Run `pellucid serve` on a free port, and yield the URL of its API."""
     command = [sys.executable, "-m", "pellucid", "serve", "smollm2-135m", "--name", "judge", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -107,30 +107,34 @@ def train(run: Path, seed: int, url: str) -> None:
     subprocess.run([*command, "--algorithm.seed", str(seed), "--task.rewards.0.judge.base_url", url], check=True)
 
 
-def agreement(settings: JudgeSettings) -> str:
+def make_agreement_table(settings: JudgeSettings) -> str:
+    """Grade the sentences of each sentiment, and return how often the judge gave each grade."""
     judge = Judge(settings, None)
     rows = ["| sentences | called positive | called neutral or negative | said something else |", "|---|---|---|---|"]
-    for name, texts in {"positive": POSITIVE, "neutral": NEUTRAL, "negative": NEGATIVE}.items():
-        lines = texts.strip().splitlines()
-        parts = judge.grade([(Prompt("", ""), Completion((), (), line, True)) for line in lines])
+    for sentiment, text in {"positive": POSITIVE, "neutral": NEUTRAL, "negative": NEGATIVE}.items():
+        sentences = text.strip().splitlines()
+        parts = judge.grade([(Prompt("", ""), Completion((), (), sentence, True)) for sentence in sentences])
         counts = [sum(part.value == value for part in parts) for value in (0.0, 1.0, None)]
-        rows.append(f"| {len(lines)} {name} | {' | '.join(map(str, counts))} |")
+        rows.append(f"| {len(sentences)} {sentiment} | {' | '.join(map(str, counts))} |")
     return "\n".join(rows)
 
 
-def table(runs: Sequence[Path]) -> str:
-    first = records(runs[0] / "evals.jsonl")[0]
-    k = f"mean@{first['k']}"
+def make_table(runs: Sequence[Path]) -> str:
+    """Return a row for each run: held-out scores before and after, and the time of rewards."""
+    k = f"mean@{read_records(runs[0] / 'evals.jsonl')[0]['k']}"
     rows = [
         f"| seed | greedy before | after | {k} before | after | a step, s | of it rewards | judge's s | no grade |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
-        before, *_, after = records(run / "evals.jsonl")
-        steps = records(run / "metrics.jsonl")
-        whole = sum(step["time/step"] for step in steps)
-        cells = [run.name, *(cell(each[name]) for name in ("greedy", "mean@k") for each in (before, after))]
-        cells += [f"{whole / len(steps):.1f}", f"{sum(step['time/reward'] for step in steps) / whole:.0%}"]
+        before, *_, after = read_records(run / "evals.jsonl")
+        steps = read_records(run / "metrics.jsonl")
+        seconds = sum(step["time/step"] for step in steps)
+        cells = [
+            run.name,
+            *(format_estimate(scores[name]) for name in ("greedy", "mean@k") for scores in (before, after)),
+        ]
+        cells += [f"{seconds / len(steps):.1f}", f"{sum(step['time/reward'] for step in steps) / seconds:.0%}"]
         cells += [f"{mean(step['logged/judge/seconds'] for step in steps):.2f}"]
         cells += [f"{mean(step.get('failed/judge', 0.0) for step in steps):.1%}"]
         rows.append(f"| {' | '.join(cells)} |")

@@ -1,6 +1,8 @@
-"""The embedded model for llama.cpp, in bfloat16: what its file holds in four bits as we read it, all else as it is.
+"""Converts the embedded model from four bits to bf16, so that llama.cpp computes with the same weights as Pellucid.
 
-python benchmarks/llama_weights.py .venv-llama/smollm2-135m-bf16.gguf
+    python benchmarks/llama_weights.py .venv-llama/smollm2-135m-bf16.gguf
+
+Norms stay in fp32, and metadata is copied.
 """
 
 from __future__ import annotations
@@ -13,25 +15,26 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, de
 
 from pellucid.policy.packaged import find_pieces
 
-OWN = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
-"""Fields that the writer sets itself."""
+WRITER_FIELDS = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
+"""The prefixes of fields that the writer sets itself."""
 
 
 def main() -> None:
     [source] = find_pieces("smollm2-135m")
-    written(source, Path(sys.argv[1]))
+    convert(source, Path(sys.argv[1]))
 
 
-def written(source: Path, target: Path) -> None:
+def convert(source: Path, target: Path) -> None:
+    """Write a GGUF file whose matrices are in bf16."""
     reader = GGUFReader(source)
     writer = GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     for name, field in reader.fields.items():
-        if not name.startswith(OWN):
+        if not name.startswith(WRITER_FIELDS):
             writer.add_key_value(name, field.contents(), field.types[0], *field.types[1:2])
     for tensor in reader.tensors:
         values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        if values.dim() == 1:  # norms, which llama.cpp keeps in fp32
+        if values.dim() == 1:  # llama.cpp keeps norms in fp32
             writer.add_tensor(tensor.name, values.numpy())
             continue
         bits = values.to(torch.bfloat16).view(torch.uint8)

@@ -1,11 +1,11 @@
-"""The memory plan against measured peaks: runs of two steps with random weights, one after another.
+"""Compares the peaks of the memory plan with the measured peaks of runs of two steps with random weights.
 
     python benchmarks/memory_plan.py                      all cases; the largest needs 18 GB
     python benchmarks/memory_plan.py --cases 135m 135m-lora
     python benchmarks/memory_plan.py --cards              what fits on which card, planned: docs/how-to/memory.md
 
-A peak is the largest resident size of a process from step 1 on, on a GPU the largest number of bytes that torch has
-allocated. No completion ends before its last token, since an answer of random weights ends at random, hardly ever.
+A measured peak is the largest resident size of a process from step 1 on, or on a GPU the most bytes that torch has
+allocated. Random weights hardly ever end a completion before the maximum length.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ SHAPES = {
         "tie_word_embeddings": False,
     },
 }
-"""SmolLM2-135M, and Qwen2.5-Coder-0.5B as its GGUF has it, with an output layer of its own."""
-FIXED = {
+"""SmolLM2-135M, and Qwen2.5-Coder-0.5B with the separate output layer of its GGUF file."""
+COMMON = {
     "policy.dtype": "bfloat16",
     "algorithm.steps": 2,
-    "algorithm.entropy_coef": 1e-6,  # no row is dropped from the update, whatever its reward
+    "algorithm.entropy_coef": 1e-6,  # keeps rows in the update whose advantage is 0
     "evaluate.every": 0,
     "checkpoint.every": 0,
 }
@@ -74,7 +74,7 @@ CARD_SHAPES = {
     | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     | {"num_key_value_heads": 4, "vocab_size": 152064},
 }
-"""SmolLM2-135M, and Qwen2.5 of four sizes."""
+"""SmolLM2-135M, and four sizes of Qwen2.5."""
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "135m": ("135m", 1, SMALL),
     "135m-fp32": ("135m", 1, SMALL | {"policy.dtype": "float32", "algorithm.micro_batch": 8}),
@@ -86,14 +86,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "0.5b-lora": ("0.5b", 1, LARGE | {"policy.lora": 16}),
     "0.5b-checkpointing": ("0.5b", 1, LARGE | {"policy.gradient_checkpointing": True}),
 }
+"""A model, a number of processes, and settings, by the name of the case."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--folder", type=Path, help="where the models are kept; without it they are made and removed")
+    parser.add_argument("--folder", type=Path, help="keep the models here; by default, they are removed at the end")
     parser.add_argument("--set", nargs="+", default=[], metavar="WORD", help="more settings: --set algorithm.steps=3")
-    parser.add_argument("--cards", action="store_true")
+    parser.add_argument("--cards", action="store_true", help="print what fits on which card, and measure nothing")
     options = parser.parse_args()
     if options.cards:
         print(make_card_table())
@@ -102,15 +103,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in options.cases:
             size, processes, settings = CASES[name]
-            more = dict(word.split("=", 1) for word in options.set)
-            print(
-                measure(name, make_model(options.folder or Path(temporary), size), processes, settings | more),
-                flush=True,
-            )
+            overrides = dict(word.split("=", 1) for word in options.set)
+            model = make_model(options.folder or Path(temporary), size)
+            print(measure_case(name, model, processes, settings | overrides), flush=True)
 
 
 def make_model(folder: Path, size: str) -> Path:
-    """Return the folder of a model with random weights, which is made if it is not there."""
+    """Make a model with random weights, unless the folder has it, and return its path."""
     path = folder / size
     if not path.exists():
         tokenizer, shape = load_tokenizer("smollm2-135m"), dict(SHAPES[size])
@@ -122,10 +121,10 @@ def make_model(folder: Path, size: str) -> Path:
     return path
 
 
-def measure(name: str, model: Path, processes: int, settings: dict[str, Any]) -> str:
+def measure_case(name: str, model: Path, processes: int, settings: dict[str, Any]) -> str:
     """Train for two steps, and return a row of the table."""
-    values = FIXED | settings | {"policy.model": model}
-    flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    settings = COMMON | settings | {"policy.model": model}
+    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     cfg = resolve_machine_settings(load_config(ROOT / "recipes/arithmetic.toml", flags))
     phases = estimate_phases(describe_planned_model(cfg), cfg, processes)
     phase = max(phases, key=phases.__getitem__)
@@ -141,7 +140,7 @@ def measure(name: str, model: Path, processes: int, settings: dict[str, Any]) ->
 
 
 def make_card_table() -> str:
-    """Return what 8 prompts x 8 completions of 512 tokens need to fit on one card."""
+    """Return the settings with which 8 prompts x 8 completions of 512 tokens fit on one card, and the planned peak."""
     settings = {"policy.device": "cuda", "policy.dtype": "bfloat16", "sampler.max_tokens": 512, "evaluate.every": 0}
     settings |= {"algorithm.prompts_per_step": 8, "algorithm.group_size": 8}
     cfg = load_config(None, [word for key, value in settings.items() for word in (f"--{key}", str(value))])
@@ -162,11 +161,14 @@ def make_card_table() -> str:
 
 
 def format_changes(changes: dict[str, Any]) -> str:
+    """Return changed settings as in "4 rows, checkpointing"."""
     names = {"policy.gradient_checkpointing": "checkpointing", "policy.load_in_4bit": "4-bit base"}
-    rest = dict(changes)
-    rows = rest.pop("algorithm.micro_batch", 0)
-    other = [names.get(key) or f"{key.partition('.')[2]} {value}".removesuffix(" True") for key, value in rest.items()]
-    return ", ".join([format_count(rows, "row") if rows else "all rows", *other])
+    others = dict(changes)
+    rows = others.pop("algorithm.micro_batch", 0)
+    texts = [
+        names.get(key) or f"{key.partition('.')[2]} {value}".removesuffix(" True") for key, value in others.items()
+    ]
+    return ", ".join([format_count(rows, "row") if rows else "all rows", *texts])
 
 
 if __name__ == "__main__":

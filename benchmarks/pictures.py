@@ -1,11 +1,11 @@
-"""The pictures of the documentation: SVG files that are readable on a light and on a dark page.
+"""Draws the pictures of the documentation as SVG files that can be read on light and on dark pages.
 
     python benchmarks/pictures.py                    all of them, into docs/pictures (make pictures)
     python benchmarks/pictures.py memory servers     some of them
-    python benchmarks/pictures.py --run runs/mine    from a run that recorded tokens; by default, four steps are trained
+    python benchmarks/pictures.py --run runs/mine    from a run that recorded tokens; by default, trains four steps
 
-Learning curves are drawn by benchmarks/seeds.py and benchmarks/growth.py with --picture FILE. `microscope` needs
-chromium, chromedriver, selenium, and Pillow.
+benchmarks/seeds.py and benchmarks/growth.py draw learning curves with --picture FILE. `microscope` needs chromium,
+chromedriver, selenium, and Pillow.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ TRAINING = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", nargs="*", help=", ".join(PICTURES))
-    parser.add_argument("--run", type=Path, help=f"a run that recorded tokens; the default is trained into {RUN}")
+    parser.add_argument("--run", type=Path, help=f"a run that recorded tokens; by default, one is trained in {RUN}")
     parser.add_argument("--into", type=Path, default=Path("docs/pictures"))
     options = parser.parse_args()
     names = options.pictures or list(PICTURES)
     if unknown := set(names) - set(PICTURES):
-        parser.error(f"no picture is called {', '.join(sorted(unknown))}: {', '.join(PICTURES)}")
+        parser.error(f"no picture is called {', '.join(sorted(unknown))}; the pictures are {', '.join(PICTURES)}")
     run = options.run or RUN
     if not options.run and {"group", "microscope"} & set(names) and not (run / "model").is_dir():
         subprocess.run([sys.executable, "-m", "pellucid", "train", *TRAINING, "--run", str(run)], check=True)
@@ -60,8 +60,8 @@ def main() -> None:
         print(path)
 
 
-def document(width: int, height: int, label: str, parts: Sequence[str]) -> str:
-    """Return an SVG document on a background of its own, so that it can be read on any page."""
+def make_document(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+    """Return an SVG document with its own background, so that it can be read on any page."""
     start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return "\n".join(
         [
@@ -90,33 +90,33 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """A group with rewards that differ, as rollouts.jsonl has it."""
+class RecordedGroup:
+    """A group of rollouts.jsonl with different rewards."""
 
     step: int
     number: int
+    """The index of the group in its step."""
     question: str
     answers: Sequence[dict]
 
 
-def find_group(run: Path) -> Rollouts:
-    """Return the first group in which about half of the rewards are above the mean, so that both signs are seen."""
-    records = [json.loads(line) for line in (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+def find_group(run: Path) -> RecordedGroup:
+    """Return the group whose share of rewards above the mean is nearest to 40%, so that both signs can be seen."""
+    records = [json.loads(row) for row in (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
     groups: dict[tuple[int, str], list[dict]] = {}
     for record in records:
         groups.setdefault((record["step"], record["id"]), []).append(record)
-    order = list(groups)
 
-    def balance(key: tuple[int, str]) -> float:
+    def compute_distance(key: tuple[int, str]) -> float:
         rewards = [record["reward"] for record in groups[key]]
         mean = sum(rewards) / len(rewards)
         return abs(sum(reward > mean for reward in rewards) / len(rewards) - 0.4)
 
-    key = min(order, key=balance)
-    number = [other for other in order if other[0] == key[0]].index(key)
+    key = min(groups, key=compute_distance)
+    number = [other for other in groups if other[0] == key[0]].index(key)
     prompt = groups[key][0]["prompt"]
     question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    return Rollouts(key[0], number, question, groups[key])
+    return RecordedGroup(key[0], number, question, groups[key])
 
 
 def draw_group(run: Path) -> str:
@@ -135,9 +135,9 @@ def draw_group(run: Path) -> str:
     ]
     for i, answer in enumerate(sorted(group.answers, key=lambda answer: -answer["reward"])):
         y, advantage = top + row * i, answer["advantage"]
-        shown = " ".join(answer["completion"].split())
+        completion = " ".join(answer["completion"].split())
         parts += [
-            text(24, y + 5, shown if len(shown) < 54 else f"{shown[:52]}…", "m"),
+            text(24, y + 5, completion if len(completion) < 54 else f"{completion[:52]}…", "m"),
             text(520, y + 5, f"{answer['reward']:g}", "n end"),
             bar(*(zero, y - 7) if advantage > 0 else (zero + unit * advantage, y - 7), unit * abs(advantage), 15,
                 "up" if advantage > 0 else "down"),
@@ -159,7 +159,7 @@ def draw_group(run: Path) -> str:
         ),
     ]
     label = f"A group of {len(rewards)} answers with rewards and advantages"
-    return document(860, height, label, parts)
+    return make_document(860, height, label, parts)
 
 
 # ---------------------------------------------------------------- the microscope
@@ -169,7 +169,7 @@ CALLOUTS = (
     "A token. The color shows how far the step moved its log-prob: blue is up, orange is down.",
     "The numbers of that token, and a sentence that says why it moved.",
 )
-THEMES = """
+THEME_CSS = """
 .dark { display: none }
 @media (prefers-color-scheme: dark) { .dark { display: inline } .light { display: none } }
 """
@@ -183,34 +183,31 @@ def draw_microscope(run: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         write_page([RunReader(run)], page)
-        shots, places = photograph(f"{page.as_uri()}#/group/{group.step}/{group.number}", width, height)
-    shown = 900
-    scale, image_height = shown / width, round(shown * height / width)
-    parts = [f"<style>{THEMES}</style>"]
-    for theme, png in shots.items():
+        screenshots, places = take_screenshots(f"{page.as_uri()}#/group/{group.step}/{group.number}", width, height)
+    image_width = 900
+    scale, image_height = image_width / width, round(image_width * height / width)
+    parts = [f"<style>{THEME_CSS}</style>"]
+    for theme, png in screenshots.items():
         data = base64.b64encode(png).decode()
-        size = f'width="{shown}" height="{image_height}"'
+        size = f'width="{image_width}" height="{image_height}"'
         parts.append(f'<image class="{theme}" {size} href="data:image/png;base64,{data}"/>')
-    parts.append(line(0, image_height, shown, image_height, "rule"))
+    parts.append(line(0, image_height, image_width, image_height, "rule"))
     for i, ((x, y), words) in enumerate(zip(places, CALLOUTS, strict=True), 1):
         for cx, cy in ((x * scale, y * scale), (36, image_height + 4 + 27 * i)):
             parts += [f'<circle cx="{cx:g}" cy="{cy:g}" r="11" class="pin"/>', text(cx, cy + 4.5, str(i), "pin-text")]
         parts.append(text(58, image_height + 9 + 27 * i, words))
-    return document(shown, image_height + 108, "A group in the token microscope, with three callouts", parts)
+    return make_document(image_width, image_height + 108, "A group in the token microscope, with three callouts", parts)
 
 
-def photograph(url: str, width: int, height: int) -> tuple[dict[str, bytes], list[tuple[float, float]]]:
-    """Return the page of a group as PNG in both themes, and where its callouts go.
-
-    The token with the largest change in the group is chosen first, so that the panel is about it.
-    """
-    from PIL import Image  # noqa: PLC0415 - for this picture alone
+def take_screenshots(url: str, width: int, height: int) -> tuple[dict[str, bytes], list[tuple[float, float]]]:
+    """Return the page of a group as PNG in both themes, and the points of its callouts as (x, y)."""
+    from PIL import Image  # noqa: PLC0415 - only this picture needs it
     from selenium import webdriver  # noqa: PLC0415
     from selenium.webdriver.support.ui import WebDriverWait  # noqa: PLC0415
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
-    shots, places = {}, []
+    screenshots, places = {}, []
     with tempfile.TemporaryDirectory() as profile:
         for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
@@ -224,18 +221,18 @@ def photograph(url: str, width: int, height: int) -> tuple[dict[str, bytes], lis
                 browser.get("about:blank")
                 browser.get(url)
                 wait.until(lambda page: page.execute_script(f"return {TOKENS}.length > 8"))
-                top, places = browser.execute_script(PLACES)
+                top, places = browser.execute_script(CHOOSE_TOKEN)
                 clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1.25}
-                shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip})
-                picture, file = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB"), io.BytesIO()
-                picture.quantize(96, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
-                shots[theme] = file.getvalue()
-    return shots, places
+                data = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip})["data"]
+                image, file = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"), io.BytesIO()
+                image.quantize(96, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+                screenshots[theme] = file.getvalue()
+    return screenshots, places
 
 
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--lang=en", "--hide-scrollbars")
 TOKENS = "document.querySelectorAll('.answer .tok')"
-PLACES = """
+CHOOSE_TOKEN = """
 document.querySelector('#aligned').click();
 document.querySelector('details').open = false;
 const tone = tok => Number(getComputedStyle(tok).backgroundColor.match(/[0-9.]+/g)[3] ?? 1);
@@ -256,8 +253,7 @@ const places = [
 ];
 return [top, places.map(([x, y]) => [x, y - top])];
 """
-"""Chooses the token that the step moved most, so that the panel is about it. Returns the top of the picture and where
-the callouts go."""
+"""Opens the panel of the token that the step moved most. Returns the top of the picture and the points of callouts."""
 
 
 # ---------------------------------------------------------------- memory by engine
@@ -269,10 +265,8 @@ CARDS = (24, 48, 80)
 def read_plan() -> list[tuple[str, int, float, float]]:
     """Return (engine, devices, peak, peak with offload) of `pellucid doctor --plan`, in GB on each device."""
     command = [sys.executable, "-m", "pellucid", "doctor", "--plan", *PLAN]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    rows = [
-        [cell.strip() for cell in row.strip("| ").split("|")] for row in printed.splitlines() if row.startswith("|")
-    ]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = [[cell.strip() for cell in row.strip("| ").split("|")] for row in output.splitlines() if row.startswith("|")]
     return [(r[1], int(r[0]), float(r[-2]), float(r[-1])) for r in rows if len(r) == 11 and r[0].isdigit()]
 
 
@@ -282,14 +276,14 @@ def draw_memory(_run: Path) -> str:
     parts = [
         text(24, 34, "Memory on each GPU, by engine and number of GPUs", "t"),
         text(24, 56, "Qwen2.5-3B, 4 completions of 512 tokens, a frozen reference; planned, GB at the peak", "s"),
-        bar(left, 68, 12, 11, "plain"), text(left + 18, 78, "as it is"),
+        bar(left, 68, 12, 11, "plain"), text(left + 18, 78, "without"),
         bar(left + 92, 68, 12, 11, "up"), text(left + 110, 78, "with optimizer.offload"),
     ]  # fmt: skip
-    y, before = top, rows[0][0]
+    y, last_engine = top, rows[0][0]
     bars = []
     for engine, devices, peak, offload in rows:
-        if engine != before:
-            y, before = y + 12, engine
+        if engine != last_engine:
+            y, last_engine = y + 12, engine
         if devices == 1:
             bars.append(text(24, y + 14, engine, "b"))
         bars += [
@@ -304,21 +298,21 @@ def draw_memory(_run: Path) -> str:
         parts += [line(x, top - 6, x, y + 4, "axis dash"), text(x, y + 20, f"{card} GB", "tick mid")]
     parts += bars
     parts.append(text(24, y + 46, f"pellucid doctor --plan {PLAN[0]} {PLAN[1]} {PLAN[2]} {PLAN[3]} {PLAN[4]}", "m s"))
-    return document(860, y + 64, "Planned memory on each GPU by engine and number of GPUs", parts)
+    return make_document(860, y + 64, "Planned memory on each GPU by engine and number of GPUs", parts)
 
 
-# ---------------------------------------------------------------- who talks to whom
+# ---------------------------------------------------------------- processes and servers
 
 
 def box(x: float, y: float, width: float, lines: Sequence[str], height: float = 56, kind: str = "") -> Iterator[str]:
-    """Draw a box whose first line is its name."""
+    """Yield the parts of a box, whose first line is its name."""
     yield f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" class="box {kind}"/>'
     for i, words in enumerate(lines):
         yield text(x + 12, y + 22 + 18 * i, words, "b m" if i == 0 else "s")
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """Draw an arrow, which is horizontal or vertical."""
+    """Return a horizontal or vertical arrow."""
     dx, dy = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
     tip = f"M{x2:g} {y2:g}l{-9 * dx - 4 * dy:g} {-9 * dy - 4 * dx:g}l{8 * dy:g} {8 * dx:g}z"
     return f'{line(x1, y1, x2 - 7 * dx, y2 - 7 * dy, "arrow")}<path d="{tip}" class="tip"/>'
@@ -330,7 +324,7 @@ def draw_servers(_run: Path) -> str:
         *("2. Reward: in workers,", "    or by a judge", "", "3. Advantage", "", "4. Update"),
     ]
     parts = [
-        text(24, 34, "Who talks to whom", "t"),
+        text(24, 34, "Processes and servers of a run", "t"),
         text(24, 56, "A run on one machine needs only pellucid train, reward workers, and the run folder.", "s"),
         *box(330, 84, 230, trainer, 288, "main"),
         *box(24, 84, 180, ["pellucid sampler", "vLLM on gpu2"]),
@@ -360,7 +354,7 @@ def draw_servers(_run: Path) -> str:
         text(24, 538, "Each rank sends its prompts to the sampler servers, and only the first sends weights; between"
              " GPUs they go over NCCL.", "s"),
     ]  # fmt: skip
-    return document(894, 562, "The processes of a run and the servers it may use", parts)
+    return make_document(894, 562, "The processes of a run and the servers it may use", parts)
 
 
 PICTURES: dict[str, Callable[[Path], str]] = {

@@ -1,16 +1,16 @@
-"""How near a step is to what this machine could do: operations and bytes, the time that they need at least, and take.
+"""Measures how close a training step comes to the limits of this machine: operations, bytes, and the time they take.
 
     python benchmarks/roofline.py [--tokens 64] [--prompts 4] [--group 8]
 
-The limits are one large bfloat16 product on all threads, tried after each step, since machines that are shared change
-their speed, and reading one large tensor. A part needs at least the longer of its operations at that speed and its
-bytes at that bandwidth. SmolLM2-135M, completions that never end early, medians.
+The limits are the speed of one large bfloat16 matrix product on all threads and the bandwidth of reading one large
+tensor. The product is measured after each step, because the speed of a shared machine varies. The limit of a part is
+the larger of its operations divided by that speed and its bytes divided by that bandwidth. All times are medians.
+Completions never end early.
 """
 
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import tyro
-from contenders import our_graded_task, our_policy
+from contenders import load_policy, make_graded_task
 
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
@@ -45,39 +45,40 @@ class Options:
 
 
 class Work(NamedTuple):
-    """What a part has to do."""
+    """The operations and memory traffic of a part."""
 
     gflop: float
     gb: float
-    """Read or written at least, however well caches are used."""
+    """Gigabytes that are read or written even if caches are used perfectly."""
 
 
 def main(options: Options) -> None:
     torch.manual_seed(0)
-    policy = our_policy(Namespace(model=options.model, device="cpu", dtype="bfloat16"))
+    policy = load_policy(options.model, "cpu", "bfloat16")
     runtime = Runtime(policy, AdamWConfig(lr=1e-6), total_updates=100)
     cfg = GRPOConfig(steps=100, prompts_per_step=options.prompts, group_size=options.group, max_length=options.tokens)
     sampler = NativeSampler()
-    steps = grpo.train(our_graded_task(), sampler, policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
-    seen: list[dict[str, float]] = []
+    steps = grpo.train(make_graded_task(), sampler, policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
+    measurements: list[dict[str, float]] = []
     speeds: list[float] = []
-    with measured(runtime) as laps:
+    with time_parts(runtime) as seconds:
         for i in range(WARM_UP + options.repeats):
-            laps.clear()
+            seconds.clear()
             result = next(steps)
             if i >= WARM_UP:
-                seen.append({**laps, **result.metrics})
-                speeds.append(speed_of_products())
-    context, threads, speed, width = context_of(policy), torch.get_num_threads(), median(speeds), bandwidth()
-    print(f"{speed:.0f} GFLOP/s in one product, {width:.1f} GB/s in one read, {threads} threads;", end=" ")
-    print(f"{options.prompts} x {options.group} completions of {options.tokens} tokens, prompts of {context}\n")
-    print(table(work_of(policy, options, context), seen, speed, width))
+                measurements.append({**seconds, **result.metrics})
+                speeds.append(measure_matmul_speed())
+    prompt_length, threads = compute_prompt_length(policy), torch.get_num_threads()
+    speed, bandwidth = median(speeds), measure_bandwidth()
+    print(f"{speed:.0f} GFLOP/s in one product, {bandwidth:.1f} GB/s in one read, {threads} threads;", end=" ")
+    print(f"{options.prompts} x {options.group} completions of {options.tokens} tokens, prompts of {prompt_length}\n")
+    print(format_table(estimate_work(policy, options, prompt_length), measurements, speed, bandwidth))
 
 
 @contextmanager
-def measured(runtime: Runtime) -> Iterator[defaultdict[str, float]]:
-    """Seconds by part, while this is open."""
-    laps: defaultdict[str, float] = defaultdict(float)
+def time_parts(runtime: Runtime) -> Iterator[defaultdict[str, float]]:
+    """Yield the seconds spent in each part, which accumulate while the context is open."""
+    seconds: defaultdict[str, float] = defaultdict(float)
     with ExitStack() as stack:
         for owner, name, part in (
             (DecodeBatch, "admit", "prompts"),
@@ -87,41 +88,42 @@ def measured(runtime: Runtime) -> Iterator[defaultdict[str, float]]:
             (runtime, "backward", "backward"),
             (runtime, "step", "optimizer"),
         ):
-            stack.enter_context(timed(owner, name, part, laps))
-        yield laps
+            stack.enter_context(time_calls(owner, name, part, seconds))
+        yield seconds
 
 
 @contextmanager
-def timed(owner: Any, name: str, part: str, laps: defaultdict[str, float]) -> Iterator[None]:
-    inside: Callable[..., Any] = getattr(owner, name)
+def time_calls(owner: Any, name: str, part: str, seconds: defaultdict[str, float]) -> Iterator[None]:
+    """Add the duration of each call of `owner.name` to `seconds[part]`."""
+    function: Callable[..., Any] = getattr(owner, name)
 
-    def around(*arguments: Any) -> Any:
+    def wrapper(*arguments: Any) -> Any:
         start = time.perf_counter()
         try:
-            return inside(*arguments)
+            return function(*arguments)
         finally:
-            laps[part] += time.perf_counter() - start
+            seconds[part] += time.perf_counter() - start
 
-    setattr(owner, name, around)
+    setattr(owner, name, wrapper)
     try:
         yield
     finally:
-        setattr(owner, name, inside)
+        setattr(owner, name, function)
 
 
-def context_of(policy: Policy) -> int:
-    """Tokens of a prompt, in the middle of four."""
-    return int(median(len(policy.encode(prompt)) for prompt in our_graded_task().sample(0, 4)))
+def compute_prompt_length(policy: Policy) -> int:
+    """Return the median number of tokens of four prompts."""
+    return int(median(len(policy.encode(prompt)) for prompt in make_graded_task().sample(0, 4)))
 
 
-def speed_of_products() -> float:
-    """GFLOP/s of one large product on all threads."""
+def measure_matmul_speed() -> float:
+    """Return the GFLOP/s of one large matrix product on all threads."""
     threads = torch.get_num_threads()
     return hardware.measure_matmul_tflops(torch.bfloat16, size=2048, repeats=10, threads=threads) * 1e3
 
 
-def bandwidth() -> float:
-    """GB/s: the best of a few sums over 400 MB."""
+def measure_bandwidth() -> float:
+    """Return the GB/s of the fastest of five sums over 400 MB."""
     x, seconds = torch.ones(10**8), []
     for _ in range(5):
         start = time.perf_counter()
@@ -130,9 +132,10 @@ def bandwidth() -> float:
     return x.nbytes / min(seconds) / 1e9
 
 
-def work_of(policy: Policy, options: Options, context: int) -> dict[str, Work]:
-    """Of each part, from the sizes of the model: two operations for each weight and token, and four for each dimension
-    of a head, token that reads and token that is read.
+def estimate_work(policy: Policy, options: Options, prompt_length: int) -> dict[str, Work]:
+    """Estimate the work of each part from the sizes of the model.
+
+    Each token takes two operations per weight, and four per dimension of each head for each token it attends to.
     """
     decoder = policy.decoder
     assert decoder
@@ -140,52 +143,57 @@ def work_of(policy: Policy, options: Options, context: int) -> dict[str, Work]:
         shape, (embedding, layers, _, _) = decoder.shape, decoder.collect_weights()
     matrices = sum(getattr(x, name).numel() for x in layers for name in ("qkv", "attention_out", "gate_up", "down"))
     head, rows, t = embedding.tensor.numel(), options.prompts * options.group, options.tokens
-    read = 4 * shape.layers * shape.heads * shape.head_size / 1e9  # GFLOP for each token that a token reads
-    kept = 4 * shape.layers * shape.key_heads * shape.head_size / 1e9  # GB of keys and values of a token
+    attention = 4 * shape.layers * shape.heads * shape.head_size / 1e9  # GFLOP per pair of tokens
+    cache = 4 * shape.layers * shape.key_heads * shape.head_size / 1e9  # GB of keys and values per token
     trained = sum(p.numel() for p in policy.trainable().values())
 
-    prompts, own = options.prompts * context, rows * (t - 1)
-    of_prompts = 2 * matrices * prompts / 1e9 + read * prompts * context / 2
-    of_own = 2 * matrices * own / 1e9 + read * own * (context + t / 2)
-    steps, weights = t - 1, 2 * (matrices + head)
+    # A completion's last token is sampled but not read.
+    prompt_tokens, completion_tokens = options.prompts * prompt_length, rows * (t - 1)
+    prompt_gflop = 2 * matrices * prompt_tokens / 1e9 + attention * prompt_tokens * prompt_length / 2
+    completion_gflop = 2 * matrices * completion_tokens / 1e9 + attention * completion_tokens * (prompt_length + t / 2)
+    forward = prompt_gflop + completion_gflop + 2 * head * rows * t / 1e9
+    steps, weights = t - 1, 2 * (matrices + head)  # decode steps; bytes in bfloat16
     return {
-        "prompts": Work(of_prompts + 2 * head * options.prompts / 1e9, 2 * (matrices + head) / 1e9),
+        "prompts": Work(prompt_gflop + 2 * head * options.prompts / 1e9, weights / 1e9),
         "tokens": Work(
-            of_own + 2 * head * own / 1e9,
-            steps * (weights / 1e9 + kept * (options.prompts * context + rows * t / 2)),
+            completion_gflop + 2 * head * completion_tokens / 1e9,
+            steps * (weights / 1e9 + cache * (prompt_tokens + rows * t / 2)),
         ),
         "drawing": Work(0.0, t * rows * policy.model.config.vocab_size * 2 / 1e9),
-        "forward": Work(of_prompts + of_own + 2 * head * rows * t / 1e9, 2 * (matrices + head) / 1e9),
-        "backward": Work(2 * (of_prompts + of_own + 2 * head * rows * t / 1e9), 6 * (matrices + head) / 1e9),
-        # AdamW reads parameter, gradient and moments, and writes all but the gradient; the copies follow.
+        "forward": Work(forward, weights / 1e9),
+        "backward": Work(2 * forward, 3 * weights / 1e9),
+        # AdamW reads the parameter, gradient, and both moments, and writes all but the gradient (28 bytes). The
+        # update of the bfloat16 copy reads 4 bytes and writes 2.
         "optimizer": Work(0.0, trained * (28 + 6) / 1e9),
     }
 
 
-SUMS = {
+STAGES = {
     "sampling": (("prompts", "tokens", "drawing"), "time/generate"),
     "update": (("forward", "backward", "optimizer"), "time/update"),
 }
+"""The parts of each stage, and the metric with its measured seconds."""
 
 
-def at_the_limit(work: dict[str, Work], speed: float, width: float) -> dict[str, float]:
-    """Seconds that each part needs at least."""
-    return {name: max(part.gflop / speed, part.gb / width) for name, part in work.items()}
+def compute_limits(work: dict[str, Work], speed: float, bandwidth: float) -> dict[str, float]:
+    """Return the minimum seconds of each part at `speed` GFLOP/s and `bandwidth` GB/s."""
+    return {name: max(part.gflop / speed, part.gb / bandwidth) for name, part in work.items()}
 
 
-def table(work: dict[str, Work], seen: list[dict[str, float]], speed: float, width: float) -> str:
-    rows = ["| part | GFLOP | GB | at the limit, s | takes, s | ratio |", "|---|---|---|---|---|---|"]
-    least = at_the_limit(work, speed, width)
+def format_table(work: dict[str, Work], measurements: list[dict[str, float]], speed: float, bandwidth: float) -> str:
+    lines = ["| part | GFLOP | GB | at the limit, s | takes, s | ratio |", "|---|---|---|---|---|---|"]
+    limits = compute_limits(work, speed, bandwidth)
 
-    def row(name: str, of: tuple[str, ...], takes: float) -> str:
-        gflop, gb, limit = sum(work[x].gflop for x in of), sum(work[x].gb for x in of), sum(least[x] for x in of)
-        return f"| {name} | {gflop:.0f} | {gb:.1f} | {limit:.2f} | {takes:.2f} | {takes / limit:.2f} |"
+    def format_row(name: str, parts: tuple[str, ...], seconds: float) -> str:
+        gflop, gb = sum(work[x].gflop for x in parts), sum(work[x].gb for x in parts)
+        limit = sum(limits[x] for x in parts)
+        return f"| {name} | {gflop:.0f} | {gb:.1f} | {limit:.2f} | {seconds:.2f} | {seconds / limit:.2f} |"
 
-    for name, (parts, metric) in SUMS.items():
-        rows += [row(part, (part,), median(one[part] for one in seen)) for part in parts]
-        rows.append(row(f"**{name}**", parts, median(one[metric] for one in seen)))
-    rows.append(row("**step**", tuple(work), median(one["time/step"] for one in seen)))
-    return "\n".join(rows)
+    for name, (parts, metric) in STAGES.items():
+        lines += [format_row(part, (part,), median(one[part] for one in measurements)) for part in parts]
+        lines.append(format_row(f"**{name}**", parts, median(one[metric] for one in measurements)))
+    lines.append(format_row("**step**", tuple(work), median(one["time/step"] for one in measurements)))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

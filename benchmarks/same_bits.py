@@ -1,10 +1,11 @@
-"""Digests of a short run of every recipe: rollouts, metrics without times, evaluations and weights.
+"""Computes digests of a short run of each recipe, which show whether two commits train to the same bits.
 
-python benchmarks/same_bits.py before.json                  # record
-python benchmarks/same_bits.py after.json --against before.json
+    python benchmarks/same_bits.py before.json                  # record
+    python benchmarks/same_bits.py after.json --against before.json
 
-Each recipe trains three steps of a tiny model, made here, on the CPU. To compare commits, run this file with the `src`
-of each first in PYTHONPATH. Recipes with data are given a small file; `judge.toml` needs a service and is left out.
+The digests are of rollouts, metrics without times, evaluations, and weights. Each recipe trains a tiny random model for
+three steps on the CPU. To compare commits, run this file with the `src` of each first in PYTHONPATH. Recipes with data
+read a small file instead. `judge.toml` is left out because it needs a server.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ SETTINGS = {
     "evaluate.k": 2,
     "checkpoint.every": 2,
 }
-FITTED = {"minibatches =": {"algorithm.minibatches": 1}, "similarity_layer =": {"algorithm.similarity_layer": 1}}
-"""Settings of recipes that do not fit a model and a step so small."""
+OVERRIDES = {"minibatches =": {"algorithm.minibatches": 1}, "similarity_layer =": {"algorithm.similarity_layer": 1}}
+"""Settings for recipes that do not fit such a small model and step, by a string that their files contain."""
 TIMED = ("time/", "memory/")
+"""Prefixes of metrics that differ between runs."""
 
 
 def make_model(folder: Path) -> None:
@@ -70,46 +72,48 @@ def make_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def digest_of(run: Path) -> dict[str, str]:
-    found = {}
+def compute_digests(run: Path) -> dict[str, str]:
+    """Return a digest of each file of a run."""
+    digests = {}
     for name in ("rollouts.jsonl", "evals.jsonl", "metrics.jsonl"):
         path = run / name
         if not path.exists():
             continue
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         rows = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
-        found[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+        digests[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
     for path in sorted((run / "model").glob("*.safetensors")):
-        found[f"model/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return found
+        digests[f"model/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return digests
 
 
-def digests(recipe: Path, model: Path, scratch: Path) -> dict[str, str]:
-    words = ["--policy.model", str(model)]
+def train_recipe(recipe: Path, model: Path, scratch: Path) -> dict[str, str]:
+    """Train a recipe in `scratch`, and return the digests of the run or the last line of its error."""
+    flags = ["--policy.model", str(model)]
     questions = scratch / "questions.jsonl"
     text = recipe.read_text()
     settings = dict(SETTINGS)
     if "data =" in text or 'name = "gsm8k"' in text:
         settings |= {"task.data": str(questions), "task.test_data": ""}
-    for named, fitted in FITTED.items():
-        settings |= fitted if named in text else {}
+    for setting, overrides in OVERRIDES.items():
+        settings |= overrides if setting in text else {}
     for key, value in settings.items():
-        words += [f"--{key}", str(value)]
+        flags += [f"--{key}", str(value)]
     run = scratch / recipe.relative_to(ROOT).with_suffix("").as_posix().replace("/", "-")
-    command = [sys.executable, "-m", "pellucid", "train", str(recipe), "--run", str(run), *words]
-    done = subprocess.run(
+    command = [sys.executable, "-m", "pellucid", "train", str(recipe), "--run", str(run), *flags]
+    process = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
-    return digest_of(run)
+    if process.returncode:
+        return {"error": (process.stderr.strip().splitlines() or ["?"])[-1][:300]}
+    return compute_digests(run)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--against", type=Path, help="an earlier output to compare with")
+    parser.add_argument("--only", default="", help="a part of the paths of recipes")
     arguments = parser.parse_args()
     recipes = [
         p
@@ -122,19 +126,19 @@ def main() -> None:
         rows = [{"question": f"what is {i} + 1?", "answer": f"count on.\n#### {i + 1}"} for i in range(60)]
         (scratch / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = dict(
+            digests = dict(
                 zip(
                     (str(p.relative_to(ROOT)) for p in recipes),
-                    pool.map(lambda p: digests(p, scratch / "model", scratch), recipes),
+                    pool.map(lambda p: train_recipe(p, scratch / "model", scratch), recipes),
                     strict=True,
                 )
             )
-    arguments.output.write_text(json.dumps(found, indent=1))
+    arguments.output.write_text(json.dumps(digests, indent=1))
     before = json.loads(arguments.against.read_text()) if arguments.against else {}
-    for name, digest in found.items():
+    for name, digest in digests.items():
         state = "" if not before else "same" if before.get(name) == digest else "DIFFERENT"
         print(f"{name:50} {state} {digest.get('error', '')}")
-    sys.exit(any(before.get(name) != digest for name, digest in found.items()) if before else 0)
+    sys.exit(any(before.get(name) != digest for name, digest in digests.items()) if before else 0)
 
 
 if __name__ == "__main__":

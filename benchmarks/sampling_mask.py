@@ -1,9 +1,9 @@
-"""What sampling by top-p in training costs: time of sampling and of scoring with gradients, and bytes of the masks.
+"""Measures what top-p in training costs: time of sampling and of scoring with gradients, and bytes of the masks.
 
     python benchmarks/sampling_mask.py [--top-p 0.9] [--tokens 48] [--repeats 5]
 
-The same prompts, eight completions each, none of which may end early; from the whole and truncated turn by turn. Scored
-are the same rollouts without their masks and with them.
+The same prompts are sampled without and with top-p in alternation, with eight completions each that never end early.
+The same rollouts are scored without and with their masks.
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ def main(options: Options) -> None:
     learner.eos_ids = ()
     prompts = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate(QUESTIONS)]
     sampler = NativeSampler(policy=learner)
-    ways = [Sampling(8, max_tokens=options.tokens, top_p=top_p, seed="mask") for top_p in (1.0, options.top_p)]
-    batch = collate(sampler.generate(prompts, ways[1]))
-    plain = replace(batch, sampling_mask_words=None, sampling_mask_spans=None)
+    settings = [Sampling(8, max_tokens=options.tokens, top_p=top_p, seed="mask") for top_p in (1.0, options.top_p)]
+    batch = collate(sampler.generate(prompts, settings[1]))
+    unmasked = replace(batch, sampling_mask_words=None, sampling_mask_spans=None)
     sampling, scoring = (
-        turns(options.repeats, *works)
-        for works in (
-            [lambda way=way: sampler.generate(prompts, way) for way in ways],
-            [lambda b=b: score(learner, b) for b in (plain, batch)],
+        measure_ratio(options.repeats, *functions)
+        for functions in (
+            [lambda s=s: sampler.generate(prompts, s) for s in settings],
+            [lambda b=b: score_with_gradients(learner, b) for b in (unmasked, batch)],
         )
     )
     mask = batch.get_sampling_mask(CPU)
     assert mask is not None
     lengths = (mask.spans[:, 1] - mask.spans[:, 0]).double()
     kept = mask.unpack_ids(learner.model.config.get_text_config().vocab_size)[1].sum(-1).double()
-    print(f"{len(kept)} tokens, top_p = {options.top_p:g}; ratios of neighbouring turns, median of {options.repeats}")
-    print(f"tokens in the running: mean {kept.mean():.0f}, median {kept.median():.0f}, most {kept.max():.0f}")
-    print(f"bytes of a token's mask: mean {4 * lengths.mean():.0f}, median {4 * lengths.median():.0f}")
-    print(f"sampling: {sampling:.2f} of the time from the whole; scoring with gradients: {scoring:.2f}")
+    print(f"{len(kept)} tokens, top_p = {options.top_p:g}, median ratios of {options.repeats} repeats")
+    print(f"candidates per token: mean {kept.mean():.0f}, median {kept.median():.0f}, max {kept.max():.0f}")
+    print(f"bytes per mask: mean {4 * lengths.mean():.0f}, median {4 * lengths.median():.0f}")
+    print(f"time with top-p / without: sampling {sampling:.2f}, scoring with gradients {scoring:.2f}")
 
 
-def score(learner: Policy, batch: Batch) -> None:
+def score_with_gradients(learner: Policy, batch: Batch) -> None:
     scores = learner.score(batch)
     scores.logprobs[batch.response_mask].sum().backward()
 
 
-def turns(repeats: int, one: Callable[[], object], other: Callable[[], object]) -> float:
-    """The median of the ratios; one turn of each to warm up."""
-    pairs = [(seconds(one), seconds(other)) for _ in range(repeats + 1)]
+def measure_ratio(repeats: int, baseline: Callable[[], object], function: Callable[[], object]) -> float:
+    """Return the median ratio of the times of a function and of a baseline. The first pair is a warm-up."""
+    pairs = [(time_call(baseline), time_call(function)) for _ in range(repeats + 1)]
     return median(b / a for a, b in pairs[1:])
 
 
-def seconds(work: Callable[[], object]) -> float:
+def time_call(function: Callable[[], object]) -> float:
     start = time.perf_counter()
-    work()
+    function()
     return time.perf_counter() - start
 
 

@@ -1,9 +1,9 @@
-"""One recipe, several seeds: held-out accuracy before and after, as a Markdown table.
+"""Trains a recipe with several seeds, and prints the held-out accuracy before and after as a Markdown table.
 
     python benchmarks/seeds.py recipes/arithmetic.toml --seeds 0 1 2 --into runs/seeds
 
-A seed whose run is there already is not run again, so an interrupted table can be gone on with. `--metric NAME` adds a
-table of what metrics.jsonl has under that name, step by step.
+Seeds that already have a run in the folder are not trained again, so an interrupted command can be repeated. Settings
+of `pellucid train` may follow.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--into", type=Path, default=Path("runs/seeds"))
-    parser.add_argument("--metric", help="also print this one, step by step")
+    parser.add_argument("--metric", help="also print this metric of metrics.jsonl, step by step")
     parser.add_argument("--picture", type=Path, help="also draw the curves, as SVG")
     options, overrides = parser.parse_known_args()
     runs = {seed: options.into / f"{options.recipe.stem}-{seed}" for seed in options.seeds}
@@ -30,23 +30,23 @@ def main() -> None:
         if not (run / "model").is_dir():
             command = [sys.executable, "-m", "pellucid", "train", options.recipe, "--run", run]
             subprocess.run([*command, "--algorithm.seed", str(seed), *overrides], check=True)
-    print(table(runs))
+    print(format_table(runs))
     if options.metric:
-        print("", options.metric, "", by_step(runs, options.metric), sep="\n")
+        print("", options.metric, "", format_metric(runs, options.metric), sep="\n")
     if options.picture:
         options.picture.write_text(draw_picture(list(runs.values())))
 
 
-def table(runs: dict[int, Path]) -> str:
+def format_table(runs: dict[int, Path]) -> str:
     rows = [
         "| seed | greedy before | greedy after | mean@k before | mean@k after | steps | minutes | dead groups |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for seed, run in runs.items():
-        first, *_, last = records(run / "evals.jsonl")
+        first, *_, last = read_records(run / "evals.jsonl")
         rows[0] = rows[0].replace("@k", f"@{last['k']}")
-        cells = [cell(e[name]) for name in ("greedy", "mean@k") for e in (first, last)]
-        steps = records(run / "metrics.jsonl")
+        cells = [format_estimate(e[name]) for name in ("greedy", "mean@k") for e in (first, last)]
+        steps = read_records(run / "metrics.jsonl")
         minutes = sum(s["time/step"] for s in steps) / 60
         dead = mean(get_zero_variance_share(s) or 0.0 for s in steps)
         cells += [str(len(steps)), f"{minutes:.1f}", f"{dead:.0%}"]
@@ -54,9 +54,9 @@ def table(runs: dict[int, Path]) -> str:
     return "\n".join(rows)
 
 
-def by_step(runs: dict[int, Path], metric: str) -> str:
+def format_metric(runs: dict[int, Path], metric: str) -> str:
     rows = [f"| step | {' | '.join(f'seed {seed}' for seed in runs)} |", "|---" * (1 + len(runs)) + "|"]
-    for steps in zip(*(records(run / "metrics.jsonl") for run in runs.values()), strict=True):
+    for steps in zip(*(read_records(run / "metrics.jsonl") for run in runs.values()), strict=True):
         rows.append(
             f"| {steps[0]['step']} | {' | '.join(f'{step[metric]:.4f}' if metric in step else '' for step in steps)} |"
         )
@@ -64,8 +64,8 @@ def by_step(runs: dict[int, Path], metric: str) -> str:
 
 
 def draw_picture(runs: list[Path]) -> str:
-    """Return an SVG of held-out accuracy and training reward, of one run or of several seeds and their mean."""
-    evals, metrics = ([records(run / f"{name}.jsonl") for run in runs] for name in ("evals", "metrics"))
+    """Return an SVG of the held-out accuracy and training reward of one run, or of several seeds and their mean."""
+    evals, metrics = ([read_records(run / f"{name}.jsonl") for run in runs] for name in ("evals", "metrics"))
     seeds = f", mean and range of {len(runs)} runs" if len(runs) > 1 else ""
     k = next((rows[-1]["k"] for rows in evals if rows), "k")
     accuracies = [
@@ -80,14 +80,14 @@ def draw_picture(runs: list[Path]) -> str:
     return join_charts([chart for chart in charts if chart])
 
 
-def cell(estimate: dict[str, float | None]) -> str:
-    """Format an estimate with its interval; without one if it is of too few prompts."""
+def format_estimate(estimate: dict[str, float | None]) -> str:
+    """Format an estimate with its interval. An estimate from too few prompts has no interval."""
     if estimate["low"] is None:
         return f"{estimate['value']:.2f}"
     return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
 
 
-def records(path: Path) -> list[dict]:
+def read_records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,9 +1,9 @@
-"""The service under load: one client for a while, then many at once; tokens a second of both, and every failure.
+"""Measures the tokens per second of `pellucid serve` with one client and with many, and counts failed requests.
 
-    python benchmarks/serve_load.py                       starts a service of the embedded model for itself
+    python benchmarks/serve_load.py                       starts a service of the embedded model
     python benchmarks/serve_load.py --clients 32 --seconds 60
 
-Each client sends its next request when its last is answered, through the official openai client.
+Clients use the official openai library. Each sends its next request as soon as the last one is answered.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median, quantiles
+from math import nan
+from statistics import median
 from typing import NamedTuple
 
 import openai
 
 
 class Load(NamedTuple):
+    """The requests of one client, or of all clients of a measurement."""
+
     requests: int
     tokens: int
     seconds: float
     waits: list[float]
+    """Seconds until each answer."""
     failures: Counter[str]
+    """Failed requests by the name of the exception."""
 
 
 def main() -> None:
@@ -38,40 +43,42 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        where = ["--folder", folder]
-        service("start", options.model, "--port", str(options.port), *where)
+        run_service("start", options.model, "--port", str(options.port), "--folder", folder)
         try:
             print("| clients | requests | tokens a second | median wait, s | 95% of waits, s | failures |")
             print("|---|---|---|---|---|---|")
-            alone = measured(options, 1, options.seconds / 3)
-            crowd = measured(options, options.clients, options.seconds)
-            print(
-                f"\n{crowd.tokens / crowd.seconds / (alone.tokens / alone.seconds):.1f} times the tokens of one client"
-            )
+            single = measure_load(options, 1, options.seconds / 3)
+            many = measure_load(options, options.clients, options.seconds)
+            if single.tokens:
+                ratio = many.tokens / many.seconds / (single.tokens / single.seconds)
+                print(f"\n{ratio:.1f} times the tokens per second of one client")
         finally:
-            service("stop", *where)
-    sys.exit(bool(alone.failures or crowd.failures))
+            run_service("stop", "--folder", folder)
+    sys.exit(bool(single.failures or many.failures))
 
 
-def service(*arguments: str) -> None:
+def run_service(*arguments: str) -> None:
+    """Run a subcommand of `pellucid serve`."""
     subprocess.run([sys.executable, "-m", "pellucid", "serve", *arguments], check=True)
 
 
-def measured(options: argparse.Namespace, clients: int, seconds: float) -> Load:
+def measure_load(options: argparse.Namespace, clients: int, seconds: float) -> Load:
+    """Run the clients at once for some seconds, and print a row of the table."""
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        loads = list(pool.map(lambda i: client(options, i, start + seconds), range(clients)))
+        loads = list(pool.map(lambda i: run_client(options, i, start + seconds), range(clients)))
     elapsed = time.perf_counter() - start
     waits = [wait for load in loads for wait in load.waits]
     failures = sum((load.failures for load in loads), Counter())
-    whole = Load(len(waits), sum(load.tokens for load in loads), elapsed, waits, failures)
-    slow = quantiles(waits, n=20)[-1] if len(waits) > 1 else waits[0]
-    cells = [f"{clients}", f"{whole.requests}", f"{whole.tokens / elapsed:.0f}", f"{median(waits):.2f}", f"{slow:.2f}"]
+    total = Load(len(waits), sum(load.tokens for load in loads), elapsed, waits, failures)
+    wait, slow = (median(waits), sorted(waits)[int(0.95 * len(waits))]) if waits else (nan, nan)
+    cells = [f"{clients}", f"{total.requests}", f"{total.tokens / elapsed:.0f}", f"{wait:.2f}", f"{slow:.2f}"]
     print(f"| {' | '.join(cells)} | {dict(failures) or 'none'} |", flush=True)
-    return whole
+    return total
 
 
-def client(options: argparse.Namespace, number: int, until: float) -> Load:
+def run_client(options: argparse.Namespace, number: int, until: float) -> Load:
+    """Send one request after another until a time on the performance counter."""
     api = openai.OpenAI(base_url=f"http://127.0.0.1:{options.port}/v1", api_key="none", max_retries=0)
     tokens, waits, failures = 0, [], Counter()
     while (start := time.perf_counter()) < until:

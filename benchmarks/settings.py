@@ -1,4 +1,4 @@
-"""Print docs/reference/settings.md: every setting with its type, default and docstring.
+"""Prints docs/reference/settings.md, which has every setting with its type, default, and docstring.
 
 python benchmarks/settings.py > docs/reference/settings.md
 """
@@ -23,8 +23,8 @@ from pellucid.tasks.prompts import GeneratedTask
 
 HEAD = """# Settings
 
-Every key of a recipe, printed by `python benchmarks/settings.py` from the code. A recipe is a TOML file with these
-sections:
+This page lists every key of a recipe. `python benchmarks/settings.py` prints it from the code. A recipe is a TOML file
+with these sections:
 
 ```toml
 [policy]
@@ -57,8 +57,8 @@ def print_tasks() -> None:
     )
     classes = {name: load_task_class(name) for name in TASKS}
     print(f"### Keys of every task\n\n{make_table(GeneratedTask)}\n")
-    where = "Rows come from files or from the Hub: see [your own data](../how-to/data.md)."
-    print(f"### Keys of tasks that read data\n\n{where}\n\n{make_table(DatasetTask, GeneratedTask)}\n")
+    source = "Rows come from files or from the Hub: see [your own data](../how-to/data.md)."
+    print(f"### Keys of tasks that read data\n\n{source}\n\n{make_table(DatasetTask, GeneratedTask)}\n")
     for name, cls in classes.items():
         bases = (GeneratedTask, DatasetTask) if issubclass(cls, DatasetTask) else (GeneratedTask,)
         also = " It also has the keys of tasks that read data." if issubclass(cls, DatasetTask) else ""
@@ -72,7 +72,7 @@ def print_tasks() -> None:
 
 
 def describe(cls: type[Any]) -> str:
-    """The docstring of a section, without its own name and without examples in Python."""
+    """Return the docstring of a section, without its name and without examples in Python."""
     paragraphs = textwrap.dedent(f"    {inspect.getdoc(cls) or ''}").strip().split("\n\n")
     kept = [" ".join(each.split()) for each in paragraphs if not each.lstrip().startswith("Example")]
     text = "\n\n".join(kept)
@@ -81,15 +81,15 @@ def describe(cls: type[Any]) -> str:
 
 
 def make_table(cls: type[Any], *bases: type[Any]) -> str:
-    """A row for each field, except those that are the same in one of the bases and `name`."""
+    """Return a row for each field that is not the same in one of the bases."""
     known = {row for base in bases for row in make_rows(base)}
     rows = [row for row in make_rows(cls) if row not in known]
-    return (
-        "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) if rows else "It has no others."
-    )
+    header = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*header, *rows]) if rows else "It has no other keys."
 
 
 def make_rows(cls: type[Any]) -> list[str]:
+    """Return a row for each field, except for the name of a task."""
     texts, kinds = read_field_texts(cls), get_field_types(cls)
     return [
         f"| `{field.name}` | {name_type(kinds[field.name])} | {show_default(field)} |"
@@ -100,7 +100,7 @@ def make_rows(cls: type[Any]) -> list[str]:
 
 
 def read_field_texts(cls: type[Any]) -> dict[str, str]:
-    """The docstrings of the fields of a dataclass and of its bases."""
+    """Return the docstrings of the fields of a dataclass and of its bases, by the name of the field."""
     texts = dict[str, str]()
     for base in reversed([each for each in cls.__mro__ if dataclasses.is_dataclass(each)]):
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -114,6 +114,7 @@ def read_field_texts(cls: type[Any]) -> dict[str, str]:
 
 
 def describe_field(field: dataclasses.Field[Any], kinds: Any, texts: dict[str, str]) -> str:
+    """Return the docstring of a field, and its choices if the docstring does not name them all."""
     text = texts.get(field.name, "")
     choices = [str(choice) for choice in list_choices(kinds[field.name])]
     is_complete = all(choice in text for choice in choices)
@@ -123,6 +124,7 @@ def describe_field(field: dataclasses.Field[Any], kinds: Any, texts: dict[str, s
 
 
 def list_choices(kind: Any) -> Iterator[Any]:
+    """Yield the values of the Literals in a type."""
     for each in flatten(kind):
         if get_origin(each) is Literal:
             yield from get_args(each)
@@ -131,7 +133,7 @@ def list_choices(kind: Any) -> Iterator[Any]:
 
 
 def flatten(kind: Any) -> Iterator[Any]:
-    """The alternatives of a type, without the bounds of numbers."""
+    """Yield the alternatives of a type, without the bounds of numbers."""
     if hasattr(kind, "__metadata__"):
         yield from flatten(kind.__origin__)
     elif get_origin(kind) in (Union, types.UnionType):
@@ -145,6 +147,7 @@ NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", ty
 
 
 def name_type(kind: Any) -> str:
+    """Return a type in words, such as "integer or choice"."""
     names = []
     for each in flatten(kind):
         origin = get_origin(each) or each

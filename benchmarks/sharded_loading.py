@@ -1,14 +1,14 @@
-"""The peak memory of a process while a model is loaded and sharded: whole at first, and shard by shard.
+"""Measures the peak memory of a process that loads a model and shards it, or that reads only its own shards.
 
-    python benchmarks/sharded_loading.py                   all rows; one that does not fit is left out, and says so
+    python benchmarks/sharded_loading.py                   all rows; those that do not fit are not measured
     python benchmarks/sharded_loading.py --rows 1.5b-2     one row
-    python benchmarks/sharded_loading.py --folder models   where the models are kept; without it they are removed
+    python benchmarks/sharded_loading.py --folder models   keep the models here; by default, they are removed at the end
 
-A row loads a checkpoint of random bf16 weights in 2 or 4 processes on this machine, as `pellucid train` does, until the
-optimizer of the engine is there. "Whole" is what each process needs if it loads the model before the engine shards it,
-as other libraries do and Pellucid did; "by shards" if it reads its rows of the files alone. "Planned" is the phase
-"start" of the memory plan. Sizes are the largest resident size in GB of a process, code and libraries included, which
-are 0.35 GB before a model is loaded. A row by DeepSpeed needs it: run it with .venv-deepspeed/bin/python.
+A row loads a checkpoint of random bf16 weights in 2 or 4 processes on this machine, as `pellucid train` does, and ends
+when the optimizer exists. "Whole": each process loads the whole model before the engine shards it. "By shards": each
+process reads only its own rows of the files, as Pellucid does. "Planned" is the phase "start" of the memory plan. Peaks
+are the largest resident size of a process in GB, with 0.35 GB of code and libraries. Rows of ZeRO-3 need DeepSpeed: run
+them with .venv-deepspeed/bin/python.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ROWS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--folder", type=Path, help="where the models are kept")
+    parser.add_argument("--folder", type=Path, help="keep the models here; by default, they are removed at the end")
     parser.add_argument("--load", choices=("whole", "by shards"), help=argparse.SUPPRESS)  # in the processes of a row
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -84,7 +84,7 @@ def main() -> None:
 def make_table_row(name: str, folder: Path) -> str:
     """Load the model of a row in both ways, and return the row of the table."""
     row = ROWS[name]
-    # In a process of its own: a process that is started begins with the peak of the one that starts it.
+    # A new process starts with the peak of its parent, so that this process must not make the model itself.
     maker = multiprocessing.get_context("spawn").Process(target=make_model, args=(folder, row.size))
     maker.start()
     maker.join()
@@ -92,7 +92,7 @@ def make_table_row(name: str, folder: Path) -> str:
     policy = PolicyConfig(str(folder / row.size), dtype="bfloat16", device="cpu", lora=row.lora)
     cfg = Config(policy=policy, runtime=row.runtime)
     planned = estimate_phases(model, cfg, row.processes)["start"]
-    # By transformers a model is loaded whole, and DeepSpeed rounds a copy of all masters.
+    # The engine "transformers" loads the whole model, and DeepSpeed rounds a copy of all master weights.
     by_transformers = replace(cfg, policy=replace(policy, engine="transformers"))
     whole = estimate_phases(model, by_transformers, row.processes)["start"] + planned
     cells = [run_processes(name, folder, load, gb) for load, gb in (("whole", whole), ("by shards", planned))]
@@ -102,7 +102,7 @@ def make_table_row(name: str, folder: Path) -> str:
 
 
 def make_model(folder: Path, size: str) -> None:
-    """Make a model with random weights in bf16, if it is not there."""
+    """Save a model with random weights in bf16, unless the folder has it."""
     path = folder / size
     if not path.exists():
         tokenizer, shape = load_tokenizer("smollm2-135m"), dict(CARD_SHAPES[size])
@@ -118,7 +118,7 @@ def make_model(folder: Path, size: str) -> None:
 
 
 def run_processes(name: str, folder: Path, load: str, expected_gb: float) -> str:
-    """Load the model of a row in processes of its own, and return the largest of their peaks as a cell."""
+    """Load the model of a row in new processes, and return the largest of their peaks as a cell."""
     row = ROWS[name]
     if row.processes * expected_gb > psutil.virtual_memory().available / 1e9:
         return f"not measured, {row.processes} x {expected_gb:.0f} GB"
@@ -142,7 +142,7 @@ def run_processes(name: str, folder: Path, load: str, expected_gb: float) -> str
 
 
 def measure_peak(row: Row, folder: Path, by_shards: bool) -> float:
-    """Load and shard a model, together with the other processes, and return the peak of this process in GB."""
+    """Load and shard a model together with the other processes, and return the peak of this process in GB."""
     keep_freed_memory()
     join_process_group(CPU, 10)
     path = str(folder / row.size)

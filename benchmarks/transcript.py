@@ -1,4 +1,4 @@
-"""Print the pages of docs/reference that the commands themselves write: what they say, and how they answer mistakes.
+"""Prints the pages on commands and on errors, from the help and the error messages that the commands print.
 
 python benchmarks/transcript.py commands > docs/reference/commands.md
 python benchmarks/transcript.py errors > docs/reference/errors.md
@@ -45,7 +45,7 @@ hyphens or underscores.
 | the task | `--task.name countdown` |
 
 The command line wins over the recipe, and the recipe over the defaults. All settings are checked before anything is
-written. A [mistake](errors.md) is one line, and exit status 2.
+written. After a [mistake](errors.md), a command prints one line and exits with status 2.
 
 * `pellucid COMMAND --help` shows the options and the common settings; `--help-all` shows every setting. Both show the
   values of the recipe that you name: `pellucid train gsm8k --help-all`.
@@ -60,16 +60,16 @@ written. A [mistake](errors.md) is one line, and exit status 2.
 |--:|---|
 | 0 | Done. |
 | 2 | A mistake that you can correct: one line says what and where. |
-| 1 | A fault of the package, or a process of the run that was lost. |
+| 1 | A bug in the package, or a process of the run that died. |
 | 130 | You pressed Ctrl-C twice. Everything saved is kept. |
 """
 ERRORS_HEAD = """# Errors
 
-Find the message that you got, and what helps. An error is one line that starts with `pellucid:`; in Python it is a
-`pellucid.UserError`, the last line of the traceback. Some lines end with the page that helps, such as
+Find your message on this page to see what helps. An error is one line that starts with `pellucid:`. In Python it is a
+`pellucid.UserError`, the last line of the traceback. Some lines end with the name of a page that helps, such as
 `(docs/how-to/rewards.md)`.
 
-This page is printed by `python benchmarks/transcript.py errors`, from the messages themselves.
+`python benchmarks/transcript.py errors` runs the commands below and prints this page.
 """
 
 
@@ -80,16 +80,16 @@ def main() -> None:
 
 def print_commands() -> None:
     print(COMMANDS_HEAD)
-    show("pellucid", "--help")
+    print_help("pellucid", "--help")
     for command in COMMANDS:
-        show(f"pellucid {command}", f"{command} --help")
+        print_help(f"pellucid {command}", f"{command} --help")
 
 
-def show(heading: str, words: str) -> None:
-    """Print what a command says of itself, without settings: they have a page of their own."""
-    rows = [row.rstrip() for row in capture(words).strip().splitlines()]
-    settings = next((i for i, row in enumerate(rows) if row.strip() == "policy options"), None)
-    text = "\n".join(rows[:settings]).rstrip()
+def print_help(heading: str, words: str) -> None:
+    """Print the help of a command without the settings, which have their own page."""
+    lines = [line.rstrip() for line in capture(words).strip().splitlines()]
+    settings = next((i for i, line in enumerate(lines) if line.strip() == "policy options"), None)
+    text = "\n".join(lines[:settings]).rstrip()
     print(f"## {heading}\n\n```text\n{text}\n```\n")
     if settings is not None:
         print("It also takes every [setting](settings.md).\n")
@@ -102,15 +102,16 @@ def print_errors() -> None:
         capture("init .")
         for cause in causes:
             print_cause(cause)
-        left = {path.name for path in Path().iterdir()} - {"__pycache__"}  # Python makes it for the rewards
-        assert left == {"data.jsonl", "recipe.toml", "rewards.py"}, left
+        names = {path.name for path in Path().iterdir()} - {"__pycache__"}  # made by the import of rewards.py
+        assert names == {"data.jsonl", "recipe.toml", "rewards.py"}, names
 
 
 def print_cause(cause: dict[str, Any]) -> None:
+    """Print the section of a cause in errors.toml, with what its commands print."""
     print(f"## {cause['title']}\n\n{cause['help'].strip()}\n")
     if commands := cause.get("commands", ""):
-        shown = [f"$ pellucid {words}\n{capture(words).strip()}" for words in commands.strip().splitlines()]
-        print("```console\n" + "\n".join(shown) + "\n```\n")
+        examples = [f"$ pellucid {words}\n{capture(words).strip()}" for words in commands.strip().splitlines()]
+        print("```console\n" + "\n".join(examples) + "\n```\n")
     if messages := cause.get("messages", []):
         print("| message | what to do |\n|---|---|")
         for message, advice in messages:
@@ -119,7 +120,7 @@ def print_cause(cause: dict[str, Any]) -> None:
 
 
 def capture(words: str) -> str:
-    """Return what a command prints, on either stream."""
+    """Run a command of `pellucid` in this process, and return what it prints on stdout and stderr."""
     printed = StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):

